@@ -1,0 +1,54 @@
+"""Train neural networks in float16 and FP8 without loss scaling, by propagating scales."""
+
+from importlib import metadata as _metadata
+
+from jax_scalify import lax, nn, ops, tree
+from jax_scalify.array import (
+    ScaledArray,
+    as_scaled_array,
+    asarray,
+    freeze_scales,
+    scaled_array,
+    thaw_scales,
+)
+from jax_scalify.config import Pow2RoundMode, ScalifyConfig
+from jax_scalify.primitives import (
+    dynamic_rescale,
+    get_data_and_scale,
+    match_scales,
+    rebalance_scale,
+    set_scaling,
+    stop_scaling,
+)
+from jax_scalify.registry import DequantisedWarning, MissingRuleError, register_scale_rule
+from jax_scalify.transform import scalify
+
+try:
+    __version__ = _metadata.version("jax-scalify")
+except _metadata.PackageNotFoundError:  # a source tree that was not installed
+    __version__ = "0.0.0"
+
+__all__ = [
+    "DequantisedWarning",
+    "MissingRuleError",
+    "Pow2RoundMode",
+    "ScaledArray",
+    "ScalifyConfig",
+    "as_scaled_array",
+    "asarray",
+    "dynamic_rescale",
+    "freeze_scales",
+    "get_data_and_scale",
+    "lax",
+    "match_scales",
+    "nn",
+    "ops",
+    "rebalance_scale",
+    "register_scale_rule",
+    "scaled_array",
+    "scalify",
+    "set_scaling",
+    "stop_scaling",
+    "thaw_scales",
+    "tree",
+]

@@ -1,0 +1,51 @@
+"""The one room for what differs between JAX versions and for JAX internals."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import source_info_util
+from jax.extend import core as jex_core
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
+@contextlib.contextmanager
+def equation_context(eqn: jex_core.JaxprEqn) -> Iterator[None]:
+    """Re-enter an equation's name stack, source line and tracing context.
+
+    Profiles, XLA metadata and error messages then name the user's code, not ours.
+    """
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def source_line(eqn: jex_core.JaxprEqn) -> str:
+    """Return `file:line (function)` of the user's code that an equation comes from."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def is_unspecified_sharding(sharding: Any) -> bool:
+    """Tell whether a `jit` sharding parameter was left unspecified."""
+    return type(sharding).__name__ in ("UnspecifiedValue", "AUTO", "NoneType")
+
+
+def pin(scale: jax.Array) -> jax.Array:
+    """Keep XLA from copying the scalar chain that made a scale into every consumer's fusion.
+
+    The CPU pipeline of JAX 0.10 drops barriers before it fuses, but never copies a division. The
+    divisor is 1, which the compiler cannot know of a float that might be nan.
+    """
+    if JAX_VERSION >= (0, 11):
+        return lax.optimization_barrier(scale)
+    is_number = lax.eq(scale, scale)
+    return lax.div(scale, lax.select(is_number, jnp.ones_like(scale), jnp.full_like(scale, 2)))

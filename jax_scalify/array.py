@@ -1,0 +1,375 @@
+"""`ScaledArray`, and conversions between trees of arrays and of scaled arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+
+from jax_scalify import dtypes, pow2
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScaledArray:
+    """A tensor `data * scale`, with `scale` a power of two.
+
+    Attributes:
+        data: array of any floating dtype, best close to unit RMS.
+        scale: power of two, or 0 ("the data is zero, any scale will do"). Shape `()`; or the rank
+            of `data` with every dim 1 or equal (one scale a channel); or a lower rank, aligned
+            with the *leading* axes of `data`, as `vmap` and a scan's stacking produce them.
+            A Python float is a *static* scale: it is part of the tree's structure, so that `jit`
+            specialises on it. An array is a *dynamic* scale, a leaf.
+
+    Nothing is validated here, since tree functions put placeholders in both fields:
+    `scaled_array` and `as_scaled_array` validate.
+
+    Example:
+        >>> x = ScaledArray(jnp.array([1.0, -0.5], jnp.float16), jnp.float32(2.0**20))
+        >>> print(x.to_array(jnp.float32), x.dtype)
+        [1048576. -524288.] float16
+    """
+
+    data: Any
+    scale: Any
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is a Python number, known while tracing."""
+        return type(self.scale) in (float, int)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the data."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the data."""
+        return self.data.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the data."""
+        return self.data.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the data."""
+        return math.prod(self.shape)
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the data."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    def astype(self, dtype: Any) -> ScaledArray:
+        """Cast the data and keep the scale; to FP8, values out of range saturate."""
+        return ScaledArray(dtypes.cast(jnp.asarray(self.data), dtype), self.scale)
+
+    def to_array(self, dtype: Any = None) -> jax.Array:
+        """Return `data * scale`, multiplied in at least float32 and cast once to `dtype`."""
+        data = jnp.asarray(self.data)
+        compute = dtypes.compute_dtype(data.dtype)
+        if not self.is_static or self.scale != 1:
+            scale = align_scale(self.scale, data.ndim).astype(dtypes.real_dtype(compute))
+            data = data.astype(compute) * scale
+        return dtypes.cast(data, self.dtype if dtype is None else dtype)
+
+    def item(self) -> float | complex:
+        """Return the only element as a Python number."""
+        return np.asarray(self).item()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("A ScaledArray has no buffer of its values: `copy` cannot be False.")
+        data = np.asarray(self.data)
+        wide = np.promote_types(np.dtype(dtypes.compute_dtype(data.dtype)), np.float32)
+        values = data.astype(wide) * np.asarray(_leading(np.asarray(self.scale), data.ndim), wide)
+        return values.astype(data.dtype if dtype is None else dtype)
+
+    def __float__(self) -> float:
+        return float(self.__array__(np.float64))
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
+
+    def __repr__(self) -> str:
+        return f"ScaledArray(data={self.data!r}, scale={self.scale!r})"
+
+
+def _flatten_with_keys(array: ScaledArray) -> tuple[tuple, float | None]:
+    data = (tree_util.GetAttrKey("data"), array.data)
+    if array.is_static:
+        return (data,), float(array.scale)
+    return (data, (tree_util.GetAttrKey("scale"), array.scale)), None
+
+
+def _flatten(array: ScaledArray) -> tuple[tuple, float | None]:
+    if array.is_static:
+        return (array.data,), float(array.scale)
+    return (array.data, array.scale), None
+
+
+def _unflatten(static_scale: float | None, children: Sequence[Any]) -> ScaledArray:
+    return ScaledArray(*children) if static_scale is None else ScaledArray(*children, static_scale)
+
+
+tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflatten, _flatten)
+
+
+def is_scaled(leaf: Any) -> bool:
+    """Tell whether a leaf is a `ScaledArray`."""
+    return isinstance(leaf, ScaledArray)
+
+
+def _leading(scale: Any, ndim: int) -> Any:
+    """Reshape a scale of a lower rank so that it lies along the leading axes."""
+    return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim)) if scale.ndim else scale
+
+
+def align_scale(scale: Any, ndim: int) -> jax.Array:
+    """Bring a scale to shape `()` or to the rank `ndim` of its data."""
+    return _leading(jnp.asarray(scale), ndim)
+
+
+def _check_scale(scale: Any, data: Any, name: str = "scale") -> None:
+    """Refuse a scale that cannot belong to the data; a traced one is checked for its shape."""
+    shape, data_shape = np.shape(scale), np.shape(data)
+    full = shape + (1,) * (len(data_shape) - len(shape))
+    fits = len(shape) <= len(data_shape) and all(
+        s in (1, d) for s, d in zip(full, data_shape, strict=True)
+    )
+    if shape and not fits:
+        raise ValueError(
+            f"`{name}` of shape {shape} does not fit data of shape {data_shape}: it must have "
+            "shape (), or the rank of the data with every dim 1 or equal, or match the leading axes."
+        )
+    if isinstance(scale, jax.core.Tracer):
+        return
+    values = np.asarray(scale, np.float64)
+    if not np.all(np.isfinite(values)) or np.any(values < 0):
+        raise ValueError(f"`{name}` must be finite and not negative, got {scale!r}.")
+    if np.any(values == 0) and not isinstance(data, jax.core.Tracer):
+        zero_where = np.broadcast_to(values.reshape(full), data_shape) == 0 if shape else True
+        if np.any(np.asarray(data)[zero_where] != 0):
+            raise ValueError(f"`{name}` 0 needs data that is zero, got data that is not.")
+
+
+def _keepdims_axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """The axes that share a scale, given those that have their own."""
+    own = () if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    own = {a % ndim for a in own if -ndim <= a < ndim}
+    return tuple(a for a in range(ndim) if a not in own)
+
+
+def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """Return the RMS ("rms", "l2"), mean absolute value ("l1") or maximum ("max") in float32.
+
+    The data is divided by its largest power of two first, so that no square over- or underflows.
+    Without axes the result is 0-d; else the axes are kept with size 1.
+    """
+    keepdims = axes is not None
+    wide = jnp.abs(data).astype(dtypes.real_dtype(dtypes.compute_dtype(data.dtype)))
+    if data.size == 0:
+        return jnp.zeros(jnp.sum(wide, axes, keepdims=keepdims).shape, wide.dtype)
+    largest = jnp.max(wide, axes, keepdims=keepdims)
+    if stat == "max":
+        return largest
+    power = pow2.round_down(largest)
+    power = jnp.where(power == 0, jnp.ones_like(power), power)
+    unit = wide / power
+    if stat == "l1":
+        return jnp.mean(unit, axes, keepdims=keepdims) * power
+    return jnp.sqrt(jnp.mean(jnp.square(unit), axes, keepdims=keepdims)) * power
+
+
+STATISTICS = ("rms", "l2", "l1", "max")
+
+
+def check_statistic(stat: Any, name: str = "stat") -> None:
+    """Raise a `ValueError` for a statistic that does not exist."""
+    if stat not in STATISTICS:
+        raise ValueError(f"`{name}` must be one of {list(STATISTICS)}, got {stat!r}.")
+
+
+def rescale_data(data: jax.Array, ratio: jax.Array) -> jax.Array:
+    """Return `data * ratio`, in at least float32 and cast once."""
+    compute = dtypes.compute_dtype(data.dtype)
+    ratio = ratio.astype(dtypes.real_dtype(compute))
+    return dtypes.cast(data.astype(compute) * ratio, data.dtype)
+
+
+def scaled_array(
+    data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = None
+) -> ScaledArray:
+    """Make a `ScaledArray` of the value `data * scale`.
+
+    Args:
+        data: array-like of a floating dtype.
+        scale: not negative and finite. One that is not a power of two is rounded down and the
+            data takes the rest. A Python float makes a static scale, an array a dynamic one.
+        dtype: dtype of the data; by default, its own.
+        scale_dtype: dtype of a dynamic scale; by default float32.
+
+    Raises:
+        TypeError: if `data` is not floating point.
+        ValueError: if `scale` is negative, nan, infinite, of a shape that does not fit, or 0
+            where the data is not zero.
+
+    Example:
+        >>> print(scaled_array(jnp.ones(2), 6.0).to_array())
+        [6. 6.]
+    """
+    data = jnp.asarray(data, dtype)
+    if not dtypes.is_scalable(data.dtype):
+        raise TypeError(f"`data` must have a floating dtype, got {data.dtype}.")
+    _check_scale(scale, data)
+    static = type(scale) in (float, int)
+    if static:
+        power = 0.0 if scale == 0 else math.ldexp(1.0, pow2.floor_exponent(scale))
+        rest = jnp.float32(scale / power if power else 1.0)
+        return ScaledArray(data if rest == 1 else rescale_data(data, rest), power)
+    scale = jnp.array(scale, scale_dtype or jnp.float32)
+    power = pow2.round_down(scale)
+    rest = jnp.where(power == 0, 1, scale / power)
+    return ScaledArray(rescale_data(data, align_scale(rest, data.ndim)), power)
+
+
+def _choose_scale(data: jax.Array, scale: Any, scale_dtype: Any, axis: Any) -> jax.Array:
+    """The power of two (or 0) by which `as_scaled_array` divides a leaf."""
+    if scale is not None and not isinstance(scale, str):
+        _check_scale(scale, data)
+        return pow2.round_down(jnp.array(scale, scale_dtype))
+    axes = _keepdims_axes(axis, data.ndim)
+    per_axis = len(axes) < data.ndim
+    if scale is not None:
+        largest = statistic(data, scale, axes if per_axis else None)
+        return pow2.round_down(largest.astype(scale_dtype))
+    is_zero = not isinstance(data, jax.core.Tracer) and not np.any(np.asarray(data))
+    shape = tuple(1 if a in axes else d for a, d in enumerate(data.shape)) if per_axis else ()
+    return jnp.full(shape, 0.0 if is_zero else 1.0, scale_dtype)
+
+
+def _convert(leaf: Any, path: tuple, scale: Any, dtype: Any, scale_dtype: Any, axis: Any) -> Any:
+    if is_scaled(leaf):
+        return leaf if dtype is None else leaf.astype(dtype)
+    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "OUS":
+        raise TypeError(
+            f"`tree{tree_util.keystr(path)}` is an array of dtype {leaf.dtype}: only numbers have "
+            "scales. Remove it from the tree or convert it to a numeric dtype."
+        )
+    kind = dtypes.leaf_dtype(leaf)
+    if kind is None or not dtypes.is_scalable(kind):
+        return leaf
+    data = jnp.asarray(leaf)
+    power = _choose_scale(data, scale, scale_dtype, axis)
+    compute = dtypes.compute_dtype(data.dtype)
+    ratio = jnp.where(power == 0, 1, 1 / power).astype(dtypes.real_dtype(compute))
+    wide = data.astype(compute) * align_scale(ratio, data.ndim)
+    return ScaledArray(dtypes.cast(wide, dtype or data.dtype), power)
+
+
+def as_scaled_array(
+    tree: Any,
+    scale: Any | Literal["rms", "max"] | None = None,
+    *,
+    dtype: Any = None,
+    scale_dtype: Any = None,
+    axis: int | Sequence[int] | None = None,
+) -> Any:
+    """Turn every floating-point leaf of a tree into a `ScaledArray` of the same value.
+
+    Integers, bools, PRNG keys, `None`, callables, strings and other non-arrays pass through; a
+    leaf that is a `ScaledArray` already keeps its scale. Every leaf gets a scale buffer of its
+    own, so that a state can be donated.
+
+    Args:
+        tree: any pytree: a Flax `TrainState`, NNX state, optax state, Equinox module, array...
+        scale: `None` for 1 (a concrete all-zero leaf gets 0, "any scale will do"); a number or
+            array, rounded down to a power of two; or `"rms"` or `"max"`, taken from each leaf.
+        dtype: dtype of the data, to which it is rounded *after* the division by the scale; by
+            default each leaf's own.
+        scale_dtype: dtype of the scales, float32 by default.
+        axis: axis or axes along which every index has a scale of its own, of shape `(..., n, ...)`
+            with 1 for the other axes. A leaf without that axis has one scale.
+
+    Returns:
+        The tree with `ScaledArray` leaves whose scales are dynamic.
+
+    Raises:
+        TypeError: for an array of objects or strings, naming the leaf.
+        ValueError: for a `scale` that is negative, nan, infinite, of a shape that does not fit,
+            or 0 where the leaf is not zero; for an unknown statistic.
+
+    Example:
+        >>> w = as_scaled_array({"w": jnp.full((2, 2), 0.03)}, scale="rms", dtype=jnp.float16)
+        >>> print(w["w"].scale, w["w"].dtype)
+        0.015625 float16
+    """
+    if isinstance(scale, str) and scale not in ("rms", "max"):
+        raise ValueError(f'`scale` must be None, a number, an array, "rms" or "max", got {scale!r}.')
+    scale_dtype = jnp.dtype(scale_dtype or jnp.float32)
+    convert = functools.partial(
+        _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=axis
+    )
+    return tree_util.tree_map_with_path(lambda p, leaf: convert(leaf, p), tree, is_leaf=is_scaled)
+
+
+def asarray(tree: Any, dtype: Any = None) -> Any:
+    """Turn every `ScaledArray` of a tree back into a plain array `data * scale`.
+
+    Args:
+        tree: any pytree; plain leaves pass through unchanged unless `dtype` is given, then
+            floating-point ones are cast.
+        dtype: dtype of the values. `jnp.float32` is what evaluation wants: a value outside the
+            range of float16 data is still inside that of `data * scale`. Default: the data's.
+
+    Example:
+        >>> x = ScaledArray(jnp.array([40000.0], jnp.float16), jnp.float32(2.0**-25))
+        >>> print(asarray(x, jnp.float32))
+        [0.00119209]
+    """
+
+    def convert(leaf: Any) -> Any:
+        if is_scaled(leaf):
+            return leaf.to_array(dtype)
+        kind = dtypes.leaf_dtype(leaf)
+        if dtype is None or kind is None or not dtypes.is_scalable(kind):
+            return leaf
+        return dtypes.cast(jnp.asarray(leaf), dtype)
+
+    return jax.tree.map(convert, tree, is_leaf=is_scaled)
+
+
+def freeze_scales(tree: Any) -> Any:
+    """Make every scalar scale of concrete state static: a Python float in the tree's structure.
+
+    A step that is traced with static scales has no scale arithmetic left for them. Scales that
+    are not scalar stay dynamic.
+    """
+
+    def freeze(leaf: Any) -> Any:
+        if is_scaled(leaf) and not leaf.is_static and np.ndim(leaf.scale) == 0:
+            return ScaledArray(leaf.data, float(leaf.scale))
+        return leaf
+
+    return jax.tree.map(freeze, tree, is_leaf=is_scaled)
+
+
+def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:
+    """Make every static scale dynamic again: an array, a leaf of the tree."""
+
+    def thaw(leaf: Any) -> Any:
+        if is_scaled(leaf) and leaf.is_static:
+            return ScaledArray(leaf.data, jnp.array(leaf.scale, scale_dtype or jnp.float32))
+        return leaf
+
+    return jax.tree.map(thaw, tree, is_leaf=is_scaled)

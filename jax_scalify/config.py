@@ -1,0 +1,90 @@
+"""What can be chosen about the transform."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+
+class Pow2RoundMode(enum.Enum):
+    """How a statistic or a factor `sqrt(n)` is rounded to a power of two."""
+
+    NONE = "none"
+    DOWN = "down"
+    UP = "up"
+    STOCHASTIC = "stochastic"
+
+
+_SUPPORTED_MODES = (Pow2RoundMode.DOWN, Pow2RoundMode.UP)
+_MISSING_RULE = ("warn", "error", "silent")
+
+# The value of a `jax.make_user_context` is part of every `jax.jit` cache key.
+_active = jax.make_user_context(default_value=None)
+_entered = threading.local()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScalifyConfig:
+    """Options of `scalify`; also a context manager that sets them for the calls inside it.
+
+    Attributes:
+        rounding_mode: how statistics are rounded to a power of two, `DOWN` or `UP`.
+        scale_dtype: dtype of every dynamic scale, float32 or float64.
+        missing_rule: what happens at a primitive without a scale rule. "warn": evaluate it on
+            dequantised values and warn once; "error": raise `MissingRuleError`; "silent".
+
+    Raises:
+        TypeError: if `scale_dtype` is not float32 or float64.
+        ValueError: for an unknown `missing_rule`, or a rounding mode that does not keep scales
+            powers of two independently of a random key (`NONE`, `STOCHASTIC`).
+
+    Example:
+        >>> import jax_scalify as jsa
+        >>> with jsa.ScalifyConfig(missing_rule="error"):
+        ...     y = jsa.scalify(jnp.square)(jsa.as_scaled_array(jnp.array([1.0, 2.0])))
+        >>> print(jsa.asarray(y))
+        [1. 4.]
+    """
+
+    rounding_mode: Pow2RoundMode = Pow2RoundMode.DOWN
+    scale_dtype: Any = jnp.float32
+    missing_rule: Literal["warn", "error", "silent"] = "warn"
+
+    def __post_init__(self):
+        if self.rounding_mode not in _SUPPORTED_MODES:
+            raise ValueError(
+                f"`rounding_mode` must be one of {[str(m) for m in _SUPPORTED_MODES]}, got "
+                f"{self.rounding_mode!r}: scales have to stay powers of two."
+            )
+        if self.missing_rule not in _MISSING_RULE:
+            raise ValueError(
+                f"`missing_rule` must be one of {list(_MISSING_RULE)}, got {self.missing_rule!r}."
+            )
+        if jnp.dtype(self.scale_dtype) not in (jnp.float32, jnp.float64):
+            raise TypeError(
+                f"`scale_dtype` must be float32 or float64, got {self.scale_dtype!r}: float16 "
+                "and bfloat16 cannot hold the exponents that products of scales have."
+            )
+        object.__setattr__(self, "scale_dtype", jnp.dtype(self.scale_dtype))
+
+    def __enter__(self) -> ScalifyConfig:
+        context = _active(self)
+        context.__enter__()
+        _entered.__dict__.setdefault("stack", []).append(context)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _entered.stack.pop().__exit__(*exc_info)
+
+
+_DEFAULT = ScalifyConfig()
+
+
+def current_config() -> ScalifyConfig:
+    """Return the configuration set by the innermost `with ScalifyConfig(...)`."""
+    return _active.value or _DEFAULT

@@ -1,0 +1,300 @@
+"""Primitives that speak about scales, and the functions that bind them.
+
+Without `scalify` each is the identity on values, so a model that uses them runs unchanged. Inside
+it, their rules (`rules/scaling.py`) move powers of two between data and scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_scalify import array as array_lib
+from jax_scalify import dtypes, pow2
+from jax_scalify.array import ScaledArray
+from jax_scalify.config import current_config
+
+
+def _define(name: str, impl: Callable, abstract: Callable, multiple_results=False) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = multiple_results
+    primitive.def_impl(impl)
+    primitive.def_abstract_eval(abstract)
+    mlir.register_lowering(primitive, mlir.lower_fun(impl, multiple_results=multiple_results))
+    return primitive
+
+
+def _define_identity(name: str, transpose: Callable | None = None) -> Primitive:
+    """A primitive whose value is its first operand; linear in it, its derivative the identity."""
+    primitive = _define(name, lambda x, *_, **__: x, lambda x, *_, **__: x)
+
+    def jvp(primals, tangents, **params):
+        return primitive.bind(*primals, **params), tangents[0]
+
+    def transpose_rule(cotangent, x, *others, **params):
+        if isinstance(cotangent, ad.Zero):
+            cotangent = ad.instantiate_zeros(cotangent)
+        return (transpose(cotangent, **params) if transpose else cotangent, *(None for _ in others))
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose_rule
+    return primitive
+
+
+set_scaling_p = _define_identity("set_scaling")
+rebalance_scale_p = _define_identity("rebalance_scale")
+stop_scaling_p = _define_identity("stop_scaling")
+dynamic_rescale_p = _define_identity("dynamic_rescale")
+# `jvp` sends the tangent, not the primal, through `on_backward`: see `_on_backward_jvp`.
+on_backward_p = _define_identity(
+    "on_backward", transpose=lambda cotangent, *, function: function(cotangent)
+)
+get_data_and_scale_p = _define(
+    "get_data_and_scale",
+    lambda x, *, scale_dtype: (x, jnp.ones((), scale_dtype)),
+    lambda x, *, scale_dtype: (x, jax.typeof(np.ones((), scale_dtype))),
+    multiple_results=True,
+)
+
+
+def _on_backward_jvp(primals, tangents, *, function):
+    return primals[0], on_backward_p.bind(tangents[0], function=function)
+
+
+ad.primitive_jvps[on_backward_p] = _on_backward_jvp
+
+
+def _get_data_and_scale_jvp(primals, tangents, *, scale_dtype):
+    data, scale = get_data_and_scale_p.bind(*primals, scale_dtype=scale_dtype)
+    inverse = lax.convert_element_type(1 / lax.stop_gradient(scale), data.dtype)
+    return (data, scale), (lax.mul(tangents[0], inverse), ad.Zero(jax.typeof(scale)))
+
+
+ad.primitive_jvps[get_data_and_scale_p] = _get_data_and_scale_jvp
+
+
+def _batch_unary(primitive: Primitive) -> None:
+    def batch(args, dims, **params):
+        out = primitive.bind(*args, **params)
+        return out, ([dims[0], None] if primitive.multiple_results else dims[0])
+
+    batching.primitive_batchers[primitive] = batch
+
+
+def _batch_dynamic_rescale(args, dims, *, stat, target, batch_ndim):
+    x = jnp.moveaxis(args[0], dims[0], 0)  # every example has a scale of its own
+    return dynamic_rescale_p.bind(x, stat=stat, target=target, batch_ndim=batch_ndim + 1), 0
+
+
+def _batch_with_scale(primitive: Primitive) -> None:
+    def batch(args, dims, **params):
+        (x, scale), (x_dim, scale_dim) = args, dims
+        if scale_dim is None:
+            return primitive.bind(x, scale, **params), x_dim
+        scale = jnp.moveaxis(scale, scale_dim, 0)
+        if x_dim is None:
+            x = jnp.broadcast_to(x, (scale.shape[0], *x.shape))
+        else:
+            x = jnp.moveaxis(x, x_dim, 0)
+        return primitive.bind(x, scale, **params), 0
+
+    batching.primitive_batchers[primitive] = batch
+
+
+for _primitive in (stop_scaling_p, on_backward_p, get_data_and_scale_p):
+    _batch_unary(_primitive)
+for _primitive in (set_scaling_p, rebalance_scale_p):
+    _batch_with_scale(_primitive)
+batching.primitive_batchers[dynamic_rescale_p] = _batch_dynamic_rescale
+
+
+def _checked(x: Any, name: str = "x") -> Any:
+    kind = dtypes.leaf_dtype(x)
+    if kind is None and not hasattr(x, "__jax_array__"):
+        raise TypeError(f"`{name}` must be an array or a ScaledArray, got {type(x).__name__}.")
+    return jnp.asarray(x)
+
+
+def _checked_scale(scale: Any, x: Any) -> jax.Array:
+    array_lib._check_scale(scale, x)
+    return jnp.asarray(scale, current_config().scale_dtype)
+
+
+def set_scaling(x: Any, scale: Any) -> Any:
+    """Give a value a scale of your choice; the value stays the same.
+
+    Inside `scalify`: `data = x / scale` in at least float32 and cast once. Without: `x`.
+
+    Args:
+        x: array of a floating dtype (others are returned as they are), or a `ScaledArray`.
+        scale: not negative, finite, of shape `()`, of the rank of `x` with dims 1 or equal, or of
+            a lower rank along the leading axes; rounded down to a power of two.
+
+    Raises:
+        ValueError: if a concrete `scale` is negative, nan or infinite, or its shape does not fit.
+
+    Example:
+        >>> f = jsa.scalify(lambda x: jsa.set_scaling(x, 4.0))
+        >>> print(f(jsa.as_scaled_array(jnp.float32(2.0))).data)
+        0.5
+    """
+    if isinstance(x, ScaledArray):
+        return _outside(set_scaling, x, scale)
+    x = _checked(x)
+    return set_scaling_p.bind(x, _checked_scale(scale, x)) if dtypes.is_scalable(x.dtype) else x
+
+
+def rebalance_scale(x: Any, factor: Any) -> Any:
+    """Multiply the scale of a value by a power of two and divide its data by it.
+
+    Inside `scalify`: `(data / factor, scale * factor)`. Without: `x`.
+
+    Raises:
+        ValueError: if a concrete `factor` is negative, nan or infinite, or its shape does not fit.
+
+    Example:
+        >>> f = jsa.scalify(lambda x: jsa.rebalance_scale(x, 8.0))
+        >>> print(f(jsa.as_scaled_array(jnp.float32(2.0))).scale)
+        8.0
+    """
+    if isinstance(x, ScaledArray):
+        return _outside(rebalance_scale, x, factor)
+    x = _checked(x)
+    if not dtypes.is_scalable(x.dtype):
+        return x
+    return rebalance_scale_p.bind(x, _checked_scale(factor, x))
+
+
+def get_data_and_scale(x: Any) -> tuple[Any, Any]:
+    """Return `(data, scale)` of a value, as plain arrays; without `scalify`, `(x, 1)`.
+
+    A scale that is not scalar is first made uniform, so `scale` always has shape `()`.
+
+    Example:
+        >>> def f(x):
+        ...     data, scale = jsa.get_data_and_scale(x)
+        ...     return data
+        >>> print(jsa.scalify(f)(jsa.as_scaled_array(jnp.float32(6.0), scale=4.0)))
+        1.5
+    """
+    if isinstance(x, ScaledArray):
+        return x.data, x.scale
+    x = _checked(x)
+    dtype = current_config().scale_dtype
+    if not dtypes.is_scalable(x.dtype):
+        return x, jnp.ones((), dtype)
+    return tuple(get_data_and_scale_p.bind(x, scale_dtype=np.dtype(dtype)))
+
+
+def stop_scaling(x: Any, dtype: Any = None) -> Any:
+    """Return a value as a plain array: what follows is not scaled until it meets a scaled value.
+
+    Args:
+        x: array or `ScaledArray`.
+        dtype: dtype of the result; by default that of `x`. The product `data * scale` is made in
+            at least float32 and cast once.
+
+    Example:
+        >>> f = jsa.scalify(lambda x: jsa.stop_scaling(x, jnp.float32))
+        >>> print(f(jsa.as_scaled_array(jnp.float16(6.0))))
+        6.0
+    """
+    if isinstance(x, ScaledArray):
+        return x.to_array(dtype)
+    x = _checked(x)
+    if not dtypes.is_scalable(x.dtype):
+        return x if dtype is None else x.astype(dtype)
+    return stop_scaling_p.bind(x if dtype is None else x.astype(dtype))
+
+
+def rescale_leaf(x: Any, stat: str = "rms", target: float = 1.0) -> Any:
+    """Move the data's statistic to `target`: the rule of `dynamic_rescale` for one array."""
+    if isinstance(x, ScaledArray):
+        return _outside(rescale_leaf, x, stat, target)
+    x = _checked(x)
+    if not dtypes.is_scalable(x.dtype):
+        return x
+    return dynamic_rescale_p.bind(x, stat=stat, target=target, batch_ndim=0)
+
+
+def dynamic_rescale(tree: Any, stat: str = "rms", target: float = 1.0) -> Any:
+    """Rescale every scaled leaf so that a statistic of its data is about `target`.
+
+    The statistic is taken in float32 over the whole leaf (for each index of a scale that is not
+    scalar) and rounded to a power of two, so that moving it between data and scale is exact as
+    long as no element becomes subnormal. A leaf that is all zero gets scale 0 ("any scale"); one
+    with a non-finite statistic is left alone.
+
+    Args:
+        tree: pytree with `ScaledArray` leaves outside `scalify`, or arrays inside it. Other leaves
+            pass through unchanged.
+        stat: "rms" (or "l2"), "l1" (mean absolute value) or "max".
+        target: power of two that the statistic is brought to.
+
+    Raises:
+        ValueError: for an unknown `stat`, or a `target` that is not a power of two.
+
+    Example:
+        >>> x = jsa.ScaledArray(jnp.full(4, 64.0, jnp.float16), jnp.float32(1.0))
+        >>> print(jsa.dynamic_rescale(x).scale)
+        64.0
+    """
+    array_lib.check_statistic(stat)
+    if not pow2.is_power_of_two(target):
+        raise ValueError(f"`target` must be a power of two, got {target!r}.")
+
+    def rescale(leaf: Any) -> Any:
+        kind = None if array_lib.is_scaled(leaf) else dtypes.leaf_dtype(leaf)
+        if array_lib.is_scaled(leaf) or (kind is not None and dtypes.is_scalable(kind)):
+            return rescale_leaf(leaf, stat, float(target))
+        return leaf
+
+    return jax.tree.map(rescale, tree, is_leaf=array_lib.is_scaled)
+
+
+def match_scales(tree: Any, like: Any) -> Any:
+    """Bring each leaf to the scale of its partner in `like`: its value, shape and kind.
+
+    Inside `scalify` the leaves are arrays, outside `ScaledArray`s. Use it at the end of a step
+    that would change scales, so that the state has the structure that it was given.
+
+    Raises:
+        ValueError: if the two trees differ in structure.
+
+    Example:
+        >>> x = jsa.as_scaled_array(jnp.ones(2), scale=4.0)
+        >>> y = jsa.as_scaled_array(jnp.ones(2), scale=2.0)
+        >>> print(jsa.match_scales(x, y).scale)
+        2.0
+    """
+
+    def match(leaf: Any, partner: Any) -> Any:
+        if array_lib.is_scaled(leaf) and array_lib.is_scaled(partner):
+            out = _outside(set_scaling, leaf, partner.scale)
+            return ScaledArray(out.data, partner.scale) if partner.is_static else out
+        kind = dtypes.leaf_dtype(leaf)
+        if kind is None or not dtypes.is_scalable(kind) or array_lib.is_scaled(partner):
+            return leaf
+        return set_scaling(leaf, get_data_and_scale(partner)[1])
+
+    return jax.tree.map(match, tree, like, is_leaf=array_lib.is_scaled)
+
+
+def on_backward(x: Any, function: Hashable) -> Any:
+    """Return `x`; send its cotangent through `function` (array to array of the same aval)."""
+    x = _checked(x)
+    return on_backward_p.bind(x, function=function) if dtypes.is_scalable(x.dtype) else x
+
+
+def _outside(function: Callable, x: ScaledArray, *args: Any) -> Any:
+    """Run a scale function on a `ScaledArray` outside `scalify`."""
+    from jax_scalify.transform import scalify
+
+    return scalify(lambda leaf: function(leaf, *args))(x)

@@ -1,0 +1,144 @@
+"""What the rules share: moving powers of two into data, and bringing operands to one scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import dtypes, pow2
+from jax_scalify.array import ScaledArray
+from jax_scalify.pow2 import ZERO, Scale
+from jax_scalify.registry import RuleContext
+
+# A sum of n non-negative terms grows like n. For narrow data the factor stops at 2**10: beyond it
+# one confident logit in a softmax over 50,257 classes would give 65536 * 2**-16.
+NONNEGATIVE_LIMIT = 10
+
+
+def multiply(data: Any, factor: Scale, dtype: Any = None) -> Any:
+    """Return `data * factor`, multiplied in at least float32; a factor 1 costs nothing.
+
+    Without `dtype` the result stays in the dtype that it was computed in.
+    """
+    if not factor.is_one:
+        compute = dtypes.compute_dtype(data.dtype)
+        number = np.asarray(factor.value) if factor.is_static else factor.array
+        number = number.astype(dtypes.real_dtype(compute))
+        data = lax.convert_element_type(data, compute)
+        if jnp.issubdtype(compute, jnp.complexfloating):
+            number = lax.convert_element_type(number, compute)
+        if number.ndim and number.shape != data.shape:
+            number = lax.broadcast_in_dim(number, np.shape(data), tuple(range(number.ndim)))
+        data = lax.mul(data, number)
+    return data if dtype is None else dtypes.cast(data, dtype)
+
+
+def full(ctx: RuleContext, index: int, x: ScaledArray) -> ScaledArray:
+    """Give a 0-d constant operand the shape of its equation's operand."""
+    shape = ctx.in_avals[index].shape
+    if np.shape(x.data) == shape:
+        return x
+    return ScaledArray(lax.broadcast(jnp.asarray(x.data), shape), x.scale)
+
+
+def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArray:
+    """Make a scale that is not scalar the same along some axes (by default all: a scalar)."""
+    if x.scale.ndim == 0:
+        return x
+    axes = range(x.ndim) if axes is None else axes
+    axes = tuple(a for a in axes if x.scale.shape[a] != 1)
+    everything = all(x.scale.shape[a] == 1 for a in range(x.ndim) if a not in axes)
+    if not axes and not everything:
+        return x
+    scale = x.scale.map(
+        lambda s: jnp.max(s, tuple(range(s.ndim)) if everything else axes, keepdims=not everything)
+    )
+    return ScaledArray(multiply(x.data, x.scale / scale, x.dtype), scale)
+
+
+def constant_floor(number: Any, dtype: Any) -> int:
+    """The smallest exponent of a scale at which a constant is finite with three octaves to spare.
+
+    `finfo.min` and `finfo.max` are masks: they may saturate as long as they stay beyond 2**10.
+    """
+    finfo = jnp.finfo(dtype)
+    if abs(float(number)) >= float(finfo.max):
+        return 10 - finfo.maxexp
+    return pow2.floor_exponent(number) + 4 - finfo.maxexp
+
+
+def votes(
+    ctx: RuleContext, operands: dict[int, ScaledArray], *, additive: bool = False
+) -> list[Scale]:
+    """What each operand, by its index, has to say about the scale of a result that they share.
+
+    Arrays vote with their scales. A constant votes, in a sum, with its own power of two; elsewhere
+    with the smallest scale at which it can be written. 0, inf and nan do not vote.
+    """
+    arrays, floors, own = [], [], []
+    for i, x in operands.items():
+        number = ctx.inputs[i].constant
+        if number is None or number.dtype.kind == "c":
+            arrays.append(x.scale)
+        elif number != 0 and np.isfinite(np.float64(number)):
+            own.append(x.scale)
+            floor = constant_floor(number, x.dtype)
+            if floor > 2 - pow2.MAX_EXPONENT:  # below, it is finite at every scale that there is
+                floors.append(Scale(floor))
+    arrays = [s for s in arrays if not s.is_zero]
+    if additive or not arrays:
+        return arrays + own
+    return arrays + floors
+
+
+def shared_scale(
+    ctx: RuleContext, operands: dict[int, ScaledArray], *, additive: bool = False
+) -> Scale:
+    """Return the largest vote; without votes 0 if every operand is 0, else 1."""
+    scales = votes(ctx, operands, additive=additive)
+    if scales:
+        return pow2.join(*scales)
+    numbers = [ctx.inputs[i].constant for i in operands]
+    return ZERO if all(n is None or n == 0 for n in numbers) else Scale(0)
+
+
+def align(
+    ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any = None
+) -> Any:
+    """Return the data of an operand at another scale, `data * (x.scale / scale)`.
+
+    In at least float32 unless the ratio is 1 or a `dtype` is given. A constant saturates, and one
+    that is not zero does not become zero.
+    """
+    number = ctx.inputs[index].constant
+    if number is None or number.dtype.kind == "c":
+        if x.scale.is_zero:
+            return x.data if dtype is None else dtypes.cast(x.data, dtype)
+        return multiply(x.data, pow2.alignment(x.scale, scale), dtype)
+    if number == 0 or not np.isfinite(np.float64(number)):
+        return x.data if dtype is None else dtypes.cast(x.data, dtype)
+    return align_constant(number, x.dtype, scale)
+
+
+def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
+    """Return a non-zero finite constant divided by a scale, as a 0-d value (or keep-dims)."""
+    finfo = jnp.finfo(dtype)
+    largest = float(finfo.max)
+    smallest = float(finfo.smallest_subnormal if finfo.bits == 16 and finfo.nmant == 10 else finfo.tiny)
+    size, sign = abs(float(number)), math.copysign(1.0, float(number))
+    if scale.is_static:
+        inverse = (scale**-1).value
+        return np.asarray(sign * min(max(size * inverse, smallest), largest)).astype(dtype)[()]
+    mantissa, exponent = pow2.split_constant(size)
+    ratio = (Scale(exponent) / scale).array
+    compute = dtypes.compute_dtype(dtype)
+    ratio = ratio.astype(compute)
+    value = lax.mul(ratio, np.asarray(mantissa, compute))
+    value = lax.clamp(np.asarray(smallest, compute), value, np.asarray(largest, compute))
+    value = lax.neg(value) if sign < 0 else value
+    return lax.convert_element_type(value, dtype)

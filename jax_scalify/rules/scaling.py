@@ -1,0 +1,99 @@
+"""The rules of our own primitives, and what they need of the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_scalify import array as array_lib
+from jax_scalify import pow2, primitives
+from jax_scalify.array import ScaledArray
+from jax_scalify.config import Pow2RoundMode
+from jax_scalify.pow2 import Scale
+from jax_scalify.registry import RuleContext, register_scale_rule
+from jax_scalify.rules.calls import _takes_values
+from jax_scalify.rules.common import multiply, uniform_over
+from jax_scalify.values import Value
+
+
+def _requested_scale(ctx: RuleContext, index: int) -> Scale:
+    """Read a scale operand: symbolic, constant, or any traced number rounded to a power of two."""
+    value = ctx.inputs[index]
+    if value.scale is not None:
+        return value.scale
+    if value.constant is not None:
+        number = float(value.constant)
+        return Scale.of(number and 2.0 ** pow2.floor_exponent(number))
+    plain = ctx.dequantise(value.array) if value.is_scaled else value.plain()
+    plain = jnp.abs(plain).astype(ctx.table.dtype)
+    return ctx.table.atom(
+        pow2.round_down(array_lib.align_scale(plain, len(ctx.out_avals[0].shape)))
+    )
+
+
+@register_scale_rule(primitives.set_scaling_p)
+def set_scaling_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
+    """`data = x / scale`, the scale as asked for."""
+    scale = _requested_scale(ctx, 1)
+    x = _filled(ctx, x)
+    if x.scale.is_zero:
+        return ScaledArray(x.data, scale)
+    return ScaledArray(multiply(x.data, x.scale / scale, ctx.out_dtype), scale)
+
+
+@register_scale_rule(primitives.rebalance_scale_p)
+def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
+    """`data / factor`, `scale * factor`."""
+    factor = _requested_scale(ctx, 1)
+    x = _filled(ctx, x)
+    return ScaledArray(multiply(x.data, factor**-1, ctx.out_dtype), x.scale * factor)
+
+
+@register_scale_rule(primitives.stop_scaling_p)
+@_takes_values
+def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
+    """The plain value."""
+    plain = ctx.dequantise(value.array, value.dtype) if value.is_scaled else value.plain()
+    return [Value.of(plain, nonneg=value.nonneg)]
+
+
+@register_scale_rule(primitives.get_data_and_scale_p)
+def get_data_and_scale_rule(ctx: RuleContext, x: ScaledArray, *, scale_dtype: Any) -> list[Value]:
+    """Both fields, as plain values."""
+    x = uniform_over(_filled(ctx, x))
+    scale = jnp.asarray(x.scale.array, scale_dtype)
+    return [
+        Value.of(jnp.asarray(x.data), nonneg=ctx.inputs[0].nonneg),
+        Value.of(scale, nonneg=True, scale=x.scale),
+    ]
+
+
+def _filled(ctx: RuleContext, x: ScaledArray) -> ScaledArray:
+    shape = ctx.out_avals[0].shape
+    return ScaledArray(jnp.broadcast_to(x.data, shape), x.scale)
+
+
+@register_scale_rule(primitives.dynamic_rescale_p)
+def dynamic_rescale_rule(
+    ctx: RuleContext, x: ScaledArray, *, stat: str, target: float, batch_ndim: int
+) -> ScaledArray:
+    """Read the data: its statistic, as a power of two, moves into the scale.
+
+    A zero gets scale 0; a non-finite statistic changes nothing.
+    """
+    x = _filled(ctx, x)
+    axes = None
+    if x.scale.ndim:
+        axes = tuple(a for a in range(x.ndim) if x.scale.shape[a] == 1)
+    elif batch_ndim:
+        axes = tuple(range(batch_ndim, x.ndim))
+    wide = array_lib.statistic(x.data, stat, axes)
+    power = pow2.round_down(wide.astype(ctx.table.dtype))
+    if ctx.config.rounding_mode is Pow2RoundMode.UP:
+        power = jnp.where(wide > power, 2 * power, power)
+    power = lax.mul(power, jnp.asarray(1 / target, power.dtype))
+    power = jnp.where(jnp.isfinite(wide), power, jnp.ones_like(power))
+    factor = ctx.table.atom(power)
+    return ScaledArray(multiply(x.data, factor**-1, x.dtype), x.scale * factor)

@@ -1,0 +1,147 @@
+"""Structural primitives: data through the primitive, scale unchanged.
+
+A scale that is not scalar goes through the matching operation, or is first made uniform over the
+axes that the primitive mixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import dtypes
+from jax_scalify.array import ScaledArray
+from jax_scalify.pow2 import ONE
+from jax_scalify.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.rules.common import uniform_over
+
+
+def structural_rule(
+    mixed_axes: Callable[..., Any] | None = None, move_scale: Callable[..., Any] | None = None
+) -> Rule:
+    """Make the rule of a primitive that rearranges the elements of its first operand.
+
+    Args:
+        mixed_axes: `(ctx, **params)` -> axes over which the scale has to be uniform; None for all.
+        move_scale: `(scale, ctx, **params)` -> the scale of the result, by default the same.
+    """
+
+    def rule(ctx: RuleContext, x: ScaledArray, *others: Any, **params: Any) -> Any:
+        if x.scale.ndim:
+            x = uniform_over(x, None if mixed_axes is None else mixed_axes(ctx, **params))
+        scale = x.scale
+        if move_scale is not None:
+            scale = scale.map(lambda s: move_scale(s, ctx, **params))
+        out = ctx.bind(x.data, *others, **params)
+        if ctx.primitive.multiple_results:
+            return [ScaledArray(o, scale) for o in out]
+        return ScaledArray(out, scale)
+
+    rule.__doc__ = "`out = f(data)`, scale unchanged."
+    return rule
+
+
+def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
+    """No axis is mixed: an elementwise primitive."""
+    return ()
+
+
+register_scale_rule(
+    lax.neg_p, lax.abs_p, "copy", "copy_p", lax.reduce_precision_p, "stop_gradient",
+    lax.real_p, lax.imag_p, lax.conj_p, "name", "on_backward",
+)(structural_rule(no_axes))  # fmt: skip
+
+
+def _moved_axes(ctx: RuleContext, *, axes: Any = None, dimensions: Any = None, **_: Any) -> Any:
+    axes = dimensions if axes is None else axes
+    return axes
+
+
+register_scale_rule(lax.transpose_p)(
+    structural_rule(no_axes, lambda s, ctx, *, permutation, **_: lax.transpose(s, permutation))
+)
+register_scale_rule(lax.squeeze_p)(
+    structural_rule(no_axes, lambda s, ctx, *, dimensions, **_: lax.squeeze(s, dimensions))
+)
+register_scale_rule(lax.rev_p)(structural_rule(_moved_axes))
+
+
+def _broadcast_scale(scale: Any, ctx: RuleContext, *, broadcast_dimensions: Any, **_: Any) -> Any:
+    shape = [1] * ctx.out_avals[0].ndim
+    for size, dim in zip(scale.shape, broadcast_dimensions, strict=True):
+        shape[dim] = size
+    return lax.broadcast_in_dim(scale, shape, broadcast_dimensions)
+
+
+register_scale_rule(lax.broadcast_in_dim_p)(structural_rule(no_axes, _broadcast_scale))
+
+
+def _sliced_axes(ctx: RuleContext, **_: Any) -> list[int]:
+    before, after = ctx.in_avals[0].shape, ctx.out_avals[0].shape
+    return [a for a, (b, c) in enumerate(zip(before, after, strict=True)) if b != c]
+
+
+register_scale_rule(lax.slice_p, lax.dynamic_slice_p, "split")(structural_rule(_sliced_axes))
+register_scale_rule(lax.reshape_p, lax.sort_p, lax.top_k_p, "tile", "unstack")(structural_rule())
+
+
+def _reduced_scale(scale: Any, ctx: RuleContext, *, axes: Any, **_: Any) -> Any:
+    return lax.squeeze(scale, axes)
+
+
+register_scale_rule(lax.reduce_max_p, lax.reduce_min_p)(
+    structural_rule(_moved_axes, _reduced_scale)
+)
+register_scale_rule(lax.cummax_p, lax.cummin_p)(
+    structural_rule(lambda ctx, *, axis, **_: (axis,))
+)
+
+
+@register_scale_rule(lax.argmax_p, lax.argmin_p)
+def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
+    """`out = argmax(data)`, a plain output."""
+    return ctx.bind(uniform_over(x, params["axes"]).data, **params)
+
+
+@register_scale_rule(lax.is_finite_p)
+def is_finite_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
+    """`out = is_finite(data)`, a plain output."""
+    return ctx.bind(x.data, **params)
+
+
+@register_scale_rule(lax.sign_p)
+def sign_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`out = sign(data)`, scale 1."""
+    return ScaledArray(ctx.bind(x.data, **params), ONE)
+
+
+@register_scale_rule("optimization_barrier", "sharding_constraint")
+def barrier_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
+    """`out = f(data)`, scale unchanged, for each operand."""
+    shapes = [v.shape for v in ctx.in_avals]
+    data = [x.data if isinstance(x, ScaledArray) else x for x in args]
+    data = [lax.broadcast(d, s) if np.shape(d) != s else d for d, s in zip(data, shapes, strict=True)]
+    out = ctx.bind(*data, **params)
+    out = out if ctx.primitive.multiple_results else [out]
+    out = [
+        ScaledArray(o, x.scale) if isinstance(x, ScaledArray) else o
+        for o, x in zip(out, args, strict=True)
+    ]
+    return out if ctx.primitive.multiple_results else out[0]
+
+
+@register_scale_rule(lax.convert_element_type_p)
+def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
+    """Float to float: the data only, saturating for FP8. To int or bool: dequantise first."""
+    dtype = ctx.out_dtype
+    if not isinstance(x, ScaledArray):  # int or bool to float: a constant of scale 1
+        return ScaledArray(ctx.bind(x, **params), ONE)
+    if not dtypes.is_scalable(dtype):
+        if dtype == jnp.bool_:
+            return ctx.bind(x.data, **params)
+        return ctx.bind(ctx.dequantise(x), **params)
+    return ScaledArray(dtypes.cast(x.data, dtype), x.scale)

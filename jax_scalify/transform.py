@@ -1,0 +1,371 @@
+"""The transform: trace a function once, then interpret its jaxpr on scaled values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat, dtypes, pow2, primitives
+from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
+from jax_scalify.array import ScaledArray, align_scale, is_scaled
+from jax_scalify.config import ScalifyConfig, current_config
+from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
+from jax_scalify.registry import RuleContext, describe, find_rule, report_missing, to_plain
+from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, is_nonnegative
+
+
+def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
+    """Transform a function so that every floating-point value flows as `data * scale`.
+
+    Forward pass, derivatives and optimizer inside `fun` are rewritten in one go, by one rule a
+    primitive; `fun` itself is written for plain arrays. A pure transform, as `jax.grad` is: use it
+    under `jax.jit`.
+
+    Args:
+        fun: a traceable function. Its arguments may be any pytrees; `ScaledArray` leaves are
+            scaled, other arrays plain, and strings, callables, Python bools and `None` static.
+        config: options; by default those of the enclosing `with ScalifyConfig(...)`.
+
+    Returns:
+        A function of the same arguments. An output that depends on a scaled value is a
+        `ScaledArray`, of a dynamic scale if any scaled argument had one. With plain arguments
+        only (and no `set_scaling` inside) it computes exactly what `fun` does.
+
+    Raises:
+        TypeError: if `fun` is not callable or `config` not a `ScalifyConfig`.
+        MissingRuleError: when called, for a primitive without a rule, if so configured.
+
+    Source: Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
+    2024, section 3.
+
+    Example:
+        >>> @jax.jit
+        ... @jsa.scalify
+        ... def f(x, w):
+        ...     return jax.nn.relu(x @ w)
+        >>> x = jsa.as_scaled_array(jnp.ones((4, 4), jnp.float16), scale=2.0**10)
+        >>> y = f(x, x)  # 2**22: far outside float16
+        >>> print(jsa.asarray(y, jnp.float32)[0, 0])
+        4194304.0
+    """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
+    if config is not None and not isinstance(config, ScalifyConfig):
+        raise TypeError(f"`config` must be a ScalifyConfig, got {type(config).__name__}.")
+
+    @functools.wraps(fun)
+    def scalified(*args: Any, **kwargs: Any) -> Any:
+        active = config or current_config()
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_scaled)
+        dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+        out_tree = None
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal out_tree
+            full = list(leaves)
+            for i, array in zip(dynamic, arrays, strict=True):
+                full[i] = array
+            in_args, in_kwargs = jax.tree.unflatten(tree, full)
+            out, out_tree = jax.tree.flatten(fun(*in_args, **in_kwargs), is_leaf=is_scaled)
+            return out
+
+        operands = [leaves[i] for i in dynamic]
+        closed = jax.make_jaxpr(flat)(*(x.aval if is_scaled(x) else x for x in operands))
+        if not any(is_scaled(x) for x in operands) and not _sets_scaling(closed.jaxpr):
+            out = jex_core.jaxpr_as_fun(closed)(*operands)
+        else:
+            out = _scale_call(closed, operands, active)
+        return jax.tree.unflatten(out_tree, out)
+
+    return scalified
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    return is_scaled(leaf) or (
+        not isinstance(leaf, bool) and dtypes.leaf_dtype(leaf) is not None
+    )
+
+
+def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
+    values = [
+        item
+        for value in params.values()
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
+    jaxprs = [getattr(v, "jaxpr", v) for v in values]
+    return [j for j in jaxprs if hasattr(j, "eqns")]
+
+
+def _sets_scaling(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive is primitives.set_scaling_p or any(map(_sets_scaling, _sub_jaxprs(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:
+    """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
+    table = ScaleTable(config.scale_dtype)
+    inputs = [_enter(x, table) for x in operands]
+    outputs = evaluate(closed, inputs, table=table, config=config)
+    keep_static = not any(v.is_scaled and not v.array.scale.is_static for v in inputs)
+    return [_leave(v, table, keep_static) for v in outputs]
+
+
+def _enter(operand: Any, table: ScaleTable) -> Value:
+    if not is_scaled(operand):
+        return Value.of(operand)
+    if operand.is_static:
+        scale = Scale.of(operand.scale)
+    else:
+        scale = table.atom(align_scale(operand.scale, operand.ndim).astype(table.dtype))
+    return Value.of(ScaledArray(jnp.asarray(operand.data), scale))
+
+
+def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:
+    if not value.is_scalable or (not value.is_scaled and value.constant is None):
+        return value.plain()
+    x = _promote(value, table, full=True)
+    if x.scale.is_static:
+        number = x.scale.value
+        return ScaledArray(x.data, number if keep_static else jnp.array(number, table.dtype))
+    return ScaledArray(x.data, jnp.asarray(x.scale.array))
+
+
+def evaluate(
+    closed: Any, inputs: Sequence[Value], *, table: ScaleTable, config: ScalifyConfig
+) -> list[Value]:
+    """Interpret a closed jaxpr, equation by equation, in scaled mode."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, Value] = {}
+
+    def read(atom: Any) -> Value:
+        return Value.of(_typed_literal(atom)) if isinstance(atom, jex_core.Literal) else env[atom]
+
+    for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
+        env[var] = _captured(const)
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+    for eqn in _live_equations(jaxpr):
+        with _compat.equation_context(eqn):
+            outputs = _equation(eqn, [read(v) for v in eqn.invars], table, config)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _typed_literal(literal: Any) -> Any:
+    return np.asarray(literal.val, literal.aval.dtype)
+
+
+def _captured(const: Any) -> Value:
+    """A captured constant has known values: its scale is its RMS over ordinary values."""
+    if isinstance(const, jax.core.Tracer) or not dtypes.is_scalable(const.dtype):
+        return Value.of(const)
+    values = np.asarray(const)
+    if values.ndim == 0:
+        return Value.of(values)
+    wide = np.abs(values.astype(np.complex128 if np.iscomplexobj(values) else np.float64))
+    if values.size and np.all(values == values.flat[0]):
+        return Value.filled(values.shape, values.flat[0])
+    ordinary = wide[np.isfinite(wide) & (wide > 0)]
+    exponent = 0
+    if ordinary.size:
+        largest = float(ordinary.max())
+        rms = largest * float(np.sqrt(np.mean(np.square(ordinary / largest))))
+        limit = pow2.MAX_EXPONENT
+        exponent = max(-limit, min(limit, pow2.floor_exponent(rms)))
+        # A mask beside ordinary values must not push them out of the dtype's normal range.
+    data = (values.astype(dtypes.compute_dtype(values.dtype)) * 2.0**-exponent).astype(values.dtype)
+    scaled = ScaledArray(jnp.asarray(data), Scale(exponent))
+    return Value.of(scaled, nonneg=not np.iscomplexobj(values) and bool(np.all(values >= 0)))
+
+
+def _live_equations(jaxpr: Any) -> list[Any]:
+    """The equations that an output or an effect depends on."""
+    used = {v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in used for v in eqn.outvars):
+            used.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+            live.append(eqn)
+    return live[::-1]
+
+
+def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> list[Value]:
+    uniform = _uniform(eqn, inputs)
+    if uniform is not None:
+        return [uniform]
+    floating = [v for v in inputs if v.is_scalable]
+    meets = any(v.is_scaled or v.uniform is not None for v in floating)
+    becomes_float = eqn.primitive.name == "convert_element_type" and not floating
+    rule = find_rule(eqn.primitive)
+    inner = bool(_sub_jaxprs(eqn.params))
+    if not (meets or (becomes_float and dtypes.is_scalable(eqn.outvars[0].aval.dtype)) or inner):
+        return _wrap(eqn, _bind_plain(eqn, [v.plain() for v in inputs]), inputs)
+    if rule is None:
+        if not any(v.is_scaled for v in floating):
+            return _wrap(eqn, _bind_plain(eqn, [v.plain() for v in inputs]), inputs)
+        report_missing(eqn, inputs, config)
+        return _wrap(eqn, _dequantised(eqn, inputs), inputs)
+    full = eqn.primitive.name not in ELEMENTWISE
+    args = inputs if getattr(rule, "takes_values", False) else [
+        _promote(v, table, full) if v.is_scalable else v.plain() for v in inputs
+    ]
+    ctx = RuleContext(
+        primitive=eqn.primitive,
+        in_avals=tuple(v.aval for v in eqn.invars),
+        out_avals=tuple(v.aval for v in eqn.outvars),
+        inputs=tuple(inputs),
+        table=table,
+        config=config,
+        eqn=eqn,
+        evaluate=lambda closed, values, c: evaluate(closed, values, table=c.table, config=c.config),
+    )
+    try:
+        out = rule(ctx, *args, **eqn.params)
+    except Exception as error:
+        if not getattr(error, "_jax_scalify_noted", False):
+            error.add_note(f"jax_scalify: while applying the scale rule of {describe(eqn, inputs)}")
+            error._jax_scalify_noted = True  # type: ignore[attr-defined]
+        raise
+    return _wrap(eqn, out, inputs, table)
+
+
+def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
+    """Evaluate an equation of uniform values on 0-d operands; on constants, while tracing."""
+    name = eqn.primitive.name
+    if eqn.primitive.multiple_results or not inputs:
+        return None
+    if any(v.uniform is None or v.is_scaled for v in inputs):
+        return None
+    aval = eqn.outvars[0].aval
+    if name in MOVEMENT and len(inputs) == 1:
+        if not all(v.shape for v in inputs) and not aval.shape:
+            return inputs[0]
+        if name.startswith(("reduce", "cum")) and 0 in inputs[0].shape:
+            return None
+        return Value.filled(aval.shape, inputs[0].uniform, inputs[0].nonneg)
+    if name not in ELEMENTWISE:
+        return None
+    symbolic = _symbolic_scale(eqn, inputs)
+    if all(v.constant is not None for v in inputs):
+        with jax.ensure_compile_time_eval():
+            out = np.asarray(eqn.primitive.bind(*(v.uniform for v in inputs), **eqn.params))[()]
+    else:
+        out = eqn.primitive.bind(*(v.uniform for v in inputs), **eqn.params)
+    nonneg = is_nonnegative(eqn, inputs)
+    if aval.shape:
+        return Value.filled(aval.shape, out, nonneg)
+    return Value.of(out, nonneg=nonneg, scale=symbolic)
+
+
+def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:
+    """Follow a scale that the user took out with `get_data_and_scale` through its arithmetic."""
+    name = eqn.primitive.name
+    if not any(v.scale is not None for v in inputs):
+        return None
+    scales = [v.scale if v.scale is not None else _constant_scale(v) for v in inputs]
+    if any(s is None for s in scales):
+        return None
+    if name == "mul":
+        return scales[0] * scales[1]
+    if name == "div":
+        return scales[0] / scales[1]
+    if name == "max":
+        return pow2.join(*scales)
+    if name in ("integer_pow", "square"):
+        return scales[0] ** eqn.params.get("y", 2)
+    if name in ("convert_element_type", "copy", "stop_gradient"):
+        return scales[0] if eqn.outvars[0].aval.dtype == inputs[0].dtype else None
+    return None
+
+
+def _constant_scale(value: Value) -> Scale | None:
+    number = value.constant
+    if number is None or number.dtype.kind not in "fiu" or not pow2.is_power_of_two(number):
+        return None
+    return Scale.of(number)
+
+
+def _promote(value: Value, table: ScaleTable, full: bool) -> ScaledArray:
+    """Make a plain floating value scaled: a constant or scalar splits, an array gets scale 1."""
+    if value.is_scaled:
+        return value.array
+    if value.uniform is None:
+        return ScaledArray(value.plain(), ONE)
+    number = value.constant
+    if number is None:
+        if jnp.issubdtype(value.dtype, jnp.complexfloating):
+            data, scale = value.uniform, ONE
+        else:
+            data, scale = table.split(value.uniform)
+    elif number == 0:
+        data, scale = number, ZERO
+    elif number.dtype.kind == "c" or not np.isfinite(np.float64(number)):
+        data, scale = number, ONE
+    else:
+        mantissa, exponent = pow2.split_constant(number)
+        data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
+    if full and value.shape:
+        data = lax.broadcast(jnp.asarray(data), value.shape)
+    return ScaledArray(data, scale)
+
+
+def _bind_plain(eqn: Any, args: list[Any]) -> Any:
+    return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+
+
+def _dequantised(eqn: Any, inputs: list[Value]) -> list[Any]:
+    """Evaluate an equation on plain values, in at least float32 where its jaxprs allow it."""
+    carries_jaxpr = bool(_sub_jaxprs(eqn.params))
+    args = []
+    for value, var in zip(inputs, eqn.invars, strict=True):
+        dtype = var.aval.dtype
+        if value.is_scalable and not carries_jaxpr:
+            dtype = dtypes.compute_dtype(dtype)
+        if value.is_scaled:
+            args.append(to_plain(value.array, dtype))
+        else:
+            args.append(dtypes.cast(value.plain(), dtype) if value.is_scalable else value.plain())
+    out = _bind_plain(eqn, args)
+    out = out if eqn.primitive.multiple_results else [out]
+    return [
+        ScaledArray(dtypes.cast(o, var.aval.dtype), ONE) if dtypes.is_scalable(o.dtype) else o
+        for o, var in zip(out, eqn.outvars, strict=True)
+    ]
+
+
+def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = None) -> list[Value]:
+    """Check what a rule returned against the equation's output types, and add facts."""
+    outputs = list(out) if isinstance(out, (list, tuple)) else [out]
+    if outputs and all(isinstance(o, Value) for o in outputs):
+        return outputs
+    if len(outputs) != len(eqn.outvars):
+        raise TypeError(
+            f"The scale rule of {describe(eqn, inputs)} returned {len(outputs)} results, expected "
+            f"{len(eqn.outvars)}."
+        )
+    nonneg = is_nonnegative(eqn, inputs)
+    values = []
+    for o, var in zip(outputs, eqn.outvars, strict=True):
+        if isinstance(o, Value):
+            values.append(o)
+            continue
+        if isinstance(o, ScaledArray) and not isinstance(o.scale, Scale) and table is not None:
+            static = type(o.scale) in (float, int)
+            scale = Scale.of(o.scale) if static else table.atom(align_scale(o.scale, o.ndim))
+            o = ScaledArray(o.data, scale)
+        value = Value.of(o, nonneg=nonneg)
+        if value.shape != var.aval.shape or value.dtype != var.aval.dtype:
+            raise TypeError(
+                f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "
+                f"expected {var.aval.dtype}{var.aval.shape}."
+            )
+        values.append(value)
+    return values

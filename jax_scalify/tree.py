@@ -1,0 +1,85 @@
+"""`jax.tree` with `ScaledArray` as a leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_scalify import array as array_lib
+from jax_scalify.array import ScaledArray
+
+
+def _is_leaf(is_leaf: Callable | None) -> Callable[[Any], bool]:
+    return lambda x: array_lib.is_scaled(x) or (is_leaf is not None and is_leaf(x))
+
+
+def map(f: Callable, tree: Any, *rest: Any, is_leaf: Callable | None = None) -> Any:
+    """Map over the leaves of trees, a `ScaledArray` being one leaf."""
+    return jax.tree.map(f, tree, *rest, is_leaf=_is_leaf(is_leaf))
+
+
+def leaves(tree: Any, is_leaf: Callable | None = None) -> list[Any]:
+    """Return the leaves."""
+    return jax.tree.leaves(tree, is_leaf=_is_leaf(is_leaf))
+
+
+def flatten(tree: Any, is_leaf: Callable | None = None) -> tuple[list[Any], Any]:
+    """Return the leaves and the structure."""
+    return jax.tree.flatten(tree, is_leaf=_is_leaf(is_leaf))
+
+
+def unflatten(treedef: Any, leaves: Any) -> Any:
+    """Build a tree from a structure and leaves."""
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def structure(tree: Any, is_leaf: Callable | None = None) -> Any:
+    """Return the structure."""
+    return jax.tree.structure(tree, is_leaf=_is_leaf(is_leaf))
+
+
+def all(tree: Any, is_leaf: Callable | None = None) -> bool:
+    """Tell whether every leaf is true."""
+    return jax.tree.all(tree, is_leaf=_is_leaf(is_leaf))
+
+
+def astype(tree: Any, dtype: Any) -> Any:
+    """Cast the data of scaled leaves and the floating plain leaves; scales stay as they are."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(dtype) if array_lib.is_scaled(leaf) else array_lib.asarray(leaf, dtype)
+
+    return map(cast, tree)
+
+
+def shardings(tree: Any, data_shardings: Any) -> Any:
+    """Return the shardings of a state whose data is sharded: every scale is replicated.
+
+    Args:
+        tree: state with `ScaledArray` leaves.
+        data_shardings: a `NamedSharding` for all leaves, or a tree of them, one a leaf.
+
+    Returns:
+        What the `in_shardings`, `out_shardings` of `jax.jit` and `jax.device_put` take.
+    """
+    flat, treedef = flatten(tree)
+    if isinstance(data_shardings, jax.sharding.Sharding):
+        specs = [data_shardings] * len(flat)
+    else:
+        specs = treedef.flatten_up_to(data_shardings)
+
+    def replicated(sharding: Any) -> Any:
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+        return sharding
+
+    out = []
+    for leaf, spec in zip(flat, specs, strict=True):
+        if not array_lib.is_scaled(leaf):
+            out.append(spec)
+        else:
+            scale = leaf.scale if leaf.is_static else replicated(spec)
+            out.append(ScaledArray(spec, scale))
+    return jax.tree.unflatten(treedef, out)

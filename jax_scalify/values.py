@@ -1,0 +1,140 @@
+"""What the interpreter knows about a value: plain or scaled, and facts found while tracing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import dtypes
+from jax_scalify.array import ScaledArray
+from jax_scalify.pow2 import Scale
+
+# Primitives that act on each element by itself, and take 0-d operands beside arrays.
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type
+    copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
+    is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not
+    one_minus_square or pow real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor conj complex name optimization_barrier""".split()
+)
+# Primitives of one operand that put its elements elsewhere and make no new ones.
+MOVEMENT = frozenset(
+    """broadcast_in_dim reshape squeeze transpose rev slice reduce_max reduce_min reduce_or
+    reduce_and cummax cummin expand_dims""".split()
+)
+
+_NONNEGATIVE = frozenset("square exp exp2 abs logistic sqrt rsqrt erfc cosh".split())
+_KEEPS_NONNEGATIVE = (
+    ELEMENTWISE
+    & frozenset(
+        """add add_any mul div sqrt cbrt convert_element_type copy copy_p min select_n floor ceil
+        round stop_gradient reduce_precision tanh sinh erf log1p expm1 asinh atan sign
+        optimization_barrier name real clamp pow rem""".split()
+    )
+    | MOVEMENT
+    | frozenset(
+        """reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated reduce_prod cumprod
+        dynamic_slice gather concatenate pad dynamic_update_slice scatter scatter-add scatter_add
+        sort split stack unstack tile ragged_dot_general select_and_scatter_add
+        set_scaling rebalance_scale dynamic_rescale on_backward top_k""".split()
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Value:
+    """A variable's value and the facts about it.
+
+    Attributes:
+        shape, dtype: of the variable.
+        array: a plain array or a `ScaledArray` (with a `Scale`); None for a uniform value of which
+            no array has been made.
+        uniform: the 0-d value that every element has: a NumPy scalar for a constant, a traced
+            0-d array for a scalar that was broadcast (learning rate, loss / batch size).
+        nonneg: no element is negative.
+        scale: for a plain 0-d value that *is* a scale, that scale.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    array: Any = None
+    uniform: Any = None
+    nonneg: bool = False
+    scale: Scale | None = None
+
+    @classmethod
+    def of(cls, array: Any, *, nonneg: bool = False, scale: Scale | None = None) -> Value:
+        """Wrap a plain array, a NumPy or Python number, or a `ScaledArray`."""
+        if isinstance(array, ScaledArray):
+            return cls(shape=array.shape, dtype=array.dtype, array=array, nonneg=nonneg)
+        if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
+            array = np.asarray(array, dtypes.leaf_dtype(array))
+        if isinstance(array, np.ndarray) and array.ndim == 0:
+            array = array[()]
+        return cls(
+            shape=array.shape,
+            dtype=array.dtype,
+            array=array,
+            uniform=array if array.ndim == 0 else None,
+            nonneg=nonneg or _is_nonnegative_constant(array),
+            scale=scale,
+        )
+
+    @classmethod
+    def filled(cls, shape: tuple[int, ...], uniform: Any, nonneg: bool = False) -> Value:
+        """A value whose elements are all equal; its array is made when somebody needs it."""
+        return cls(
+            shape=tuple(shape),
+            dtype=uniform.dtype,
+            uniform=uniform,
+            nonneg=nonneg or _is_nonnegative_constant(uniform),
+        )
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the value carries a scale."""
+        return isinstance(self.array, ScaledArray)
+
+    @property
+    def is_scalable(self) -> bool:
+        """Whether the value has a floating dtype."""
+        return dtypes.is_scalable(self.dtype)
+
+    @property
+    def constant(self) -> Any:
+        """The number that every element has, if it is known while tracing, else None."""
+        return self.uniform if isinstance(self.uniform, np.generic) else None
+
+    def plain(self) -> Any:
+        """The value as a plain array; not for scaled values."""
+        if self.array is not None:
+            return self.array
+        return lax.broadcast(jnp.asarray(self.uniform), self.shape)
+
+
+def _is_nonnegative_constant(array: Any) -> bool:
+    if array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.unsignedinteger):
+        return True
+    return isinstance(array, np.generic) and array.dtype.kind not in "cV" and bool(array >= 0)
+
+
+def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
+    """Tell whether no element of an equation's outputs can be negative."""
+    name, params = eqn.primitive.name, eqn.params
+    numbers = [v for v in inputs if v.is_scalable or name == "convert_element_type"]
+    if name in _NONNEGATIVE:
+        return not any(jnp.issubdtype(v.dtype, jnp.complexfloating) for v in numbers)
+    if name == "integer_pow" and params["y"] % 2 == 0:
+        return True
+    if name == "mul" and eqn.invars[0] is eqn.invars[1]:
+        return True
+    if name == "max":
+        return any(v.nonneg for v in numbers)
+    if name in _KEEPS_NONNEGATIVE or name == "integer_pow":
+        return bool(numbers) and all(v.nonneg for v in numbers)
+    return False
