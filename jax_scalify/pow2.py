@@ -153,7 +153,7 @@ class Scale:
         """The scale as an array of the scale dtype; a static one as a NumPy scalar."""
         if self.is_static:
             return np.float32(self.value)
-        return self.factors[0][0].table.product(self)
+        return self.factors[0][0].table.request(self)
 
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(self.array)
@@ -276,6 +276,12 @@ class ScaleTable:
             self._memo[key] = make()
         return self._memo[key]
 
+    def request(self, scale: Scale) -> jax.Array:
+        """Make the array of a monomial that data is multiplied by, one kernel for all users."""
+        if len(scale.factors) == 1:
+            return self.product(scale)
+        return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
+
     def product(self, scale: Scale) -> jax.Array:
         """Make the array of a monomial."""
         return self._memoised(scale, lambda: self._product(scale))
@@ -330,26 +336,25 @@ class ScaleTable:
 
     def maximum(self, terms: list[Scale]) -> Scale:
         """Return the maximum of monomials of which none is known to dominate another."""
-        common = _common_factors(terms)
-        low = min(t.exponent for t in terms)
-        shift = Scale(low, common)
-        terms = [t / shift for t in terms]
+        common = Scale(0, _common_factors(terms))
+        terms = sorted((t / common for t in terms), key=_monomial_key)
         members = _members(terms)
-
         for term in terms:  # one of them is itself the maximum of all the others
-            if _is_atom(term) and term.factors[0][0].members == members:
-                return term * shift
+            if _members([term]) == members:
+                return term * common
 
-        def make() -> Scale:
-            first, *rest = sorted((t for t in terms), key=_monomial_key)
-            array = jnp.asarray(first.array, self.dtype)
-            for term in rest:
+        def make() -> tuple[Scale, float]:
+            array = jnp.asarray(terms[0].array, self.dtype)
+            for term in terms[1:]:
                 array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
-            return self.atom(
-                _compat.pin(array), members, nonzero=any(t.is_nonzero for t in terms)
-            )
+            nonzero = any(t.is_nonzero for t in terms)
+            return self.atom(_compat.pin(array), members, nonzero=nonzero), low
 
-        return self._memoised(("maximum", members), make) * shift
+        # Maxima that differ by a power of two are one atom, which has the value of the first.
+        low = min(exponent for _, exponent in members)
+        key = frozenset((factors, exponent - low) for factors, exponent in members)
+        made, its_low = self._memoised(("maximum", key), make)
+        return made * Scale(low - its_low) * common
 
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
         """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
@@ -369,7 +374,7 @@ class ScaleTable:
                 root = lax.select(is_zero, jnp.zeros_like(root), root)
             power = lax.shift_left(np.array(1, integer), lax.rem(biased, count))
             rest = lax.convert_element_type(power, self.dtype)
-            return self.atom(root, nonzero=scale.is_nonzero), self.atom(rest, nonzero=True)
+            return self.atom(_compat.pin(root), nonzero=scale.is_nonzero), self.atom(rest, nonzero=True)
 
         return self._memoised(("root", scale, degree), make)
 
@@ -383,10 +388,6 @@ class ScaleTable:
             known = (value, data.astype(value.dtype), scale)  # keeps `value`, hence its id, alive
             self._splits[id(value)] = known
         return known[1:]
-
-
-def _is_atom(scale: Scale) -> bool:
-    return scale.exponent == 0 and len(scale.factors) == 1 and scale.factors[0][1] == 1
 
 
 def _monomial_key(scale: Scale) -> tuple:

@@ -21,6 +21,13 @@ from jax_scalify.registry import RuleContext, describe, find_rule, report_missin
 from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, is_nonnegative
 
 
+_ALIGNING = frozenset("add add_any sub max min select_n".split())
+# XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
+# follow a residual stream through all layers. The chain is cut after this many alignments, which
+# keeps the compiled program linear in depth.
+_MAX_FUSED_ALIGNMENTS = 8
+
+
 def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
     """Transform a function so that every floating-point value flows as `data * scale`.
 
@@ -130,7 +137,8 @@ def _enter(operand: Any, table: ScaleTable) -> Value:
 
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:
-    if not value.is_scalable or (not value.is_scaled and value.constant is None):
+    from_scaled = value.is_scaled or value.from_scaled or value.constant is not None
+    if not value.is_scalable or not from_scaled:
         return value.plain()
     x = _promote(value, table, full=True)
     if x.scale.is_static:
@@ -245,12 +253,15 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     if any(v.uniform is None or v.is_scaled for v in inputs):
         return None
     aval = eqn.outvars[0].aval
+    from_scaled = any(v.from_scaled for v in inputs)
     if name in MOVEMENT and len(inputs) == 1:
         if not all(v.shape for v in inputs) and not aval.shape:
             return inputs[0]
         if name.startswith(("reduce", "cum")) and 0 in inputs[0].shape:
             return None
-        return Value.filled(aval.shape, inputs[0].uniform, inputs[0].nonneg)
+        return Value.filled(
+            aval.shape, inputs[0].uniform, nonneg=inputs[0].nonneg, from_scaled=from_scaled
+        )
     if name not in ELEMENTWISE:
         return None
     symbolic = _symbolic_scale(eqn, inputs)
@@ -261,8 +272,8 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
         out = eqn.primitive.bind(*(v.uniform for v in inputs), **eqn.params)
     nonneg = is_nonnegative(eqn, inputs)
     if aval.shape:
-        return Value.filled(aval.shape, out, nonneg)
-    return Value.of(out, nonneg=nonneg, scale=symbolic)
+        return Value.filled(aval.shape, out, nonneg=nonneg, from_scaled=from_scaled)
+    return Value.of(out, nonneg=nonneg, scale=symbolic, from_scaled=from_scaled)
 
 
 def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:
@@ -361,11 +372,36 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             static = type(o.scale) in (float, int)
             scale = Scale.of(o.scale) if static else table.atom(align_scale(o.scale, o.ndim))
             o = ScaledArray(o.data, scale)
-        value = Value.of(o, nonneg=nonneg)
+        depth = _fused_depth(eqn, inputs, o)
+        if depth >= _MAX_FUSED_ALIGNMENTS:
+            o, depth = ScaledArray(_compat.pin(o.data), o.scale), 0
+        value = Value.of(o, nonneg=nonneg, depth=depth)
         if value.shape != var.aval.shape or value.dtype != var.aval.dtype:
             raise TypeError(
                 f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "
                 f"expected {var.aval.dtype}{var.aval.shape}."
             )
-        values.append(value)
+        values.append(_scalar(value, nonneg) if table is not None else value)
     return values
+
+
+def _fused_depth(eqn: Any, inputs: list[Value], out: Any) -> int:
+    """Count the alignments that XLA may fuse into the kernels of everything that uses a value."""
+    name = eqn.primitive.name
+    if name not in ELEMENTWISE | MOVEMENT or not isinstance(out, ScaledArray) or not out.shape:
+        return 0
+    aligns = name in _ALIGNING and not out.scale.is_static
+    return max(v.depth for v in inputs) + aligns
+
+
+def _scalar(value: Value, nonneg: bool) -> Value:
+    """Carry a 0-d float32 result (a loss, a norm) as its value: its exponent is its scale.
+
+    The sums over leaves and the arithmetic on learning rates that follow need no alignment then.
+    """
+    if value.shape or not value.is_scaled or value.array.scale.is_static:
+        return value
+    if dtypes.compute_dtype(value.dtype) != value.dtype or value.dtype.kind == "c":
+        return value
+    plain = to_plain(value.array, value.dtype)
+    return Value.of(plain, nonneg=nonneg, from_scaled=True)

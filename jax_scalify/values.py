@@ -58,6 +58,9 @@ class Value:
             0-d array for a scalar that was broadcast (learning rate, loss / batch size).
         nonneg: no element is negative.
         scale: for a plain 0-d value that *is* a scale, that scale.
+        from_scaled: a 0-d value that was computed from scaled ones: its own exponent is its scale,
+            and as an output of the transform it is a `ScaledArray`.
+        depth: number of alignments that XLA may fuse into one kernel with the value's computation.
     """
 
     shape: tuple[int, ...]
@@ -66,12 +69,24 @@ class Value:
     uniform: Any = None
     nonneg: bool = False
     scale: Scale | None = None
+    from_scaled: bool = False
+    depth: int = 0
 
     @classmethod
-    def of(cls, array: Any, *, nonneg: bool = False, scale: Scale | None = None) -> Value:
+    def of(
+        cls,
+        array: Any,
+        *,
+        nonneg: bool = False,
+        scale: Scale | None = None,
+        from_scaled: bool = False,
+        depth: int = 0,
+    ) -> Value:
         """Wrap a plain array, a NumPy or Python number, or a `ScaledArray`."""
         if isinstance(array, ScaledArray):
-            return cls(shape=array.shape, dtype=array.dtype, array=array, nonneg=nonneg)
+            return cls(
+                shape=array.shape, dtype=array.dtype, array=array, nonneg=nonneg, depth=depth
+            )
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
             array = np.asarray(array, dtypes.leaf_dtype(array))
         if isinstance(array, np.ndarray) and array.ndim == 0:
@@ -83,16 +98,20 @@ class Value:
             uniform=array if array.ndim == 0 else None,
             nonneg=nonneg or _is_nonnegative_constant(array),
             scale=scale,
+            from_scaled=from_scaled,
         )
 
     @classmethod
-    def filled(cls, shape: tuple[int, ...], uniform: Any, nonneg: bool = False) -> Value:
+    def filled(
+        cls, shape: tuple[int, ...], uniform: Any, *, nonneg: bool = False, from_scaled: bool = False
+    ) -> Value:
         """A value whose elements are all equal; its array is made when somebody needs it."""
         return cls(
             shape=tuple(shape),
             dtype=uniform.dtype,
             uniform=uniform,
             nonneg=nonneg or _is_nonnegative_constant(uniform),
+            from_scaled=from_scaled,
         )
 
     @property
