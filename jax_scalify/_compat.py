@@ -10,9 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import source_info_util
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
+def is_traced(value: Any) -> bool:
+    """Tell whether a value is known only to a trace."""
+    return isinstance(value, Tracer)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from jax_scalify import dtypes, pow2
+from jax_scalify import _compat, dtypes, pow2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,8 +118,9 @@ def _flatten(array: ScaledArray) -> tuple[tuple, float | None]:
     return (array.data, array.scale), None
 
 
-def _unflatten(static_scale: float | None, children: Sequence[Any]) -> ScaledArray:
-    return ScaledArray(*children) if static_scale is None else ScaledArray(*children, static_scale)
+def _unflatten(static_scale: float | None, children: Iterable[Any]) -> ScaledArray:
+    data, *dynamic = children
+    return ScaledArray(data, dynamic[0] if static_scale is None else static_scale)
 
 
 tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflatten, _flatten)
@@ -150,14 +151,14 @@ def _check_scale(scale: Any, data: Any, name: str = "scale") -> None:
     if shape and not fits:
         raise ValueError(
             f"`{name}` of shape {shape} does not fit data of shape {data_shape}: it must have "
-            "shape (), or the rank of the data with every dim 1 or equal, or match the leading axes."
+            "shape (), or its rank with every dim 1 or equal, or match its leading axes."
         )
-    if isinstance(scale, jax.core.Tracer):
+    if _compat.is_traced(scale):
         return
     values = np.asarray(scale, np.float64)
     if not np.all(np.isfinite(values)) or np.any(values < 0):
         raise ValueError(f"`{name}` must be finite and not negative, got {scale!r}.")
-    if np.any(values == 0) and not isinstance(data, jax.core.Tracer):
+    if np.any(values == 0) and not _compat.is_traced(data):
         zero_where = np.broadcast_to(values.reshape(full), data_shape) == 0 if shape else True
         if np.any(np.asarray(data)[zero_where] != 0):
             raise ValueError(f"`{name}` 0 needs data that is zero, got data that is not.")
@@ -207,9 +208,7 @@ def rescale_data(data: jax.Array, ratio: jax.Array) -> jax.Array:
     return dtypes.cast(data.astype(compute) * ratio, data.dtype)
 
 
-def scaled_array(
-    data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = None
-) -> ScaledArray:
+def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = None) -> ScaledArray:
     """Make a `ScaledArray` of the value `data * scale`.
 
     Args:
@@ -253,7 +252,7 @@ def _choose_scale(data: jax.Array, scale: Any, scale_dtype: Any, axis: Any) -> j
     if scale is not None:
         largest = statistic(data, scale, axes if per_axis else None)
         return pow2.round_down(largest.astype(scale_dtype))
-    is_zero = not isinstance(data, jax.core.Tracer) and not np.any(np.asarray(data))
+    is_zero = not _compat.is_traced(data) and not np.any(np.asarray(data))
     shape = tuple(1 if a in axes else d for a, d in enumerate(data.shape)) if per_axis else ()
     return jnp.full(shape, 0.0 if is_zero else 1.0, scale_dtype)
 
@@ -315,7 +314,9 @@ def as_scaled_array(
         0.015625 float16
     """
     if isinstance(scale, str) and scale not in ("rms", "max"):
-        raise ValueError(f'`scale` must be None, a number, an array, "rms" or "max", got {scale!r}.')
+        raise ValueError(
+            f'`scale` must be None, a number, an array, "rms" or "max", got {scale!r}.'
+        )
     scale_dtype = jnp.dtype(scale_dtype or jnp.float32)
     convert = functools.partial(
         _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=axis

@@ -9,7 +9,6 @@ equal. An array is made of a scale only where data has to be multiplied by it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -178,9 +177,7 @@ class Scale:
     def __pow__(self, power: int) -> Scale:
         if power == 0 or (self.is_zero and power < 0):  # where 0 is inverted it is read as 1
             return ONE
-        return Scale(
-            self.exponent * power, tuple((atom, power * p) for atom, p in self.factors)
-        )
+        return Scale(self.exponent * power, tuple((atom, power * p) for atom, p in self.factors))
 
     def root(self, degree: int) -> tuple[Scale, Scale]:
         """Split into `(root, rest)` with `root**degree * rest == self` and `rest` small."""
@@ -374,7 +371,9 @@ class ScaleTable:
                 root = lax.select(is_zero, jnp.zeros_like(root), root)
             power = lax.shift_left(np.array(1, integer), lax.rem(biased, count))
             rest = lax.convert_element_type(power, self.dtype)
-            return self.atom(_compat.pin(root), nonzero=scale.is_nonzero), self.atom(rest, nonzero=True)
+            return self.atom(_compat.pin(root), nonzero=scale.is_nonzero), self.atom(
+                rest, nonzero=True
+            )
 
         return self._memoised(("root", scale, degree), make)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
 from jax_scalify import _compat, dtypes
@@ -121,7 +122,7 @@ def describe(eqn: JaxprEqn, inputs: list[Value] | tuple[Value, ...]) -> str:
     operands = ", ".join(
         f"{'scaled' if v.is_scaled else 'plain'} {jax.dtypes.canonicalize_dtype(v.dtype).name}"
         f"{list(v.shape)}"
-        if not jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended)
+        if not jnp.issubdtype(v.dtype, jax.dtypes.extended)
         else f"{v.dtype}{list(v.shape)}"
         for v in inputs
     )

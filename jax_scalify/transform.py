@@ -20,7 +20,6 @@ from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.registry import RuleContext, describe, find_rule, report_missing, to_plain
 from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, is_nonnegative
 
-
 _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
 # follow a residual stream through all layers. The chain is cut after this many alignments, which
@@ -95,9 +94,7 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
 
 
 def _is_dynamic(leaf: Any) -> bool:
-    return is_scaled(leaf) or (
-        not isinstance(leaf, bool) and dtypes.leaf_dtype(leaf) is not None
-    )
+    return is_scaled(leaf) or (not isinstance(leaf, bool) and dtypes.leaf_dtype(leaf) is not None)
 
 
 def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
@@ -112,7 +109,8 @@ def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
 
 def _sets_scaling(jaxpr: Any) -> bool:
     return any(
-        eqn.primitive is primitives.set_scaling_p or any(map(_sets_scaling, _sub_jaxprs(eqn.params)))
+        eqn.primitive is primitives.set_scaling_p
+        or any(map(_sets_scaling, _sub_jaxprs(eqn.params)))
         for eqn in jaxpr.eqns
     )
 
@@ -173,7 +171,7 @@ def _typed_literal(literal: Any) -> Any:
 
 def _captured(const: Any) -> Value:
     """A captured constant has known values: its scale is its RMS over ordinary values."""
-    if isinstance(const, jax.core.Tracer) or not dtypes.is_scalable(const.dtype):
+    if _compat.is_traced(const) or not dtypes.is_scalable(const.dtype):
         return Value.of(const)
     values = np.asarray(const)
     if values.ndim == 0:
@@ -188,7 +186,6 @@ def _captured(const: Any) -> Value:
         rms = largest * float(np.sqrt(np.mean(np.square(ordinary / largest))))
         limit = pow2.MAX_EXPONENT
         exponent = max(-limit, min(limit, pow2.floor_exponent(rms)))
-        # A mask beside ordinary values must not push them out of the dtype's normal range.
     data = (values.astype(dtypes.compute_dtype(values.dtype)) * 2.0**-exponent).astype(values.dtype)
     scaled = ScaledArray(jnp.asarray(data), Scale(exponent))
     return Value.of(scaled, nonneg=not np.iscomplexobj(values) and bool(np.all(values >= 0)))
@@ -222,9 +219,11 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
         report_missing(eqn, inputs, config)
         return _wrap(eqn, _dequantised(eqn, inputs), inputs)
     full = eqn.primitive.name not in ELEMENTWISE
-    args = inputs if getattr(rule, "takes_values", False) else [
-        _promote(v, table, full) if v.is_scalable else v.plain() for v in inputs
-    ]
+    args = (
+        inputs
+        if getattr(rule, "takes_values", False)
+        else [_promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
+    )
     ctx = RuleContext(
         primitive=eqn.primitive,
         in_avals=tuple(v.aval for v in eqn.invars),
@@ -281,8 +280,9 @@ def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:
     name = eqn.primitive.name
     if not any(v.scale is not None for v in inputs):
         return None
-    scales = [v.scale if v.scale is not None else _constant_scale(v) for v in inputs]
-    if any(s is None for s in scales):
+    known = [v.scale if v.scale is not None else _constant_scale(v) for v in inputs]
+    scales = [s for s in known if s is not None]
+    if len(scales) < len(known):
         return None
     if name == "mul":
         return scales[0] * scales[1]

@@ -16,11 +16,12 @@ from jax_scalify.pow2 import Scale
 
 # Primitives that act on each element by itself, and take 0-d operands beside arrays.
 ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type
-    copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
-    is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not
-    one_minus_square or pow real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor conj complex name optimization_barrier""".split()
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
+    floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne
+    neg nextafter not one_minus_square or pow real reduce_precision rem round rsqrt select_n
+    sign sin sinh sqrt square stop_gradient sub tan tanh xor conj complex name
+    optimization_barrier""".split()
 )
 # Primitives of one operand that put its elements elsewhere and make no new ones.
 MOVEMENT = frozenset(
@@ -103,7 +104,12 @@ class Value:
 
     @classmethod
     def filled(
-        cls, shape: tuple[int, ...], uniform: Any, *, nonneg: bool = False, from_scaled: bool = False
+        cls,
+        shape: tuple[int, ...],
+        uniform: Any,
+        *,
+        nonneg: bool = False,
+        from_scaled: bool = False,
     ) -> Value:
         """A value whose elements are all equal; its array is made when somebody needs it."""
         return cls(
@@ -139,7 +145,8 @@ class Value:
 def _is_nonnegative_constant(array: Any) -> bool:
     if array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.unsignedinteger):
         return True
-    return isinstance(array, np.generic) and array.dtype.kind not in "cV" and bool(array >= 0)
+    known = isinstance(array, np.generic) and not jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return known and float(array) >= 0
 
 
 def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:

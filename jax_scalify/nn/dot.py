@@ -39,8 +39,11 @@ def dot_general(
     argument of Flax layers.
 
     Args:
-        lhs, rhs: arrays of floating dtypes.
-        dimension_numbers, precision, out_sharding: as in `jax.lax.dot_general`.
+        lhs: array of a floating dtype.
+        rhs: array of a floating dtype.
+        dimension_numbers: as in `jax.lax.dot_general`.
+        precision: as in `jax.lax.dot_general`.
+        out_sharding: as in `jax.lax.dot_general`.
         preferred_element_type: dtype of the result; by default that of the operands' promotion.
         forward_dtype: format of both operands.
         backward_dtype: format of the cotangent.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax_scalify import dtypes
 from jax_scalify.array import ScaledArray
 from jax_scalify.pow2 import Scale
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.rules.common import align, shared_scale, uniform_over
+from jax_scalify.rules.common import align, filled, shared_scale, uniform_over
 
 
 def _same_dtype(*arrays: Any) -> list[Any]:
@@ -24,18 +23,14 @@ def _same_dtype(*arrays: Any) -> list[Any]:
     return [lax.convert_element_type(a, wide) for a in arrays]
 
 
-def _filled(array: Any, shape: tuple[int, ...]) -> Any:
-    return array if np.shape(array) == shape else jnp.broadcast_to(array, shape)
-
-
 def _sum_rule(negate_rhs: bool) -> Rule:
     def rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
         shape = ctx.out_avals[0].shape
         if ctx.inputs[1].constant == 0:
-            return ScaledArray(_filled(lhs.data, shape), lhs.scale)
+            return ScaledArray(filled(lhs.data, shape), lhs.scale)
         if ctx.inputs[0].constant == 0:
             data = lax.neg(rhs.data) if negate_rhs else rhs.data
-            return ScaledArray(_filled(data, shape), rhs.scale)
+            return ScaledArray(filled(data, shape), rhs.scale)
         scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True)
         lhs_data, rhs_data = _same_dtype(align(ctx, 0, lhs, scale), align(ctx, 1, rhs, scale))
         operation = lax.sub if negate_rhs else lax.add
@@ -75,11 +70,13 @@ def clamp_rule(
 ) -> ScaledArray:
     """`scale = max` of the votes; bounds around 0 have none."""
     low_number, high_number = ctx.inputs[0].constant, ctx.inputs[2].constant
-    around_zero = low_number is not None and high_number is not None and low_number <= 0 <= high_number
+    around_zero = (
+        low_number is not None and high_number is not None and low_number <= 0 <= high_number
+    )
     scale = x.scale if around_zero else shared_scale(ctx, {0: low, 1: x, 2: high})
     args = [align(ctx, i, a, scale) for i, a in enumerate((low, x, high))]
     low_data, x_data, high_data = _same_dtype(*args)
-    x_data = _filled(x_data, ctx.out_avals[0].shape)
+    x_data = filled(x_data, ctx.out_avals[0].shape)
     out = ctx.bind(low_data, x_data, high_data, **params)
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
 
@@ -90,7 +87,7 @@ def _brought_together(
     """Align operands in the result's dtype and give constants their shapes."""
     scale = shared_scale(ctx, operands)
     data = [
-        _filled(align(ctx, i, x, scale, ctx.out_dtype), ctx.in_avals[i].shape)
+        filled(align(ctx, i, x, scale, ctx.out_dtype), ctx.in_avals[i].shape)
         for i, x in operands.items()
     ]
     return data, scale
@@ -133,7 +130,9 @@ def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -
     fill = params["fill_value"]
     if fill is None or fill == 0 or not np.isfinite(fill):
         return ScaledArray(ctx.bind(x.data, indices, **params), x.scale)
-    inside = ctx.bind(jnp.ones(ctx.in_avals[0].shape, bool), indices, **{**params, "fill_value": False})
+    inside = ctx.bind(
+        jnp.ones(ctx.in_avals[0].shape, bool), indices, **{**params, "fill_value": False}
+    )
     taken = ctx.bind(x.data, indices, **{**params, "fill_value": 0})
     wide = dtypes.compute_dtype(x.dtype)
     value = (jnp.asarray(fill, wide) * (x.scale**-1).array).astype(x.dtype)
@@ -168,12 +167,8 @@ def scatter_rule(
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
 
 
-
-
 @register_scale_rule(lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p)
-def comparison_rule(
-    ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
-) -> Any:
+def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> Any:
     """Align, then compare in at least float32: a plain output."""
     numbers = [v.constant for v in ctx.inputs]
     if not any(n is not None and (n == 0 or not np.isfinite(np.complex128(n))) for n in numbers):

@@ -38,12 +38,9 @@ def multiply(data: Any, factor: Scale, dtype: Any = None) -> Any:
     return data if dtype is None else dtypes.cast(data, dtype)
 
 
-def full(ctx: RuleContext, index: int, x: ScaledArray) -> ScaledArray:
-    """Give a 0-d constant operand the shape of its equation's operand."""
-    shape = ctx.in_avals[index].shape
-    if np.shape(x.data) == shape:
-        return x
-    return ScaledArray(lax.broadcast(jnp.asarray(x.data), shape), x.scale)
+def filled(data: Any, shape: tuple[int, ...]) -> Any:
+    """Give the data of a constant or of a broadcast scalar its full shape."""
+    return data if np.shape(data) == shape else jnp.broadcast_to(data, shape)
 
 
 def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArray:
@@ -107,9 +104,7 @@ def shared_scale(
     return ZERO if all(n is None or n == 0 for n in numbers) else Scale(0)
 
 
-def align(
-    ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any = None
-) -> Any:
+def align(ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any = None) -> Any:
     """Return the data of an operand at another scale, `data * (x.scale / scale)`.
 
     In at least float32 unless the ratio is 1 or a `dtype` is given. A constant saturates, and one
@@ -129,7 +124,9 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
     """Return a non-zero finite constant divided by a scale, as a 0-d value (or keep-dims)."""
     finfo = jnp.finfo(dtype)
     largest = float(finfo.max)
-    smallest = float(finfo.smallest_subnormal if finfo.bits == 16 and finfo.nmant == 10 else finfo.tiny)
+    smallest = float(
+        finfo.smallest_subnormal if finfo.bits == 16 and finfo.nmant == 10 else finfo.tiny
+    )
     size, sign = abs(float(number)), math.copysign(1.0, float(number))
     if scale.is_static:
         inverse = (scale**-1).value

@@ -10,8 +10,7 @@ from jax import lax
 from jax_scalify import dtypes
 from jax_scalify.array import ScaledArray
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.aligning import _filled
-from jax_scalify.rules.common import multiply
+from jax_scalify.rules.common import filled, multiply
 from jax_scalify.rules.nonlinear import wide_rule
 
 
@@ -26,7 +25,7 @@ def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
     scale = lhs.scale * rhs.scale
     for sign, other in ((_unit(ctx, 1, rhs), lhs), (_unit(ctx, 0, lhs), rhs)):
         if sign and ctx.out_dtype == other.dtype:
-            data = _filled(other.data, ctx.out_avals[0].shape)
+            data = filled(other.data, ctx.out_avals[0].shape)
             return ScaledArray(data if sign > 0 else lax.neg(data), scale)
     return ScaledArray(ctx.bind(lhs.data, rhs.data, **params), scale)
 
@@ -37,7 +36,7 @@ def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
     scale = lhs.scale / rhs.scale
     sign = _unit(ctx, 1, rhs)
     if sign:
-        data = _filled(lhs.data, ctx.out_avals[0].shape)
+        data = filled(lhs.data, ctx.out_avals[0].shape)
         return ScaledArray(data if sign > 0 else lax.neg(data), scale)
     return ScaledArray(ctx.bind(lhs.data, rhs.data, **params), scale)
 
@@ -82,8 +81,6 @@ def cbrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 def pow_rule(ctx: RuleContext, x: ScaledArray, y: Any, **params: Any) -> Any:
     """`scale = scale**y` for a constant y that is a multiple of 1/2; else scale 1."""
     number = ctx.inputs[1].constant
-    if number is None and not isinstance(y, ScaledArray):
-        number = None
     if number is not None and float(number) == 0.5:
         root, rest = x.scale.root(2)
         return ScaledArray(dtypes.cast(lax.sqrt(multiply(x.data, rest)), ctx.out_dtype), root)

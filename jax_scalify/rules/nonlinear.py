@@ -40,7 +40,7 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     lax.asin_p, lax.atanh_p, lax.tan_p, lax.sinh_p, lax.erf_inv_p,
 )  # fmt: skip
 def through_zero_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
-    """`scale = min(1, scale)`: f(x) stays near x for small x, so small inputs stay representable."""
+    """`scale = min(1, scale)`: f(x) is near x for small x, which stays representable."""
     scale = pow2.meet(ONE, x.scale)
     out = _wide(ctx, (x,), params)
     return ScaledArray(multiply(out, scale**-1, ctx.out_dtype), scale)

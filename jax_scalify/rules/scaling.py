@@ -14,7 +14,7 @@ from jax_scalify.config import Pow2RoundMode
 from jax_scalify.pow2 import Scale
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.calls import _takes_values
-from jax_scalify.rules.common import multiply, uniform_over
+from jax_scalify.rules.common import filled, multiply, uniform_over
 from jax_scalify.values import Value
 
 
@@ -37,18 +37,18 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
 def set_scaling_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data = x / scale`, the scale as asked for."""
     scale = _requested_scale(ctx, 1)
-    x = _filled(ctx, x)
+    data = filled(x.data, ctx.out_avals[0].shape)
     if x.scale.is_zero:
-        return ScaledArray(x.data, scale)
-    return ScaledArray(multiply(x.data, x.scale / scale, ctx.out_dtype), scale)
+        return ScaledArray(data, scale)
+    return ScaledArray(multiply(data, x.scale / scale, ctx.out_dtype), scale)
 
 
 @register_scale_rule(primitives.rebalance_scale_p)
 def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data / factor`, `scale * factor`."""
     factor = _requested_scale(ctx, 1)
-    x = _filled(ctx, x)
-    return ScaledArray(multiply(x.data, factor**-1, ctx.out_dtype), x.scale * factor)
+    data = filled(x.data, ctx.out_avals[0].shape)
+    return ScaledArray(multiply(data, factor**-1, ctx.out_dtype), x.scale * factor)
 
 
 @register_scale_rule(primitives.stop_scaling_p)
@@ -62,17 +62,12 @@ def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
 @register_scale_rule(primitives.get_data_and_scale_p)
 def get_data_and_scale_rule(ctx: RuleContext, x: ScaledArray, *, scale_dtype: Any) -> list[Value]:
     """Both fields, as plain values."""
-    x = uniform_over(_filled(ctx, x))
+    x = uniform_over(ScaledArray(filled(x.data, ctx.out_avals[0].shape), x.scale))
     scale = jnp.asarray(x.scale.array, scale_dtype)
     return [
         Value.of(jnp.asarray(x.data), nonneg=ctx.inputs[0].nonneg),
         Value.of(scale, nonneg=True, scale=x.scale),
     ]
-
-
-def _filled(ctx: RuleContext, x: ScaledArray) -> ScaledArray:
-    shape = ctx.out_avals[0].shape
-    return ScaledArray(jnp.broadcast_to(x.data, shape), x.scale)
 
 
 @register_scale_rule(primitives.dynamic_rescale_p)
@@ -83,7 +78,7 @@ def dynamic_rescale_rule(
 
     A zero gets scale 0; a non-finite statistic changes nothing.
     """
-    x = _filled(ctx, x)
+    x = ScaledArray(filled(x.data, ctx.out_avals[0].shape), x.scale)
     axes = None
     if x.scale.ndim:
         axes = tuple(a for a in range(x.ndim) if x.scale.shape[a] == 1)

@@ -6,18 +6,18 @@ axes that the primitive mixes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_scalify import dtypes
 from jax_scalify.array import ScaledArray
 from jax_scalify.pow2 import ONE
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.rules.common import uniform_over
+from jax_scalify.rules.common import filled, uniform_over
 
 
 def structural_rule(
@@ -35,7 +35,7 @@ def structural_rule(
             x = uniform_over(x, None if mixed_axes is None else mixed_axes(ctx, **params))
         scale = x.scale
         if move_scale is not None:
-            scale = scale.map(lambda s: move_scale(s, ctx, **params))
+            scale = scale.map(functools.partial(move_scale, ctx=ctx, **params))
         out = ctx.bind(x.data, *others, **params)
         if ctx.primitive.multiple_results:
             return [ScaledArray(o, scale) for o in out]
@@ -57,8 +57,7 @@ register_scale_rule(
 
 
 def _moved_axes(ctx: RuleContext, *, axes: Any = None, dimensions: Any = None, **_: Any) -> Any:
-    axes = dimensions if axes is None else axes
-    return axes
+    return dimensions if axes is None else axes
 
 
 register_scale_rule(lax.transpose_p)(
@@ -96,9 +95,7 @@ def _reduced_scale(scale: Any, ctx: RuleContext, *, axes: Any, **_: Any) -> Any:
 register_scale_rule(lax.reduce_max_p, lax.reduce_min_p)(
     structural_rule(_moved_axes, _reduced_scale)
 )
-register_scale_rule(lax.cummax_p, lax.cummin_p)(
-    structural_rule(lambda ctx, *, axis, **_: (axis,))
-)
+register_scale_rule(lax.cummax_p, lax.cummin_p)(structural_rule(lambda ctx, *, axis, **_: (axis,)))
 
 
 @register_scale_rule(lax.argmax_p, lax.argmin_p)
@@ -124,7 +121,7 @@ def barrier_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
     shapes = [v.shape for v in ctx.in_avals]
     data = [x.data if isinstance(x, ScaledArray) else x for x in args]
-    data = [lax.broadcast(d, s) if np.shape(d) != s else d for d, s in zip(data, shapes, strict=True)]
+    data = [filled(d, s) for d, s in zip(data, shapes, strict=True)]
     out = ctx.bind(*data, **params)
     out = out if ctx.primitive.multiple_results else [out]
     out = [

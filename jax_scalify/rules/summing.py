@@ -16,7 +16,7 @@ from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.pow2 import Scale
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import NONNEGATIVE_LIMIT, full, multiply, uniform_over
+from jax_scalify.rules.common import NONNEGATIVE_LIMIT, filled, multiply, uniform_over
 
 
 def growth(ctx: RuleContext, count: int, nonneg: bool) -> Scale:
@@ -89,8 +89,11 @@ def dot_general_rule(
     contracted ones.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs = uniform_over(full(ctx, 0, lhs), lhs_contract)
-    rhs = uniform_over(full(ctx, 1, rhs), rhs_contract)
+    lhs, rhs = (
+        ScaledArray(filled(x.data, aval.shape), x.scale)
+        for x, aval in zip((lhs, rhs), ctx.in_avals, strict=True)
+    )
+    lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
     total = ctx.bind(
         lhs.data,
         rhs.data,

@@ -1,0 +1,78 @@
+# Everything that CI calls and that the README names.
+#
+# The tests run on the newest JAX where a Python for it (3.12 or later) is installed; a sample of
+# them, and with `test-full` all, on the lowest supported version.
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+
+PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[2-9].*/bin/python3)
+NEW_PYTHON := $(shell for p in python3.14 python3.13 python3.12 python3 $(PYENV_PYTHONS); do \
+	$$p -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 12)' 2>/dev/null \
+	&& echo $$p && break; done)
+OLD_PYTHON := $(shell for p in python3.11 python3 python; do \
+	$$p -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' 2>/dev/null \
+	&& echo $$p && break; done)
+ifeq ($(OLD_PYTHON),)
+OLD_PYTHON := $(NEW_PYTHON)
+endif
+ifeq ($(OLD_PYTHON),)
+$(error jax_scalify needs Python 3.11 or later, and none was found on the PATH)
+endif
+MAIN_PYTHON := $(or $(NEW_PYTHON),$(OLD_PYTHON))
+
+VENV ?= .venv
+VENV_LOWEST ?= .venv-lowest
+export JAX_PLATFORMS ?= cpu
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+PYTEST_FLAGS ?= -q -n 2 --dist loadfile
+SAMPLE = tests/test_array.py tests/test_pow2.py tests/test_transform.py tests/test_optimizer.py
+
+.PHONY: demo test test-full test-newest test-lowest lint format table3 bench clean
+
+demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
+	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
+
+test: test-newest  ## the tests on the newest JAX, and a sample of them on the lowest
+	@if [ -n "$(NEW_PYTHON)" ]; then $(MAKE) --no-print-directory test-lowest; fi
+
+test-newest: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+
+test-lowest: $(VENV_LOWEST)/.installed
+	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) $(SAMPLE)
+
+test-full: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## every test on both versions
+	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) --full
+	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) --full
+
+lint: $(VENV)/.installed  ## formatting, lint and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+table3: $(VENV)/.installed  ## Table 3 of the paper; goes on where it was stopped
+	$(VENV)/bin/python benchmarks/table3.py
+
+bench: $(VENV)/.installed  ## compile time, size and step time of the GPT's update
+	$(VENV)/bin/python benchmarks/gpt_cost.py
+
+$(VENV)/.installed: pyproject.toml
+	$(MAIN_PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -e '.[dev]'
+	@touch $@
+
+# The lowest supported JAX, on the lowest Python that is installed.
+$(VENV_LOWEST)/.installed: pyproject.toml
+	$(OLD_PYTHON) -m venv $(VENV_LOWEST)
+	$(VENV_LOWEST)/bin/python -m pip install -q -e '.[dev]' jax==0.10.2 jaxlib==0.10.2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV_LOWEST) .jax_cache .pytest_cache .ruff_cache .hypothesis runs
