@@ -280,24 +280,36 @@ class ScaleTable:
         return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
 
     def product(self, scale: Scale) -> jax.Array:
-        """Make the array of a monomial."""
-        return self._memoised(scale, lambda: self._product(scale))
+        """Make the array of a monomial, at most 2**126."""
+        if scale.exponent == 0 and len(scale.factors) == 1 and scale.factors[0][1] == 1:
+            return scale.factors[0][0].array
 
-    def _product(self, scale: Scale) -> jax.Array:
-        if scale.exponent:
-            out = self.product(Scale(0, scale.factors))
+        def make() -> jax.Array:
+            above = [(atom, 1) for atom, power in scale.factors for _ in range(power)]
+            below = [(atom, -1) for atom, power in scale.factors for _ in range(-power)]
+            # Alternately, so that a product stays in range where its value does.
+            pairs = itertools.zip_longest(above, below)
+            out = self._chain(tuple(term for pair in pairs for term in pair if term is not None))
             exponent = int(scale.exponent)
             while exponent:
                 step = max(-MAX_EXPONENT, min(MAX_EXPONENT, exponent))
                 out = lax.mul(out, np.array(math.ldexp(1.0, step), self.dtype))
                 exponent -= step
-            return out
-        # All but the newest atom: the monomials of a long chain share what they begin with.
-        *older, (atom, power) = scale.factors
-        step = 1 if power > 0 else -1
+            if len(above) <= 1 and scale.exponent <= 0:
+                return out
+            return lax.min(out, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
+
+        return self._memoised(("product", scale), make)
+
+    def _chain(self, terms: tuple[tuple[Atom, int], ...]) -> jax.Array:
+        """The product of atoms and reciprocals; products share what they begin with."""
+        *first, (atom, power) = terms
         factor = atom.array if power > 0 else self._reciprocal(atom)
-        rest = _sorted_factors({**dict(older), atom: power - step})
-        return _broadcast(lax.mul)(self.product(Scale(0, rest)), factor) if rest else factor
+        if not first:
+            return factor
+        return self._memoised(
+            ("chain", terms), lambda: _broadcast(lax.mul)(self._chain(tuple(first)), factor)
+        )
 
     def _reciprocal(self, atom: Atom, guarded: bool = True) -> jax.Array:
         """1 / atom, on the bits: XLA gives every float division a kernel of its own.

@@ -20,6 +20,8 @@ from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.registry import RuleContext, describe, find_rule, report_missing, to_plain
 from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, is_nonnegative
 
+# A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
+_MASK = 9_999.0
 _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
 # follow a residual stream through all layers. The chain is cut after this many alignments, which
@@ -56,10 +58,10 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
         ... @jsa.scalify
         ... def f(x, w):
         ...     return jax.nn.relu(x @ w)
-        >>> x = jsa.as_scaled_array(jnp.ones((4, 4), jnp.float16), scale=2.0**10)
+        >>> x = jsa.scaled_array(jnp.ones((4, 4), jnp.float16), 2.0**10)
         >>> y = f(x, x)  # 2**22: far outside float16
         >>> print(jsa.asarray(y, jnp.float32)[0, 0])
-        4194304.0
+        4.194304e+06
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
@@ -135,8 +137,7 @@ def _enter(operand: Any, table: ScaleTable) -> Value:
 
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:
-    from_scaled = value.is_scaled or value.from_scaled or value.constant is not None
-    if not value.is_scalable or not from_scaled:
+    if not value.is_scalable or not (value.is_scaled or value.constant is not None):
         return value.plain()
     x = _promote(value, table, full=True)
     if x.scale.is_static:
@@ -170,24 +171,33 @@ def _typed_literal(literal: Any) -> Any:
 
 
 def _captured(const: Any) -> Value:
-    """A captured constant has known values: its scale is its RMS over ordinary values."""
-    if _compat.is_traced(const) or not dtypes.is_scalable(const.dtype):
+    """A captured constant has known values: its scale is its RMS over ordinary values.
+
+    Not ordinary are 0, inf, nan and masks. A mask saturates, beyond every ordinary value.
+    """
+    if _compat.is_traced(const) or not dtypes.is_scalable(const.dtype) or not const.shape:
         return Value.of(const)
     values = np.asarray(const)
-    if values.ndim == 0:
-        return Value.of(values)
-    wide = np.abs(values.astype(np.complex128 if np.iscomplexobj(values) else np.float64))
     if values.size and np.all(values == values.flat[0]):
         return Value.filled(values.shape, values.flat[0])
-    ordinary = wide[np.isfinite(wide) & (wide > 0)]
-    exponent = 0
+    finfo = jnp.finfo(values.dtype)
+    wide = values.astype(np.complex128 if np.iscomplexobj(values) else np.float64)
+    sizes = np.abs(wide)
+    sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
+    ordinary = sizes[sizes < min(_MASK, float(finfo.max))]
+    scale = pow2.ONE
     if ordinary.size:
-        largest = float(ordinary.max())
-        rms = largest * float(np.sqrt(np.mean(np.square(ordinary / largest))))
+        rms = float(ordinary.max()) * float(np.sqrt(np.mean(np.square(ordinary / ordinary.max()))))
         limit = pow2.MAX_EXPONENT
-        exponent = max(-limit, min(limit, pow2.floor_exponent(rms)))
-    data = (values.astype(dtypes.compute_dtype(values.dtype)) * 2.0**-exponent).astype(values.dtype)
-    scaled = ScaledArray(jnp.asarray(data), Scale(exponent))
+        scale = Scale(max(-limit, min(limit, pow2.floor_exponent(rms))))
+    if sizes.size > ordinary.size:
+        mask = _rules.common.constant_scale(sizes.max(), values.dtype)
+        scale = pow2.join(scale, mask) if ordinary.size else mask
+    data = wide / scale.value
+    if not np.iscomplexobj(data):
+        low, high = float(finfo.min), float(finfo.max)
+        data = np.where(np.isfinite(data), np.clip(data, low, high), data)
+    scaled = ScaledArray(jnp.asarray(data.astype(values.dtype)), scale)
     return Value.of(scaled, nonneg=not np.iscomplexobj(values) and bool(np.all(values >= 0)))
 
 
@@ -252,27 +262,32 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     if any(v.uniform is None or v.is_scaled for v in inputs):
         return None
     aval = eqn.outvars[0].aval
-    from_scaled = any(v.from_scaled for v in inputs)
     if name in MOVEMENT and len(inputs) == 1:
         if not all(v.shape for v in inputs) and not aval.shape:
             return inputs[0]
         if name.startswith(("reduce", "cum")) and 0 in inputs[0].shape:
             return None
-        return Value.filled(
-            aval.shape, inputs[0].uniform, nonneg=inputs[0].nonneg, from_scaled=from_scaled
-        )
+        return Value.filled(aval.shape, inputs[0].uniform, nonneg=inputs[0].nonneg)
     if name not in ELEMENTWISE:
         return None
     symbolic = _symbolic_scale(eqn, inputs)
     if all(v.constant is not None for v in inputs):
         with jax.ensure_compile_time_eval():
-            out = np.asarray(eqn.primitive.bind(*(v.uniform for v in inputs), **eqn.params))[()]
+            out = np.asarray(_bind_uniform(eqn, inputs))[()]
     else:
-        out = eqn.primitive.bind(*(v.uniform for v in inputs), **eqn.params)
+        out = _bind_uniform(eqn, inputs)
     nonneg = is_nonnegative(eqn, inputs)
     if aval.shape:
-        return Value.filled(aval.shape, out, nonneg=nonneg, from_scaled=from_scaled)
-    return Value.of(out, nonneg=nonneg, scale=symbolic, from_scaled=from_scaled)
+        return Value.filled(aval.shape, out, nonneg=nonneg)
+    return Value.of(out, nonneg=nonneg, scale=symbolic)
+
+
+def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:
+    if eqn.primitive.name == "convert_element_type" and dtypes.is_narrow_float(
+        eqn.params["new_dtype"]
+    ):
+        return dtypes.cast(jnp.asarray(inputs[0].uniform), eqn.params["new_dtype"])
+    return eqn.primitive.bind(*(v.uniform for v in inputs), **eqn.params)
 
 
 def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:
@@ -381,7 +396,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
                 f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "
                 f"expected {var.aval.dtype}{var.aval.shape}."
             )
-        values.append(_scalar(value, nonneg) if table is not None else value)
+        values.append(value)
     return values
 
 
@@ -392,16 +407,3 @@ def _fused_depth(eqn: Any, inputs: list[Value], out: Any) -> int:
         return 0
     aligns = name in _ALIGNING and not out.scale.is_static
     return max(v.depth for v in inputs) + aligns
-
-
-def _scalar(value: Value, nonneg: bool) -> Value:
-    """Carry a 0-d float32 result (a loss, a norm) as its value: its exponent is its scale.
-
-    The sums over leaves and the arithmetic on learning rates that follow need no alignment then.
-    """
-    if value.shape or not value.is_scaled or value.array.scale.is_static:
-        return value
-    if dtypes.compute_dtype(value.dtype) != value.dtype or value.dtype.kind == "c":
-        return value
-    plain = to_plain(value.array, value.dtype)
-    return Value.of(plain, nonneg=nonneg, from_scaled=True)

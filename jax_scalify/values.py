@@ -59,8 +59,6 @@ class Value:
             0-d array for a scalar that was broadcast (learning rate, loss / batch size).
         nonneg: no element is negative.
         scale: for a plain 0-d value that *is* a scale, that scale.
-        from_scaled: a 0-d value that was computed from scaled ones: its own exponent is its scale,
-            and as an output of the transform it is a `ScaledArray`.
         depth: number of alignments that XLA may fuse into one kernel with the value's computation.
     """
 
@@ -70,7 +68,6 @@ class Value:
     uniform: Any = None
     nonneg: bool = False
     scale: Scale | None = None
-    from_scaled: bool = False
     depth: int = 0
 
     @classmethod
@@ -80,7 +77,6 @@ class Value:
         *,
         nonneg: bool = False,
         scale: Scale | None = None,
-        from_scaled: bool = False,
         depth: int = 0,
     ) -> Value:
         """Wrap a plain array, a NumPy or Python number, or a `ScaledArray`."""
@@ -99,7 +95,6 @@ class Value:
             uniform=array if array.ndim == 0 else None,
             nonneg=nonneg or _is_nonnegative_constant(array),
             scale=scale,
-            from_scaled=from_scaled,
         )
 
     @classmethod
@@ -109,7 +104,6 @@ class Value:
         uniform: Any,
         *,
         nonneg: bool = False,
-        from_scaled: bool = False,
     ) -> Value:
         """A value whose elements are all equal; its array is made when somebody needs it."""
         return cls(
@@ -117,7 +111,6 @@ class Value:
             dtype=uniform.dtype,
             uniform=uniform,
             nonneg=nonneg or _is_nonnegative_constant(uniform),
-            from_scaled=from_scaled,
         )
 
     @property

@@ -8,11 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes
+from jax_scalify import dtypes, pow2
 from jax_scalify.array import ScaledArray
 from jax_scalify.pow2 import Scale
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.rules.common import align, filled, shared_scale, uniform_over
+from jax_scalify.rules.common import (
+    align,
+    align_constant,
+    constant_floor,
+    filled,
+    multiply,
+    shared_scale,
+    uniform_over,
+)
 
 
 def _same_dtype(*arrays: Any) -> list[Any]:
@@ -130,13 +138,12 @@ def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -
     fill = params["fill_value"]
     if fill is None or fill == 0 or not np.isfinite(fill):
         return ScaledArray(ctx.bind(x.data, indices, **params), x.scale)
-    inside = ctx.bind(
-        jnp.ones(ctx.in_avals[0].shape, bool), indices, **{**params, "fill_value": False}
-    )
-    taken = ctx.bind(x.data, indices, **{**params, "fill_value": 0})
-    wide = dtypes.compute_dtype(x.dtype)
-    value = (jnp.asarray(fill, wide) * (x.scale**-1).array).astype(x.dtype)
-    return ScaledArray(jnp.where(inside, taken, value), x.scale)
+    scale = pow2.join(x.scale, constant_floor(fill, x.dtype))
+    data = multiply(x.data, pow2.alignment(x.scale, scale), x.dtype)
+    taken = ctx.bind(data, indices, **{**params, "fill_value": 0})
+    inside = jnp.ones(ctx.in_avals[0].shape, bool)
+    inside = ctx.bind(inside, indices, **{**params, "fill_value": False})
+    return ScaledArray(jnp.where(inside, taken, align_constant(fill, x.dtype, scale)), scale)
 
 
 _SCATTERS = {

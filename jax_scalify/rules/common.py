@@ -18,6 +18,8 @@ from jax_scalify.registry import RuleContext
 # A sum of n non-negative terms grows like n. For narrow data the factor stops at 2**10: beyond it
 # one confident logit in a softmax over 50,257 classes would give 65536 * 2**-16.
 NONNEGATIVE_LIMIT = 10
+# In a wide dtype a constant's data may reach 2**40: there is room for its cube.
+_CONSTANT_ROOM = 40
 
 
 def multiply(data: Any, factor: Scale, dtype: Any = None) -> Any:
@@ -32,8 +34,8 @@ def multiply(data: Any, factor: Scale, dtype: Any = None) -> Any:
         data = lax.convert_element_type(data, compute)
         if jnp.issubdtype(compute, jnp.complexfloating):
             number = lax.convert_element_type(number, compute)
-        if number.ndim and number.shape != data.shape:
-            number = lax.broadcast_in_dim(number, np.shape(data), tuple(range(number.ndim)))
+        if number.ndim and number.shape != data.shape:  # either may have dims of size 1
+            data, number = jnp.broadcast_arrays(data, number)
         data = lax.mul(data, number)
     return data if dtype is None else dtypes.cast(data, dtype)
 
@@ -58,15 +60,23 @@ def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArr
     return ScaledArray(multiply(x.data, x.scale / scale, x.dtype), scale)
 
 
-def constant_floor(number: Any, dtype: Any) -> int:
-    """The smallest exponent of a scale at which a constant is finite with three octaves to spare.
+def constant_floor(number: Any, dtype: Any) -> Scale:
+    """The smallest scale at which a constant is finite with three octaves to spare.
 
     `finfo.min` and `finfo.max` are masks: they may saturate as long as they stay beyond 2**10.
     """
     finfo = jnp.finfo(dtype)
     if abs(float(number)) >= float(finfo.max):
-        return 10 - finfo.maxexp
-    return pow2.floor_exponent(number) + 4 - finfo.maxexp
+        return Scale(max(-pow2.MAX_EXPONENT, 10 - finfo.maxexp))
+    return Scale(pow2.floor_exponent(number) + max(4 - finfo.maxexp, -_CONSTANT_ROOM))
+
+
+def constant_scale(number: Any, dtype: Any) -> Scale:
+    """The scale of a constant beside constants: at most 1, or a mask would ask for 2**127."""
+    floor = constant_floor(number, dtype)
+    if abs(float(number)) >= float(jnp.finfo(dtype).max):
+        return floor
+    return Scale(max(floor.exponent, min(0, pow2.split_constant(number)[1])))
 
 
 def votes(
@@ -77,20 +87,18 @@ def votes(
     Arrays vote with their scales. A constant votes, in a sum, with its own power of two; elsewhere
     with the smallest scale at which it can be written. 0, inf and nan do not vote.
     """
-    arrays, floors, own = [], [], []
+    arrays, constants = [], []
     for i, x in operands.items():
         number = ctx.inputs[i].constant
         if number is None or number.dtype.kind == "c":
             arrays.append(x.scale)
         elif number != 0 and np.isfinite(np.float64(number)):
-            own.append(x.scale)
-            floor = constant_floor(number, x.dtype)
-            if floor > 2 - pow2.MAX_EXPONENT:  # below, it is finite at every scale that there is
-                floors.append(Scale(floor))
+            constants.append((number, x))
     arrays = [s for s in arrays if not s.is_zero]
-    if additive or not arrays:
-        return arrays + own
-    return arrays + floors
+    if additive:
+        return arrays + [x.scale for _, x in constants]
+    ask = constant_floor if arrays else constant_scale
+    return arrays + [ask(number, x.dtype) for number, x in constants]
 
 
 def shared_scale(

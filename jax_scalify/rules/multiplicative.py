@@ -9,9 +9,13 @@ from jax import lax
 
 from jax_scalify import dtypes
 from jax_scalify.array import ScaledArray
+from jax_scalify.pow2 import ONE
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, multiply
 from jax_scalify.rules.nonlinear import wide_rule
+
+# Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
+_LARGEST_POWER = 64
 
 
 def _unit(ctx: RuleContext, index: int, x: ScaledArray) -> int:
@@ -81,13 +85,11 @@ def cbrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 def pow_rule(ctx: RuleContext, x: ScaledArray, y: Any, **params: Any) -> Any:
     """`scale = scale**y` for a constant y that is a multiple of 1/2; else scale 1."""
     number = ctx.inputs[1].constant
-    if number is not None and float(number) == 0.5:
-        root, rest = x.scale.root(2)
-        return ScaledArray(dtypes.cast(lax.sqrt(multiply(x.data, rest)), ctx.out_dtype), root)
-    if number is not None and float(number) == -0.5:
-        root, rest = x.scale.root(2)
-        return ScaledArray(dtypes.cast(lax.rsqrt(multiply(x.data, rest)), ctx.out_dtype), root**-1)
-    if number is not None and float(number).is_integer() and abs(number) <= 64:
-        exponent = np.asarray(number, ctx.in_avals[1].dtype)[()]
-        return ScaledArray(ctx.bind(x.data, exponent, **params), x.scale ** int(number))
-    return wide_rule(ctx, x, y, **params)
+    halves = None if number is None else 2 * float(number)
+    if halves is None or not halves.is_integer() or abs(halves) > _LARGEST_POWER:
+        return wide_rule(ctx, x, y, **params)
+    root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
+    scale = root ** int(halves) if halves % 2 else root ** int(number)
+    data = multiply(x.data, rest)
+    exponent = np.asarray(number).astype(data.dtype if halves % 2 else ctx.in_avals[1].dtype)[()]
+    return ScaledArray(dtypes.cast(ctx.bind(data, exponent, **params), ctx.out_dtype), scale)

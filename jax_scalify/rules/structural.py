@@ -38,7 +38,7 @@ def structural_rule(
             scale = scale.map(functools.partial(move_scale, ctx=ctx, **params))
         out = ctx.bind(x.data, *others, **params)
         if ctx.primitive.multiple_results:
-            return [ScaledArray(o, scale) for o in out]
+            return [ScaledArray(o, scale) if dtypes.is_scalable(o.dtype) else o for o in out]
         return ScaledArray(out, scale)
 
     rule.__doc__ = "`out = f(data)`, scale unchanged."
@@ -85,7 +85,7 @@ def _sliced_axes(ctx: RuleContext, **_: Any) -> list[int]:
 
 
 register_scale_rule(lax.slice_p, lax.dynamic_slice_p, "split")(structural_rule(_sliced_axes))
-register_scale_rule(lax.reshape_p, lax.sort_p, lax.top_k_p, "tile", "unstack")(structural_rule())
+register_scale_rule(lax.reshape_p, lax.top_k_p, "tile", "unstack")(structural_rule())
 
 
 def _reduced_scale(scale: Any, ctx: RuleContext, *, axes: Any, **_: Any) -> Any:
@@ -116,9 +116,11 @@ def sign_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     return ScaledArray(ctx.bind(x.data, **params), ONE)
 
 
-@register_scale_rule("optimization_barrier", "sharding_constraint")
-def barrier_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
+@register_scale_rule("optimization_barrier", "sharding_constraint", lax.sort_p)
+def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
+    if ctx.primitive is lax.sort_p:
+        args = tuple(uniform_over(x) if isinstance(x, ScaledArray) else x for x in args)
     shapes = [v.shape for v in ctx.in_avals]
     data = [x.data if isinstance(x, ScaledArray) else x for x in args]
     data = [filled(d, s) for d, s in zip(data, shapes, strict=True)]

@@ -1,0 +1,407 @@
+"""`ScaledArray` and the conversions of trees."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def scale_of(x):
+    return np.asarray(x.scale)
+
+
+class TestScaledArray:
+    def test_properties(self):
+        x = ScaledArray(jnp.ones((2, 3), jnp.float16), jnp.float32(4))
+        assert (x.shape, x.dtype, x.ndim, x.size) == ((2, 3), jnp.float16, 2, 6)
+        assert x.aval == jax.ShapeDtypeStruct((2, 3), jnp.float16)
+        assert not x.is_static and ScaledArray(x.data, 4.0).is_static
+
+    def test_is_frozen(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            ScaledArray(jnp.ones(2), 1.0).scale = 2.0
+
+    def test_a_dynamic_scale_is_a_leaf_and_a_static_one_structure(self):
+        dynamic = ScaledArray(jnp.ones(2), jnp.float32(2))
+        static = ScaledArray(jnp.ones(2), 2.0)
+        assert len(jax.tree.leaves(dynamic)) == 2 and len(jax.tree.leaves(static)) == 1
+        assert jax.tree.structure(static) != jax.tree.structure(ScaledArray(jnp.ones(2), 4.0))
+        assert jax.tree.structure(static) == jax.tree.structure(ScaledArray(jnp.ones(2), 2))
+
+    def test_key_paths(self):
+        tree = {"w": ScaledArray(jnp.ones(2), jnp.float32(1))}
+        paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        assert paths == ["['w'].data", "['w'].scale"]
+
+    def test_holds_placeholders_without_complaint(self):
+        x = ScaledArray(jnp.ones(2), jnp.float32(1))
+        axes = ScaledArray(0, None)
+        out = jax.vmap(lambda v: v, in_axes=(axes,), out_axes=axes)(x)
+        np.testing.assert_array_equal(out.data, x.data)
+        assert jax.tree.structure(jax.tree.map(lambda leaf: object(), x)) == jax.tree.structure(x)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_to_array_casts_once(self, dtype):
+        data = jnp.asarray([40000.0, -3.0], dtype)
+        x = ScaledArray(data, jnp.float32(2.0**-25))
+        exact = np.asarray(data).astype(np.float64) * 2.0**-25
+        np.testing.assert_array_equal(x.to_array(jnp.float32), exact)
+        np.testing.assert_array_equal(x.to_array(), exact.astype(dtype))
+        assert x.to_array().dtype == dtype
+
+    def test_to_array_of_a_huge_scale(self):
+        x = ScaledArray(jnp.asarray([2.0**-20], jnp.float16), jnp.float32(2.0**24))
+        np.testing.assert_array_equal(x.to_array(), [16])
+
+    def test_leading_scales(self):
+        data = np.arange(6, dtype=np.float32).reshape(2, 3)
+        scale = np.array([1, 8], np.float32)
+        expected = data * scale[:, None]
+        x = ScaledArray(jnp.asarray(data), jnp.asarray(scale))
+        np.testing.assert_array_equal(x.to_array(), expected)
+        np.testing.assert_array_equal(np.asarray(x), expected)
+        square = ScaledArray(jnp.ones((2, 2)), jnp.asarray(scale))
+        np.testing.assert_array_equal(square.to_array(), [[1, 1], [8, 8]])
+
+    def test_numpy_and_python_numbers(self):
+        x = ScaledArray(jnp.float16(1.5), jnp.float32(4))
+        assert float(x) == 6 and x.item() == 6 and f"{x:.2f}" == "6.00"
+        assert np.asarray(x).dtype == np.float16
+        assert np.asarray(x, np.float64).dtype == np.float64
+        with pytest.raises(ValueError, match="`copy` cannot be False"):
+            x.__array__(copy=False)
+        with pytest.raises(TypeError):
+            float(ScaledArray(jnp.ones(2), 1.0))
+        assert "data=" in repr(x) and "scale=" in f"{x}"
+
+    @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
+    def test_numpy_of_extension_dtypes(self, dtype):
+        x = ScaledArray(jnp.asarray([1.5, -3], dtype), jnp.float32(2))
+        np.testing.assert_array_equal(np.asarray(x, np.float32), [3, -6])
+        np.testing.assert_array_equal(np.asarray(x).astype(np.float32), [3, -6])
+
+    def test_astype_saturates_for_fp8(self):
+        x = ScaledArray(jnp.asarray([1000.0, -1e5, np.inf, 1.1]), jnp.float32(2))
+        y = x.astype(jnp.float8_e4m3fn)
+        assert y.dtype == jnp.float8_e4m3fn and float(y.scale) == 2
+        np.testing.assert_array_equal(y.data.astype(jnp.float32), [448, -448, 448, 1.125])
+
+    def test_passes_through_jit_scan_and_pickle(self):
+        x = ScaledArray(jnp.ones(2, jnp.float16), jnp.float32(2))
+        out, _ = jax.lax.scan(lambda c, _: (c, None), x, None, 3)
+        assert jax.tree.structure(jax.jit(lambda v: v)(out)) == jax.tree.structure(x)
+        np.testing.assert_array_equal(np.asarray(pickle.loads(pickle.dumps(x))), [2, 2])
+
+
+class TestAsScaledArray:
+    def test_default_scale(self):
+        tree = jsa.as_scaled_array({"w": jnp.full(3, 5.0), "z": jnp.zeros(3), "s": 2.0})
+        assert float(tree["w"].scale) == 1 and float(tree["z"].scale) == 0
+        assert float(tree["s"]) == 2
+        assert tree["w"].scale.dtype == jnp.float32 and tree["w"].scale.shape == ()
+
+    def test_traced_leaves_have_scale_one(self):
+        out = jax.jit(jsa.as_scaled_array)(jnp.zeros(3))
+        assert float(out.scale) == 1
+
+    def test_other_leaves_pass_through(self):
+        tree = {
+            "i": jnp.arange(3),
+            "b": np.array([True]),
+            "k": jax.random.key(0),
+            "n": None,
+            "f": len,
+            "s": "text",
+            "t": 3,
+            "flag": True,
+        }
+        out = jsa.as_scaled_array(tree)
+        for name, leaf in tree.items():
+            assert out[name] is leaf
+
+    @pytest.mark.parametrize("value", [np.array(["a"]), np.array([object()]), np.array([b"a"])])
+    def test_arrays_of_objects_and_strings(self, value):
+        with pytest.raises(TypeError, match=r"`tree\['w'\]` is an array of dtype"):
+            jsa.as_scaled_array({"w": value})
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("scale", [2.0**-20, 1, 3.0, 2.0**20, "rms", "max"])
+    def test_the_value_stays(self, dtype, scale):
+        rng = np.random.default_rng(0)
+        size = scale if not isinstance(scale, str) else 2.0**-5
+        size = min(size, 2.0**10) if dtype == "float16" else size
+        x = jnp.asarray(rng.normal(size=(4, 5)) * max(size, 2.0**-6), dtype)
+        scale = max(scale, 2.0**-12) if dtype == "float16" and scale == 2.0**-20 else scale
+        out = jsa.as_scaled_array(x, scale)
+        exact = np.asarray(x).astype(np.float64)
+        got = np.asarray(out, np.float64)
+        np.testing.assert_allclose(got, exact, rtol=1e-6, atol=np.abs(exact).max() * 1e-3)
+        assert np.frexp(scale_of(out))[0] == 0.5
+        assert out.dtype == dtype
+
+    def test_statistics(self):
+        x = jnp.asarray([3.0, -4, 0, 0]) * 2.0**-30
+        assert float(jsa.as_scaled_array(x, "rms").scale) == 2.0**-29
+        assert float(jsa.as_scaled_array(x, "max").scale) == 2.0**-28
+        assert float(jsa.as_scaled_array(jnp.zeros(2), "rms").scale) == 0
+        for stat in ("rms", "max"):
+            x = jnp.full(4, 2.0**100)
+            assert float(jsa.as_scaled_array(x, stat).scale) == 2.0**100
+            x = jnp.full(4, 2.0**-100)
+            assert float(jsa.as_scaled_array(x, stat).scale) == 2.0**-100
+
+    def test_dtype_is_applied_after_the_division(self):
+        x = jnp.full((2, 2), 3.0 * 2.0**-40)
+        out = jsa.as_scaled_array(x, "rms", dtype=jnp.float16)
+        assert out.dtype == jnp.float16
+        np.testing.assert_array_equal(np.asarray(out, np.float64), x)
+
+    def test_axis(self):
+        x = jnp.asarray([[1.0, 100.0, 1e-6], [2.0, 50.0, 3e-6]])
+        out = jsa.as_scaled_array({"w": x, "b": x[0, 0]}, "max", axis=1)
+        assert out["w"].scale.shape == (1, 3) and out["b"].scale.shape == ()
+        np.testing.assert_array_equal(out["w"].scale[0], [2, 64, 2.0**-19])
+        np.testing.assert_allclose(np.asarray(out["w"]), x)
+        assert jsa.as_scaled_array(x, "rms", axis=0).scale.shape == (2, 1)
+        assert jsa.as_scaled_array(x, "rms", axis=-1).scale.shape == (1, 3)
+        assert jsa.as_scaled_array(x, axis=(0, 1)).scale.shape == (2, 3)
+        assert jsa.as_scaled_array(x, axis=0).scale.shape == (2, 1)
+        zero = jsa.as_scaled_array(x.at[:, 1].set(0), "max", axis=1)
+        np.testing.assert_array_equal(zero.scale[0], [2, 0, 2.0**-19])
+
+    def test_an_array_as_scale(self):
+        x = jnp.ones((2, 3))
+        scale = jnp.asarray([[2.0], [3.0]])
+        out = jsa.as_scaled_array(x, scale)
+        np.testing.assert_array_equal(out.scale, [[2], [2]])
+        np.testing.assert_array_equal(np.asarray(out), x)
+
+    def test_a_scaled_leaf_stays(self):
+        x = ScaledArray(jnp.ones(2, jnp.float16), jnp.float32(8))
+        assert jsa.as_scaled_array(x) is x
+        assert jsa.as_scaled_array(x, dtype=jnp.float32).dtype == jnp.float32
+
+    def test_scale_buffers_are_not_shared(self):
+        tree = jsa.as_scaled_array([jnp.ones(2), jnp.ones(2), jnp.zeros(2)], jnp.float32(1) + 0)
+        pointers = {leaf.scale.unsafe_buffer_pointer() for leaf in tree}
+        assert len(pointers) == 3
+        moved = jax.jit(lambda t: t, donate_argnums=0)(tree)
+        assert [float(leaf.scale) for leaf in moved] == [1, 1, 1]
+
+    @pytest.mark.parametrize("scale", [-1.0, np.nan, np.inf, -np.inf, np.array([1.0, -2.0])])
+    def test_scales_that_no_array_can_have(self, scale):
+        with pytest.raises(ValueError, match="`scale` must be finite and not negative"):
+            jsa.as_scaled_array(jnp.ones(2), scale)
+
+    @pytest.mark.parametrize("shape", [(3,), (2, 2), (1, 1, 1), (2, 3, 1)])
+    def test_scales_of_a_shape_that_does_not_fit(self, shape):
+        with pytest.raises(ValueError, match=r"`scale` of shape .* does not fit data of shape"):
+            jsa.as_scaled_array(jnp.ones((2, 3)), np.ones(shape))
+
+    def test_zero_scale_with_data(self):
+        with pytest.raises(ValueError, match="`scale` 0 needs data that is zero"):
+            jsa.as_scaled_array(jnp.ones(2), 0.0)
+        assert float(jsa.as_scaled_array(jnp.zeros(2), 0.0).scale) == 0
+        with pytest.raises(ValueError, match="`scale` 0 needs data that is zero"):
+            jsa.as_scaled_array(jnp.ones((2, 2)), np.array([[1.0], [0.0]]))
+
+    def test_unknown_statistic(self):
+        with pytest.raises(ValueError, match="`scale` must be None, a number, .* got \"?'median"):
+            jsa.as_scaled_array(jnp.ones(2), "median")
+
+    def test_a_scale_that_is_not_a_number(self):
+        for scale in (object(), [object()]):
+            with pytest.raises(TypeError, match="`scale`"):
+                jsa.as_scaled_array(jnp.ones(2), scale)
+
+    def test_empty_and_0d(self):
+        out = jsa.as_scaled_array([jnp.zeros((0, 3)), jnp.float32(3)], "rms")
+        assert out[0].shape == (0, 3) and float(out[0].scale) == 0 and float(out[1]) == 3
+
+
+class TestScaledArrayFunction:
+    def test_value(self):
+        x = jsa.scaled_array(np.array([1.0, 2.0], np.float32), np.float32(6))
+        np.testing.assert_array_equal(np.asarray(x), [6, 12])
+        assert float(x.scale) == 4 and not x.is_static
+
+    def test_a_python_number_is_static(self):
+        x = jsa.scaled_array([1.0, 2.0], 6.0)
+        assert x.is_static and x.scale == 4.0
+        np.testing.assert_array_equal(np.asarray(x), [6, 12])
+        assert jsa.scaled_array([1.0], 2).scale == 2
+
+    def test_zero(self):
+        assert jsa.scaled_array([0.0], 0.0).scale == 0
+        with pytest.raises(ValueError, match="`scale` 0"):
+            jsa.scaled_array([1.0], 0.0)
+
+    def test_integers(self):
+        with pytest.raises(TypeError, match="`data` must have a floating dtype"):
+            jsa.scaled_array(jnp.arange(3), 1.0)
+        assert jsa.scaled_array([1, 2], 1.0, dtype=jnp.float16).dtype == jnp.float16
+
+    @pytest.mark.parametrize("scale", [-1.0, np.nan, np.inf])
+    def test_bad_scales(self, scale):
+        with pytest.raises(ValueError, match="`scale` must be finite and not negative"):
+            jsa.scaled_array([1.0], scale)
+        with pytest.raises(ValueError, match="`scale` must be finite and not negative"):
+            jsa.scaled_array([1.0], np.float32(scale))
+
+    @pytest.mark.parametrize("scale", [2.0**127, 2.0**-130, 1e300])
+    def test_scales_outside_float32_keep_the_value(self, scale):
+        x = jsa.scaled_array(jnp.asarray([0.5 if scale < 1 else 2.0**-60]), scale)
+        assert 2.0**-126 <= x.scale <= 2.0**126
+
+    def test_scale_dtype(self):
+        x = jsa.scaled_array([1.0], jnp.float16(2))
+        assert x.scale.dtype == jnp.float32
+
+
+class TestAsArray:
+    def test_tree(self):
+        tree = {
+            "x": ScaledArray(jnp.ones(2, jnp.float16), jnp.float32(2)),
+            "i": 3,
+            "p": jnp.ones(1),
+        }
+        out = jsa.asarray(tree)
+        np.testing.assert_array_equal(out["x"], [2, 2])
+        assert out["x"].dtype == jnp.float16 and out["i"] == 3 and out["p"] is tree["p"]
+        out = jsa.asarray(tree, jnp.bfloat16)
+        assert out["x"].dtype == out["p"].dtype == jnp.bfloat16 and out["i"] == 3
+
+    def test_static(self):
+        x = ScaledArray(jnp.ones(2, jnp.float16), 2.0**-30)
+        np.testing.assert_array_equal(jsa.asarray(x, jnp.float32), [2.0**-30] * 2)
+
+    def test_the_cast_of_the_scale_comes_last(self):
+        x = ScaledArray(jnp.asarray([40000.0], jnp.float16), jnp.float32(2.0**-25))
+        assert float(jsa.asarray(x)[0]) == float(np.float16(40000 * 2.0**-25)) > 0
+
+    def test_to_fp8_saturates(self):
+        x = ScaledArray(jnp.asarray([100.0]), jnp.float32(16))
+        assert float(jsa.asarray(x, jnp.float8_e4m3fn)[0]) == 448
+
+
+class TestFreezeThaw:
+    def test_round_trip(self):
+        tree = jsa.as_scaled_array({"w": jnp.ones(3), "i": jnp.arange(2)}, 4.0)
+        frozen = jsa.freeze_scales(tree)
+        assert frozen["w"].is_static and frozen["w"].scale == 4
+        thawed = jsa.thaw_scales(frozen)
+        assert jax.tree.structure(thawed) == jax.tree.structure(tree)
+        assert thawed["w"].scale.dtype == jnp.float32
+        np.testing.assert_array_equal(np.asarray(thawed["w"]), np.asarray(tree["w"]))
+        assert jsa.freeze_scales(frozen)["w"].scale == 4
+
+    def test_scales_per_axis_stay_dynamic(self):
+        x = jsa.as_scaled_array(jnp.ones((2, 3)), axis=0)
+        assert not jsa.freeze_scales(x).is_static
+
+    def test_zero(self):
+        frozen = jsa.freeze_scales(jsa.as_scaled_array(jnp.zeros(2)))
+        out = jsa.scalify(lambda x, y: x + y)(frozen, ScaledArray(jnp.ones(2), 2.0**-20))
+        assert out.scale == 2.0**-20
+
+
+class TestMatchScales:
+    @pytest.mark.parametrize("dynamic", [True, False])
+    @pytest.mark.parametrize("partner", ["dynamic", "static", "axis", "leading"])
+    def test_outside(self, dynamic, partner):
+        like = {
+            "dynamic": lambda: ScaledArray(jnp.ones((2, 3)), jnp.float32(2)),
+            "static": lambda: ScaledArray(jnp.ones((2, 3)), 2.0),
+            "axis": lambda: ScaledArray(jnp.ones((2, 3)), jnp.asarray([[1.0], [4.0]])),
+            "leading": lambda: ScaledArray(jnp.ones((2, 3)), jnp.asarray([2.0, 2.0])),
+        }[partner]()
+        x = ScaledArray(jnp.full((2, 3), 3.0), jnp.float32(8) if dynamic else 8.0)
+        out = jsa.match_scales({"w": x, "i": 1}, {"w": like, "i": 1})["w"]
+        assert jax.tree.structure(out) == jax.tree.structure(like)
+        assert np.shape(out.scale) == np.shape(like.scale)
+        np.testing.assert_array_equal(out.scale, like.scale)
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(x))
+
+    def test_inside_scalify(self):
+        def step(w, g):
+            return jsa.match_scales(w * 3 + g, w)
+
+        w, g = jsa.as_scaled_array((jnp.ones(3), jnp.ones(3)), 4.0)
+        g = ScaledArray(g.data, jnp.float32(64))
+        out = jax.jit(jsa.scalify(step))(w, g)
+        assert float(out.scale) == 4
+        np.testing.assert_array_equal(np.asarray(out), 3 * np.asarray(w) + np.asarray(g))
+
+    def test_under_jit(self):
+        x, like = jsa.as_scaled_array((jnp.ones(2), jnp.ones(2)), 4.0)
+        like = ScaledArray(like.data, jnp.float32(2))
+        out = jax.jit(jsa.match_scales)(x, like)
+        assert float(out.scale) == 2 and float(np.asarray(out)[0]) == 1
+
+    def test_trees_that_differ(self):
+        with pytest.raises(ValueError):
+            jsa.match_scales({"a": jnp.ones(2)}, {"b": jnp.ones(2)})
+
+
+class TestTree:
+    def test_scaled_arrays_are_leaves(self):
+        tree = {"a": ScaledArray(jnp.ones(2), 1.0), "b": jnp.zeros(1)}
+        assert [type(x) for x in jsa.tree.leaves(tree)][0] is ScaledArray
+        leaves, treedef = jsa.tree.flatten(tree)
+        assert jsa.tree.unflatten(treedef, leaves)["a"] is tree["a"]
+        assert jsa.tree.structure(tree).num_leaves == 2
+        names = jsa.tree.map(lambda x: type(x).__name__, tree)
+        assert names["a"] == "ScaledArray"
+        assert not jsa.tree.all(jsa.tree.map(lambda x: x.size == 2, tree))
+
+    def test_astype(self):
+        tree = {"a": ScaledArray(jnp.ones(2), 4.0), "b": jnp.zeros(1), "i": jnp.arange(2)}
+        out = jsa.tree.astype(tree, jnp.float16)
+        assert out["a"].dtype == out["b"].dtype == jnp.float16 and out["i"].dtype == jnp.int32
+        assert out["a"].scale == 4
+
+    def test_shardings(self):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        state = jsa.as_scaled_array({"w": jnp.ones(4), "i": jnp.arange(4)})
+        shardings = jsa.tree.shardings(state, sharding)
+        assert shardings["w"].scale.spec == jax.sharding.PartitionSpec()
+        placed = jax.device_put(state, shardings)
+        assert placed["w"].data.sharding == sharding
+
+
+class TestFrameworks:
+    def test_flax_nnx_state(self):
+        nnx = pytest.importorskip("flax.nnx")
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(model)
+        scaled = jsa.as_scaled_array(state, "rms")
+        leaves = jsa.tree.leaves(scaled)
+        assert all(isinstance(x, ScaledArray) for x in leaves) and len(leaves) == 2
+        back = jsa.asarray(scaled)
+        assert jax.tree.structure(back) == jax.tree.structure(state)
+        x = jnp.ones((1, 3))
+        out = jsa.scalify(lambda s, v: nnx.merge(graph, s)(v))(scaled, x)
+        np.testing.assert_allclose(np.asarray(out), model(x), rtol=1e-6)
+
+    def test_optax_state(self):
+        optax = pytest.importorskip("optax")
+        params = {"w": jnp.ones(3, jnp.float16)}
+        state = optax.adam(1e-3).init(params)
+        scaled = jsa.as_scaled_array(state)
+        assert float(scaled[0].mu["w"].scale) == 0 and scaled[0].count.dtype == jnp.int32
+        assert jax.tree.structure(jsa.asarray(scaled)) == jax.tree.structure(state)
+
+
+def test_extension_dtypes_are_floats():
+    leaf = np.ones(2, ml_dtypes.bfloat16)
+    assert isinstance(jsa.as_scaled_array(leaf), ScaledArray)

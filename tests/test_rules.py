@@ -1,0 +1,291 @@
+"""Every rule against the plain function in float64, and the invariants of scales."""
+
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray
+from tests.cases import CASES
+
+MODES = ("jit", "grad", "eager", "vmap")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def every_primitive_has_a_rule():
+    with jsa.ScalifyConfig(missing_rule="error"):
+        yield
+
+
+def wide(x):
+    """The value of a result in float64; a scale of 0 means 0."""
+    if not isinstance(x, ScaledArray):
+        return np.asarray(x)
+    data = np.asarray(x.data).astype(np.float64)
+    scale = np.asarray(x.scale, np.float64)
+    return data * scale.reshape(scale.shape + (1,) * (data.ndim - scale.ndim) * bool(scale.ndim))
+
+
+def _leaves(tree):
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaledArray))
+
+
+def _loss(fun):
+    """A weighted sum of all results, so that no cotangent is like another."""
+
+    def loss(*args):
+        total = 0.0
+        for out in jax.tree.leaves(fun(*args)):
+            weights = np.cos(np.arange(out.size)).reshape(out.shape) + 1.5
+            total += jnp.sum(out.astype(jnp.promote_types(out.dtype, jnp.float32)) * weights)
+        return total
+
+    return loss
+
+
+def _with_mode(fun, mode, count):
+    return jax.grad(_loss(fun), tuple(range(count))) if mode == "grad" else fun
+
+
+@functools.cache
+def _reference_of(index, mode):
+    case = CASES[index]
+    fun = _with_mode(case.reference or case.fun, mode, len(case.shapes))
+    fun = jax.vmap(fun) if mode == "vmap" else fun
+
+    def reference(*values):
+        with jax.enable_x64(True):
+            out = jitted(*(jnp.asarray(v, jnp.float64) for v in values))
+            return [np.asarray(o) for o in jax.tree.leaves(out)]
+
+    jitted = jax.jit(fun)
+    return reference
+
+
+def _scaled_of(case, mode):
+    fun = jsa.scalify(_with_mode(case.fun, mode, len(case.shapes)))
+    if mode == "vmap":
+        return jax.jit(jax.vmap(fun))
+    return fun if mode == "eager" else jax.jit(fun)
+
+
+def check_scale(x):
+    """A scale is a power of two, or 0 with data that is 0 (or nan), and of one dtype."""
+    scale = np.asarray(x.scale)
+    assert scale.dtype == np.float32 or isinstance(x.scale, float)
+    mantissa = np.frexp(scale[scale != 0])[0]
+    assert np.all(mantissa == 0.5) and np.all(np.isfinite(scale))
+    scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim) * bool(scale.ndim))
+    any_scale = np.asarray(x.data)[np.broadcast_to(scale, x.shape) == 0]
+    assert np.all((any_scale == 0) | np.isnan(any_scale))
+
+
+def check(outputs, expected, avals, tolerance):
+    outputs = _leaves(outputs)
+    assert len(outputs) == len(expected) == len(avals)
+    for out, want, aval in zip(outputs, expected, avals, strict=True):
+        assert (out.shape, out.dtype) == (aval.shape, aval.dtype)
+        if not jnp.issubdtype(out.dtype, jnp.floating):
+            assert not isinstance(out, ScaledArray)
+            np.testing.assert_array_equal(np.asarray(out), want)
+            continue
+        got = wide(out)
+        if isinstance(out, ScaledArray):
+            check_scale(out)
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+        finite = np.isfinite(want)
+        largest = np.max(np.abs(want[finite]), initial=0.0)
+        error = np.max(np.abs(got[finite] - want[finite]), initial=0.0)
+        assert error <= tolerance * largest, (got, want)
+
+
+def _tolerance(case, dtype, mode):
+    if case.tolerance is not None:
+        return case.tolerance
+    return case.ulps * float(jnp.finfo(dtype).eps) * (4 if mode == "grad" else 1)
+
+
+def _scales(case, mode):
+    """Scales of the operands: all equal, opposed, and the first operand zero."""
+    count = len(case.shapes)
+    rows = [[2.0**e] * count for e in case.exponents()]
+    if count > 1 and not case.bounded:
+        rows.append([2.0 ** (-8 * (-1) ** i) for i in range(count)])
+    if case.zero:
+        rows.append([0.0] + [1.0] * (count - 1))
+    return rows
+
+
+def _parameters():
+    for index, case in enumerate(CASES):
+        for dtype in case.dtypes:
+            for mode in MODES:
+                if mode == "grad" and not case.grad:
+                    continue
+                only = case.dtypes[0] if len(case.dtypes) == 1 else DTYPES[index % 3]
+                sampled = dtype == only and (
+                    mode == "jit" or zlib.crc32(f"{case.name}{mode}".encode()) % 3 == 0
+                )
+                marks = () if sampled else pytest.mark.full
+                name = f"{case.name}-{dtype}-{mode}"
+                yield pytest.param(index, dtype, mode, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("index", "dtype", "mode"), list(_parameters()))
+def test_values(index, dtype, mode):
+    case = CASES[index]
+    fun = _scaled_of(case, mode)
+    reference = _reference_of(index, mode)
+    data = case.operands(dtype)
+    plain = _with_mode(case.fun, mode, len(data))
+    avals = None
+    for scales in _scales(case, mode):
+        arrays = [d if s else np.zeros_like(d) for d, s in zip(data, scales, strict=True)]
+        factors = [np.float32(s) for s in scales]
+        if mode == "vmap":
+            arrays = [np.stack([a, a[::-1]]) for a in arrays]
+            factors = [np.array([s, s / 2], np.float32) for s in factors]
+        args = [ScaledArray(jnp.asarray(a), jnp.asarray(s)) for a, s in zip(arrays, factors)]
+        if avals is None:
+            whole = jax.vmap(plain) if mode == "vmap" else plain
+            avals = jax.tree.leaves(jax.eval_shape(whole, *(a.data for a in args)))
+        check(fun(*args), reference(*map(wide, args)), avals, _tolerance(case, dtype, mode))
+
+
+@pytest.mark.parametrize("case", [c for i, c in enumerate(CASES)], ids=[c.name for c in CASES])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "float16"])
+def test_static_scales_give_static_scales(case, dtype):
+    if dtype not in case.dtypes:
+        pytest.skip("not a dtype of this row")
+    exponent = -3 if case.bounded else 3
+    args = [ScaledArray(jnp.asarray(d), 2.0**exponent) for d in case.operands(dtype)]
+    dynamic = [ScaledArray(a.data, jnp.float32(a.scale)) for a in args]
+    static_out = jax.eval_shape(jsa.scalify(case.fun), *args)
+    dynamic_out = jax.eval_shape(jsa.scalify(case.fun), *dynamic)
+    for static, moved in zip(_leaves(static_out), _leaves(dynamic_out), strict=True):
+        assert isinstance(static, ScaledArray) == isinstance(moved, ScaledArray)
+        assert (static.shape, static.dtype) == (moved.shape, moved.dtype)
+        if isinstance(static, ScaledArray):
+            known = not static.ndim or static.is_static
+            assert known, static
+            assert moved.scale.dtype == jnp.float32 and moved.scale.shape == ()
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.degree], ids=lambda c: c.name)
+def test_a_homogeneous_function_moves_only_the_scale(case):
+    fun = jax.jit(jsa.scalify(case.fun))
+    data = [jnp.asarray(d) for d in case.operands("float32")]
+    exponents = [4 + 3 * i for i in range(len(data))]
+    before = fun(*(ScaledArray(d, jnp.float32(1)) for d in data))
+    after = fun(*(ScaledArray(d, jnp.float32(2.0**e)) for d, e in zip(data, exponents)))
+    moved = sum(k * e for k, e in zip(case.degree, exponents, strict=True))
+    np.testing.assert_array_equal(before.data, after.data)
+    assert float(after.scale) == float(before.scale) * 2.0**moved
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.unit], ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", ["float16"])
+def test_unit_rms_in_gives_unit_rms_out(case, dtype):
+    data = [jnp.asarray(d) for d in case.operands(dtype, seed=1)]
+    data = [d / jnp.sqrt(jnp.mean(jnp.square(d.astype(jnp.float32)))).astype(d.dtype) for d in data]
+    out = jsa.scalify(case.fun)(*(ScaledArray(d, jnp.float32(2.0**9)) for d in data))
+    rms = float(np.sqrt(np.mean(np.square(np.asarray(out.data, np.float64)))))
+    assert 0.5 <= rms <= 2
+
+
+AXIS_FUNCTIONS = {
+    "transpose": (lambda x: x.T, 1),
+    "broadcast": (lambda x: jnp.broadcast_to(x, (2, 4, 6)), 1),
+    "expand": (lambda x: x[:, None] * 1, 1),
+    "reduce_sum-0": (lambda x: x.sum(0), 1),
+    "reduce_sum-1": (lambda x: x.sum(1), 1),
+    "reduce_max-0": (lambda x: x.max(0), 1),
+    "reduce_max-all": (lambda x: x.max(), 1),
+    "argmax": (lambda x: jnp.argmax(x, 0), 1),
+    "cumsum": (lambda x: jnp.cumsum(x, 1), 1),
+    "slice": (lambda x: x[1:3, 1:], 1),
+    "reshape": (lambda x: x.reshape(8, 3), 1),
+    "gather": (lambda x: x[np.array([0, 2])], 1),
+    "neg": (lambda x: -x, 1),
+    "sqrt": (lambda x: jnp.sqrt(jnp.abs(x)), 1),
+    "square": (lambda x: x**2, 1),
+    "exp": (lambda x: jnp.exp(-jnp.abs(x)), 1),
+    "tanh": (jnp.tanh, 1),
+    "floor": (jnp.floor, 1),
+    "compare": (lambda x: x < 0.25, 1),
+    "where": (lambda x: jnp.where(x > 0, x, 1), 1),
+    "relu": (jax.nn.relu, 1),
+    "concatenate": (lambda x: jnp.concatenate([x, x]), 1),
+    "pad": (lambda x: jnp.pad(x, 1), 1),
+    "flip": (lambda x: x[::-1, ::-1], 1),
+    "sort": (lambda x: jnp.sort(x, 0), 1),
+    "softmax": (jax.nn.softmax, 1),
+    "add": (lambda x, y: x + y, 2),
+    "sub-scalar": (lambda x: x - 1, 1),
+    "mul": (lambda x, y: x * y, 2),
+    "mul-row": (lambda x, y: x * y[:1], 2),
+    "div": (lambda x, y: x / y, 2),
+    "max": (lambda x, y: jnp.maximum(x, y), 2),
+    "dot": (lambda x, y: x @ y.T, 2),
+    "dot-0": (lambda x, y: x.T @ y, 2),
+    "dot-self": (lambda x: x @ x.T, 1),
+    "dot-batch": (lambda x, y: jnp.einsum("ab,ab->a", x, y), 2),
+    "grad": (lambda x, y: jax.grad(lambda v: jnp.sum((v @ y.T) ** 2))(x), 2),
+}
+AXIS_SCALES = {
+    "rows": 2.0 ** np.array([[-9], [0], [3], [6]]),
+    "columns": 2.0 ** np.array([[-9, 0, 3, 6, 1, -2]]),
+    "leading": 2.0 ** np.array([-9, 0, 3, 6]),
+    "both": 2.0 ** (np.arange(24).reshape(4, 6) % 5),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        pytest.param(n, s, marks=() if i % 4 == j else pytest.mark.full)
+        for i, n in enumerate(AXIS_FUNCTIONS)
+        for j, s in enumerate(AXIS_SCALES)
+    ],
+)
+def test_scales_per_axis(name, scale):
+    fun, count = AXIS_FUNCTIONS[name]
+    rng = np.random.default_rng(3)
+    data = [rng.normal(size=(4, 6)).astype(np.float32) for _ in range(count)]
+    # The second operand has one scale, then the same kind as the first.
+    first = ScaledArray(jnp.asarray(data[0]), jnp.asarray(AXIS_SCALES[scale], jnp.float32))
+    seconds = [()]
+    if count == 2:
+        seconds = [
+            (ScaledArray(jnp.asarray(data[1]), jnp.asarray(s, jnp.float32)),)
+            for s in (4.0, AXIS_SCALES[scale], AXIS_SCALES["columns"])
+        ]
+    for second in seconds:
+        args = (first, *second)
+        expected = fun(*(jnp.asarray(wide(a), jnp.float32) for a in args))
+        out = jax.jit(jsa.scalify(fun))(*args)
+        if isinstance(out, ScaledArray):
+            check_scale(out)
+            assert np.ndim(out.scale) in (0, out.ndim)
+        assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
+        largest = np.max(np.abs(np.asarray(expected, np.float64)))
+        np.testing.assert_allclose(wide(out), expected, rtol=1e-5, atol=1e-6 * largest)
+
+
+def test_scales_per_axis_are_kept():
+    x = ScaledArray(jnp.ones((4, 6)), jnp.asarray(AXIS_SCALES["rows"], jnp.float32))
+    for fun, shape in (
+        (lambda v: v.T, (1, 4)),
+        (lambda v: v * 2, (4, 1)),
+        (lambda v: v.sum(1), (4,)),
+        (lambda v: v.sum(1, keepdims=True), (4, 1)),
+        (lambda v: v @ v.T, (4, 4)),
+        (lambda v: v[:, 1:3], (4, 1)),
+        (lambda v: v.sum(0), ()),
+    ):
+        assert jnp.shape(jsa.scalify(fun)(x).scale) == shape
