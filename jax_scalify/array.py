@@ -93,7 +93,7 @@ class ScaledArray:
         data = np.asarray(self.data)
         wide = np.promote_types(np.dtype(dtypes.compute_dtype(data.dtype)), np.float32)
         values = data.astype(wide) * np.asarray(_leading(np.asarray(self.scale), data.ndim), wide)
-        return values.astype(data.dtype if dtype is None else dtype)
+        return np.asarray(values).astype(data.dtype if dtype is None else dtype)
 
     def __float__(self) -> float:
         return float(self.__array__(np.float64))
@@ -143,6 +143,11 @@ def align_scale(scale: Any, ndim: int) -> jax.Array:
 
 def _check_scale(scale: Any, data: Any, name: str = "scale") -> None:
     """Refuse a scale that cannot belong to the data; a traced one is checked for its shape."""
+    kind = dtypes.leaf_dtype(scale)
+    if kind is None or not (
+        jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
+    ):
+        raise TypeError(f"`{name}` must be a real number or array, got {type(scale).__name__}.")
     shape, data_shape = np.shape(scale), np.shape(data)
     full = shape + (1,) * (len(data_shape) - len(shape))
     fits = len(shape) <= len(data_shape) and all(
@@ -233,8 +238,11 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
     _check_scale(scale, data)
     static = type(scale) in (float, int)
     if static:
-        power = 0.0 if scale == 0 else math.ldexp(1.0, pow2.floor_exponent(scale))
-        rest = jnp.float32(scale / power if power else 1.0)
+        limit = pow2.MAX_EXPONENT
+        exponent = max(-limit, min(limit, pow2.floor_exponent(scale)))
+        power = 0.0 if scale == 0 else math.ldexp(1.0, exponent)
+        with np.errstate(over="ignore"):  # the value is infinite then
+            rest = jnp.asarray(np.float32(scale / power if power else 1.0))
         return ScaledArray(data if rest == 1 else rescale_data(data, rest), power)
     scale = jnp.array(scale, scale_dtype or jnp.float32)
     power = pow2.round_down(scale)

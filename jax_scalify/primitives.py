@@ -64,6 +64,25 @@ get_data_and_scale_p = _define(
 )
 
 
+cast_p = _define(
+    "saturating_cast",
+    lambda x, *, dtype: dtypes.cast(x, dtype),
+    lambda x, *, dtype: x.update(dtype=dtype, weak_type=False),
+)
+
+
+def _cast_jvp(primals, tangents, *, dtype):
+    return cast_p.bind(primals[0], dtype=dtype), cast_p.bind(tangents[0], dtype=dtype)
+
+
+def _cast_transpose(cotangent, x, *, dtype):
+    return (cast_p.bind(ad.instantiate_zeros(cotangent), dtype=x.aval.dtype),)
+
+
+ad.primitive_jvps[cast_p] = _cast_jvp
+ad.primitive_transposes[cast_p] = _cast_transpose
+
+
 def _on_backward_jvp(primals, tangents, *, function):
     return primals[0], on_backward_p.bind(tangents[0], function=function)
 
@@ -108,7 +127,7 @@ def _batch_with_scale(primitive: Primitive) -> None:
     batching.primitive_batchers[primitive] = batch
 
 
-for _primitive in (stop_scaling_p, on_backward_p, get_data_and_scale_p):
+for _primitive in (stop_scaling_p, on_backward_p, cast_p, get_data_and_scale_p):
     _batch_unary(_primitive)
 for _primitive in (set_scaling_p, rebalance_scale_p):
     _batch_with_scale(_primitive)
@@ -125,6 +144,15 @@ def _checked(x: Any, name: str = "x") -> Any:
 def _checked_scale(scale: Any, x: Any) -> jax.Array:
     array_lib._check_scale(scale, x)
     return jnp.asarray(scale, current_config().scale_dtype)
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Cast a floating array; to a dtype of at most 8 bits, saturating.
+
+    One primitive, so that inside `scalify` it is the data that saturates, not the value.
+    """
+    dtype = np.dtype(dtype)
+    return x if x.dtype == dtype else cast_p.bind(x, dtype=dtype)
 
 
 def set_scaling(x: Any, scale: Any) -> Any:
@@ -277,8 +305,9 @@ def match_scales(tree: Any, like: Any) -> Any:
 
     def match(leaf: Any, partner: Any) -> Any:
         if array_lib.is_scaled(leaf) and array_lib.is_scaled(partner):
-            out = _outside(set_scaling, leaf, partner.scale)
-            return ScaledArray(out.data, partner.scale) if partner.is_static else out
+            data = _outside(set_scaling, leaf, partner.scale).data
+            scale = partner.scale if partner.is_static else jnp.array(partner.scale)
+            return ScaledArray(data, scale)
         kind = dtypes.leaf_dtype(leaf)
         if kind is None or not dtypes.is_scalable(kind) or array_lib.is_scaled(partner):
             return leaf
@@ -297,4 +326,6 @@ def _outside(function: Callable, x: ScaledArray, *args: Any) -> Any:
     """Run a scale function on a `ScaledArray` outside `scalify`."""
     from jax_scalify.transform import scalify
 
+    if args and dtypes.leaf_dtype(args[0]) is not None and np.ndim(args[0]):
+        return scalify(function)(x, *args)  # an array is an argument: its values are not constants
     return scalify(lambda leaf: function(leaf, *args))(x)

@@ -18,6 +18,7 @@ from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.registry import RuleContext, describe, find_rule, report_missing, to_plain
+from jax_scalify.rules.common import constant_scale
 from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, is_nonnegative
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
@@ -191,7 +192,7 @@ def _captured(const: Any) -> Value:
         limit = pow2.MAX_EXPONENT
         scale = Scale(max(-limit, min(limit, pow2.floor_exponent(rms))))
     if sizes.size > ordinary.size:
-        mask = _rules.common.constant_scale(sizes.max(), values.dtype)
+        mask = constant_scale(sizes.max(), values.dtype)
         scale = pow2.join(scale, mask) if ordinary.size else mask
     data = wide / scale.value
     if not np.iscomplexobj(data):

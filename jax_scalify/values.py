@@ -42,7 +42,7 @@ _KEEPS_NONNEGATIVE = (
         """reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated reduce_prod cumprod
         dynamic_slice gather concatenate pad dynamic_update_slice scatter scatter-add scatter_add
         sort split stack unstack tile ragged_dot_general select_and_scatter_add
-        set_scaling rebalance_scale dynamic_rescale on_backward top_k""".split()
+        set_scaling rebalance_scale dynamic_rescale on_backward saturating_cast top_k""".split()
     )
 )
 
@@ -138,8 +138,8 @@ class Value:
 def _is_nonnegative_constant(array: Any) -> bool:
     if array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.unsignedinteger):
         return True
-    known = isinstance(array, np.generic) and not jnp.issubdtype(array.dtype, jnp.complexfloating)
-    return known and float(array) >= 0
+    real = jnp.issubdtype(array.dtype, np.floating) or jnp.issubdtype(array.dtype, np.integer)
+    return isinstance(array, np.generic) and real and float(array) >= 0
 
 
 def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:

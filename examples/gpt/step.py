@@ -117,7 +117,7 @@ def make_update(config: Config, preset: Preset) -> Update:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         if preset.moment_dtype == jnp.float16:
-            opt_state = keep_moments(opt_state, grads, preset.second_moment_exponent)
+            opt_state = keep_moments(opt_state, grads, preset.moment_exponents)
         return _store(TrainState(params, opt_state), preset), loss
 
     # The whole difference that scales make:
@@ -133,22 +133,21 @@ def make_evaluate(config: Config, preset: Preset) -> Callable[[PyTree, jax.Array
     return jax.jit(jsa.scalify(loss_fn) if preset.scaled else loss_fn)
 
 
-def keep_moments(opt_state: PyTree, grads: PyTree, exponent: int) -> PyTree:
+def keep_moments(opt_state: PyTree, grads: PyTree, exponents: tuple[int, int]) -> PyTree:
     """Store Adam's moments at scales that follow the gradient's, before they are cast to float16.
 
-    `scale(mu) = s` and `scale(nu) = 2^exponent * s^2` for a gradient of scale `s`. Left alone, the
+    `scale(mu) = 2^j * s` and `scale(nu) = 2^k * s^2` for a gradient of scale `s`. Left alone, the
     scale of a moving average is the largest that it ever had, and the data ends up far from it.
     """
+    first, second = (2.0**exponent for exponent in exponents)
 
     def keep(node):
         if not isinstance(node, optax.ScaleByAdamState):
             return node
         scales = jax.tree.map(lambda g: jsa.get_data_and_scale(g)[1], grads)
         return node._replace(
-            mu=jax.tree.map(jsa.set_scaling, node.mu, scales),
-            nu=jax.tree.map(
-                lambda v, s: jsa.set_scaling(v, s * s * 2.0**exponent), node.nu, scales
-            ),
+            mu=jax.tree.map(lambda m, s: jsa.set_scaling(m, s * first), node.mu, scales),
+            nu=jax.tree.map(lambda v, s: jsa.set_scaling(v, s * s * second), node.nu, scales),
         )
 
     return jax.tree.map(keep, opt_state, is_leaf=lambda n: isinstance(n, optax.ScaleByAdamState))

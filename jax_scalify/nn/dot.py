@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import dtypes
+from jax_scalify.primitives import cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _narrow_dot(lhs: Any, rhs: Any, dims: Any, precision: Any, out: Any) -> jax.
     total = lax.dot_general(
         lhs, rhs, dims, precision=precision, preferred_element_type=dtypes.compute_dtype(out)
     )
-    return dtypes.cast(total, out)
+    return cast(total, out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -85,8 +86,8 @@ def _dot(lhs: Any, rhs: Any, dims: Any, precision: Any, formats: _Formats) -> ja
 
 
 def _forward(lhs: Any, rhs: Any, dims: Any, precision: Any, formats: _Formats) -> Any:
-    lhs_narrow = dtypes.cast(lhs, formats.forward)
-    rhs_narrow = dtypes.cast(rhs, formats.forward)
+    lhs_narrow = cast(lhs, formats.forward)
+    rhs_narrow = cast(rhs, formats.forward)
     out = _narrow_dot(lhs_narrow, rhs_narrow, dims, precision, formats.out)
     # Empty arrays carry the operands' dtypes to the backward pass.
     return out, (lhs_narrow, rhs_narrow, jnp.zeros(0, lhs.dtype), jnp.zeros(0, rhs.dtype))
@@ -94,7 +95,7 @@ def _forward(lhs: Any, rhs: Any, dims: Any, precision: Any, formats: _Formats) -
 
 def _backward(dims: Any, precision: Any, formats: _Formats, residuals: Any, ct: Any) -> Any:
     lhs, rhs, lhs_like, rhs_like = residuals
-    ct = dtypes.cast(ct, formats.backward)
+    ct = cast(ct, formats.backward)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
 
     def gradient(other: Any, contract: Any, batch: Any, own: Any, ndim: int, is_lhs: bool) -> Any:

@@ -8,24 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify import dtypes
-from jax_scalify.primitives import _checked, on_backward
+from jax_scalify.primitives import _checked, cast, on_backward
 
 
 @jax.custom_jvp
 def _through(x: jax.Array, like: jax.Array) -> jax.Array:
-    return dtypes.cast(dtypes.cast(x, like.dtype), x.dtype)
+    return cast(cast(x, like.dtype), x.dtype)
 
 
 _through.defjvps(lambda tangent, *_: tangent, None)
-
-
-@jax.custom_jvp
-def _cast(x: jax.Array, like: jax.Array) -> jax.Array:
-    return dtypes.cast(x, like.dtype)
-
-
-_cast.defjvps(lambda tangent, out, *_: tangent.astype(out.dtype), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +51,7 @@ def cast_on_forward(x: Any, dtype: Any) -> jax.Array:
         448
     """
     x = _checked(x)
-    return _cast(x, jnp.zeros((), _float_dtype(dtype)))
+    return cast(x, _float_dtype(dtype))
 
 
 def cast_on_backward(x: Any, dtype: Any) -> jax.Array:

@@ -85,8 +85,10 @@ def cbrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 def pow_rule(ctx: RuleContext, x: ScaledArray, y: Any, **params: Any) -> Any:
     """`scale = scale**y` for a constant y that is a multiple of 1/2; else scale 1."""
     number = ctx.inputs[1].constant
-    halves = None if number is None else 2 * float(number)
-    if halves is None or not halves.is_integer() or abs(halves) > _LARGEST_POWER:
+    if number is None:
+        return wide_rule(ctx, x, y, **params)
+    halves = 2 * float(number)
+    if not halves.is_integer() or abs(halves) > _LARGEST_POWER:
         return wide_rule(ctx, x, y, **params)
     root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
     scale = root ** int(halves) if halves % 2 else root ** int(number)

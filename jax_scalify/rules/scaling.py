@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import array as array_lib
-from jax_scalify import pow2, primitives
+from jax_scalify import dtypes, pow2, primitives
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.pow2 import Scale
@@ -41,6 +41,12 @@ def set_scaling_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     if x.scale.is_zero:
         return ScaledArray(data, scale)
     return ScaledArray(multiply(data, x.scale / scale, ctx.out_dtype), scale)
+
+
+@register_scale_rule(primitives.cast_p)
+def cast_rule(ctx: RuleContext, x: ScaledArray, *, dtype: Any) -> ScaledArray:
+    """The data only, saturating; scale unchanged."""
+    return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0].shape), dtype), x.scale)
 
 
 @register_scale_rule(primitives.rebalance_scale_p)

@@ -1,0 +1,259 @@
+"""One regression test for each fact and trap that was measured before the package was written."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray
+
+
+@pytest.fixture(autouse=True)
+def every_primitive_has_a_rule():
+    with jsa.ScalifyConfig(missing_rule="error"):
+        yield
+
+
+def scaled(data, scale=1.0, dtype=jnp.float16):
+    return ScaledArray(jnp.asarray(data, dtype), jnp.float32(scale))
+
+
+def value(x):
+    return np.asarray(x.data, np.float64) * np.asarray(x.scale, np.float64)
+
+
+@pytest.mark.parametrize(("factor", "steps"), [(0.995, 200), (0.7, 20), (1.3, 30)])
+def test_repeated_constants_do_not_diverge(factor, steps):
+    """Split downwards, `w * 0.995` doubled the data at every weight decay: inf at step 15."""
+    step = jax.jit(jsa.scalify(lambda w: w * factor))
+    w, exact = scaled([1.0, -2.0]), np.array([1.0, -2.0])
+    for _ in range(steps):
+        w, exact = step(w), exact * factor
+        assert np.all(np.isfinite(w.data)) and np.all(w.data != 0)
+    np.testing.assert_allclose(value(w), exact, rtol=0.1)
+
+
+def test_a_data_range_that_is_left_goes_to_zero_and_not_to_infinity():
+    step = jax.jit(jsa.scalify(lambda w: w * 0.7))
+    w = scaled([1.0, -2.0])
+    for _ in range(60):
+        w = step(w)
+    assert np.all(np.abs(value(w)) < 1e-7)
+
+
+def test_constants_of_float16_arithmetic_survive_in_float32_registers():
+    def adam(mu, nu):
+        wide_mu, wide_nu = mu.astype(jnp.float32), nu.astype(jnp.float32)
+        return (wide_mu / (jnp.sqrt(wide_nu) + 1e-8)).astype(jnp.float16)
+
+    zero = jsa.as_scaled_array(jnp.zeros(3, jnp.float16))
+    out = jsa.scalify(adam)(zero, zero)
+    np.testing.assert_array_equal(value(out), [0, 0, 0])
+    out = jsa.scalify(adam)(scaled(np.zeros(3), 2.0**20), scaled(np.zeros(3), 2.0**40))
+    np.testing.assert_array_equal(value(out), [0, 0, 0])
+
+
+def test_a_mask_does_not_wipe_out_the_logits():
+    """Under a plain max rule `-1e9` gave the logits a scale of 2**30."""
+    mask = np.array([True, True, False])
+    for masked in (-1e9, -1e4, float(np.finfo(np.float16).min), -np.inf):
+        out = jsa.scalify(lambda x, c=masked: jax.nn.softmax(jnp.where(mask, x, c)))(
+            scaled([1.0, 2.0, 5.0], 2.0**-2)
+        )
+        expected = np.exp([0.25, 0.5]) / np.exp([0.25, 0.5]).sum()
+        np.testing.assert_allclose(value(out)[:2], expected, rtol=4e-3)
+        assert value(out)[2] < 1e-6
+
+
+def test_gradient_scales_do_not_drift_with_depth():
+    """Weight gradients of a residual network keep unit data without any statistics."""
+    layers, width, tokens = 6, 64, 128
+    rng = np.random.default_rng(0)
+
+    def norm(x):
+        x = x - x.mean(-1, keepdims=True)
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+    def loss(params, x, labels):
+        for up, down in params[:-1]:
+            x = x + jax.nn.gelu(norm(x) @ up) @ down
+        logits = norm(x) @ params[-1]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
+
+    def draw(*shape, gain=1.0):
+        return jnp.asarray(rng.normal(size=shape) * gain / np.sqrt(shape[0]), jnp.float32)
+
+    params = [(draw(width, 2 * width), draw(2 * width, width)) for _ in range(layers)]
+    params.append(draw(width, 32))
+    state = jsa.as_scaled_array(params, "rms", dtype=jnp.float16)
+    x = jnp.asarray(rng.normal(size=(tokens, width)), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 32, tokens))
+    grads = jax.jit(jsa.scalify(jax.grad(loss)))(
+        state, jsa.as_scaled_array(x, dtype=jnp.float16), labels
+    )
+    exact = jax.grad(loss)(params, x, labels)
+    for got, want in zip(jsa.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
+        rms = float(np.sqrt(np.mean(np.square(np.asarray(got.data, np.float64)))))
+        assert 2.0**-5 < rms < 2.0**5
+        error = np.linalg.norm(value(got) - want) / np.linalg.norm(want)
+        assert error < 0.02
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448), ("float8_e5m2", 57344)])
+def test_casts_to_fp8_saturate(dtype, largest):
+    x = scaled([1e6, -1e6, 1.0], 2.0**10, jnp.float32)
+    out = jsa.scalify(lambda v: v.astype(dtype))(x)
+    np.testing.assert_array_equal(out.data.astype(jnp.float32), [largest, -largest, 1])
+
+
+class TestTraps:
+    def test_an_infinity_inside_an_inner_jit(self):
+        """A `-inf` literal of an inner jit became a tracer, and softmax was nan."""
+
+        @jax.jit
+        def masked(x):
+            return jnp.where(jnp.array([True, False, True]), x, -jnp.inf)
+
+        out = jax.jit(jsa.scalify(lambda x: jax.nn.softmax(masked(x))))(scaled([1.0, 2.0, 1.0]))
+        np.testing.assert_array_equal(value(out), [0.5, 0, 0.5])
+        out = jsa.scalify(jax.nn.softmax)(scaled([1.0, 1.0], 2.0**-20))
+        np.testing.assert_array_equal(value(out), [0.5, 0.5])
+
+    @pytest.mark.parametrize("name", ["cast_on_forward", "reduce_precision_on_forward"])
+    def test_forward_ops_act_under_grad(self, name):
+        """Their custom_vjp forward rules returned the argument untouched."""
+        op = getattr(jsa.ops, name)
+
+        def fun(x):
+            return jnp.sum(op(x, jnp.float8_e4m3fn).astype(jnp.float32) * x)
+
+        for transform in (jax.value_and_grad(fun), jax.jit(jax.value_and_grad(fun))):
+            assert float(transform(jnp.asarray([1.1]))[0]) == pytest.approx(1.125 * 1.1)
+            inside = jsa.scalify(transform)(scaled([1.1], 1.0, jnp.float32))[0]
+            assert float(inside) == pytest.approx(1.125 * 1.1)
+
+    def test_rescale_acts_under_grad(self):
+        def fun(x):
+            return jnp.sum(jsa.get_data_and_scale(jsa.ops.dynamic_rescale_l2(x))[0])
+
+        value, _ = jsa.scalify(jax.value_and_grad(fun))(scaled([64.0, 64.0]))
+        assert float(value) == 2
+
+    def test_asarray_multiplies_before_it_casts(self):
+        """With the scale cast to float16, 40000 * 2**-25 became 0."""
+        assert float(jsa.asarray(scaled([40000.0], 2.0**-25))[0]) > 0
+
+    def test_float_to_int_knows_the_scale(self):
+        out = jsa.scalify(lambda x: x.astype(jnp.int32))(scaled([1.5, -2.0], 2.0**10))
+        np.testing.assert_array_equal(out, [1536, -2048])
+
+    def test_zeros_do_not_wipe_out_a_partner(self):
+        """Zeros that carried a stale scale of 2**20 flushed a partner at 2**-20."""
+        zero = jsa.as_scaled_array(jnp.zeros(2, jnp.float16))
+        small = scaled([1.0, 3.0], 2.0**-20)
+        step = jsa.scalify(lambda z, g: (z + g, jnp.maximum(z, g), jnp.where(g > 0, g, z)))
+        for out in step(zero, small):
+            np.testing.assert_array_equal(value(out), np.array([1, 3]) * 2.0**-20)
+        stale = jsa.dynamic_rescale(scaled([0.0, 0.0], 2.0**20))
+        np.testing.assert_array_equal(value(step(stale, small)[0]), [2.0**-20, 3 * 2.0**-20])
+
+    def test_a_float16_dot_does_not_overflow_before_its_scale(self):
+        x = scaled(np.full((2, 4096), 8.0))
+        out = jsa.scalify(lambda a, b: a @ b.T)(x, x)
+        assert np.all(np.isfinite(out.data))
+        np.testing.assert_array_equal(value(out), np.full((2, 2), 4096 * 64.0))
+
+    def test_a_deep_residual_stream_in_float16(self):
+        """`h + h @ W` died at layer 21."""
+
+        def fun(h, w):
+            for _ in range(24):
+                h = h + h @ w
+            return h
+
+        rng = np.random.default_rng(0)
+        w = rng.normal(size=(32, 32)) / np.sqrt(32)
+        h = rng.normal(size=(4, 32))
+        out = jsa.scalify(fun)(scaled(h), jsa.as_scaled_array(jnp.asarray(w, jnp.float16), "rms"))
+        exact = fun(h.astype(np.float16).astype(float), w.astype(np.float16).astype(float))
+        assert np.all(np.isfinite(out.data))
+        assert np.linalg.norm(value(out) - exact) < 0.05 * np.linalg.norm(exact)
+
+    def test_sums_of_thousands_of_terms_in_float16(self):
+        x = scaled(np.full(10000, 8.0), 2.0**20)
+        for fun, expected in (
+            (lambda v: jnp.sum(v.reshape(10, 1000), 1), 8000 * 2.0**20),
+            (lambda v: jnp.sum(v * v), 640000 * 2.0**40),
+            (lambda v: jnp.var(v), 0),
+            (lambda v: jnp.cumsum(v)[-1], 80000 * 2.0**20),
+        ):
+            np.testing.assert_allclose(value(jsa.scalify(fun)(x)), expected, rtol=2e-3)
+
+    def test_shardings_of_an_inner_jit_stay(self):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        inner = jax.jit(lambda x: x * 2, in_shardings=sharding, out_shardings=sharding)
+        x = scaled([1.0, 2.0])
+        jaxpr = str(jax.make_jaxpr(jsa.scalify(inner))(x))
+        assert jaxpr.count("sharding_constraint") >= 2
+        np.testing.assert_array_equal(value(jsa.scalify(inner)(x)), [2, 4])
+
+    def test_rules_take_parameters_that_they_do_not_know(self):
+        x = scaled(np.ones((2, 2)), 4.0)
+        dims = (((1,), (0,)), ((), ()))
+        highest = jax.lax.Precision.HIGHEST
+        for out in (
+            jsa.scalify(lambda a: jax.lax.dot_general(a, a, dims, precision=highest))(x),
+            jsa.scalify(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32))(x),
+            jsa.scalify(lambda a: jnp.exp(a * 0) * 32)(x),
+        ):
+            np.testing.assert_array_equal(value(out), np.full((2, 2), 32))
+
+    def test_a_confident_softmax_over_many_classes(self):
+        """The factor n of non-negative sums, uncapped, put 65536 into the probabilities."""
+        logits = np.zeros(50257)
+        logits[7] = 60
+
+        def fun(x):
+            return jax.nn.softmax(x), jax.grad(lambda v: jax.nn.log_softmax(v)[7])(x)
+
+        probabilities, grad = jax.jit(jsa.scalify(fun))(scaled(logits))
+        assert np.all(np.isfinite(probabilities.data)) and np.all(np.isfinite(grad.data))
+        np.testing.assert_allclose(value(probabilities)[7], 1, rtol=2e-3)
+
+
+def test_a_moving_average_from_zero():
+    """With a first-moment scale of 1 the error was 10.6% at step 1 in float16."""
+    rng = np.random.default_rng(0)
+    step = jax.jit(jsa.scalify(lambda mu, g: 0.9 * mu + 0.1 * g))
+    mu, exact = jsa.as_scaled_array(jnp.zeros(256, jnp.float16)), np.zeros(256)
+    for _ in range(5):
+        g = jsa.as_scaled_array(jnp.asarray(rng.normal(size=256) * 1e-6, jnp.float32), "rms")
+        mu, exact = step(mu, g.astype(jnp.float16)), 0.9 * exact + 0.1 * np.asarray(g, np.float64)
+        assert np.linalg.norm(value(mu) - exact) < 2e-3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_the_program_grows_linearly_with_depth(layers):
+    """Scales by float roots and selects grew quadratically and compiled for minutes."""
+
+    def step(params, x):
+        def loss(ps):
+            h = x
+            for w in ps:
+                h = h + jax.nn.relu(h @ w)
+            return jnp.mean(h * h)
+
+        grads = jax.grad(loss)(params)
+        return [w - 0.1 * g for w, g in zip(params, grads)]
+
+    def count(function, *args):
+        return len(jax.make_jaxpr(function)(*args).eqns)
+
+    params, x = [jnp.ones((4, 4))] * layers, jnp.ones((2, 4))
+    plain = count(step, params, x)
+    static = [ScaledArray(w, 0.5) for w in params]
+    assert count(jsa.scalify(step), static, ScaledArray(x, 1.0)) < 5 * plain
+    dynamic = [ScaledArray(w, jnp.float32(1)) for w in params]
+    assert count(jsa.scalify(step), dynamic, ScaledArray(x, jnp.float32(1))) < 12 * plain

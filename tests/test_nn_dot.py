@@ -1,0 +1,139 @@
+"""`nn.dot_general`: both passes against float32 dots of rounded operands."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+DIMENSIONS = {
+    "plain": ((5, 8), (8, 3), (((1,), (0,)), ((), ()))),
+    "transposed": ((8, 5), (3, 8), (((0,), (1,)), ((), ()))),
+    "batch": ((2, 5, 8), (2, 8, 3), (((2,), (1,)), ((0,), (0,)))),
+    "batch-last": ((5, 8, 2), (3, 2, 8), (((1,), (2,)), ((2,), (1,)))),
+    "two-contracting": ((4, 5, 6), (6, 3, 4), (((0, 2), (2, 0)), ((), ()))),
+    "permuted-contracting": ((4, 6, 5), (3, 6, 4), (((1, 0), (1, 2)), ((), ()))),
+    "two-batch": ((2, 3, 5, 4), (3, 4, 2, 6), (((3,), (1,)), ((1, 0), (0, 2)))),
+    "everything": ((2, 4, 5, 3, 2), (4, 3, 7, 2, 2), (((3, 1), (1, 0)), ((4, 0), (4, 3)))),
+    "no-free": ((3, 8), (3, 8), (((1,), (1,)), ((0,), (0,)))),
+    "outer": ((3,), (4,), (((), ()), ((), ()))),
+}
+
+
+def rounded(x, dtype):
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype).astype(jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def every_primitive_has_a_rule():
+    with jsa.ScalifyConfig(missing_rule="error"):
+        yield
+
+
+def make(name):
+    lhs_shape, rhs_shape, dims = DIMENSIONS[name]
+    rng = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (lhs_shape, rhs_shape))
+    out = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), lhs, rhs)
+    ct = jnp.asarray(rng.normal(size=out.shape), jnp.float32)
+    return lhs, rhs, ct, dims
+
+
+def reference(lhs, rhs, ct, dims):
+    lhs, rhs = rounded(lhs, E4M3), rounded(rhs, E4M3)
+    out, vjp = jax.vjp(lambda a, b: lax.dot_general(a, b, dims), lhs, rhs)
+    return out, *vjp(rounded(ct, E5M2))
+
+
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_both_passes(name):
+    lhs, rhs, ct, dims = make(name)
+
+    def run(a, b, c):
+        out, vjp = jax.vjp(lambda x, y: jsa.nn.dot_general(x, y, dims), a, b)
+        return out, *vjp(c)
+
+    expected = reference(lhs, rhs, ct, dims)
+    for got, want in zip(run(lhs, rhs, ct), expected, strict=True):
+        assert got.shape == want.shape and got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("exponents", [(0, 0, 0), (-20, 3, -30), (20, 12, 30)])
+@pytest.mark.parametrize("name", ["plain", "batch-last", "permuted-contracting"])
+def test_inside_scalify(name, exponents, dtype):
+    lhs, rhs, ct, dims = make(name)
+    lhs, rhs, ct = (x.astype(dtype) for x in (lhs, rhs, ct))
+
+    def run(a, b, c):
+        out, vjp = jax.vjp(lambda x, y: jsa.nn.dot_general(x, y, dims), a, b)
+        return out, *vjp(c)
+
+    args = [ScaledArray(x, jnp.float32(2.0**e)) for x, e in zip((lhs, rhs, ct), exponents)]
+    got = jax.jit(jsa.scalify(run))(*args)
+    expected = reference(*(x.astype(jnp.float32) for x in (lhs, rhs, ct)), dims)
+    i, j, k = exponents
+    for out, want, exponent in zip(got, expected, (i + j, k + j, k + i), strict=True):
+        assert out.dtype == dtype
+        value = np.asarray(out.data, np.float64) * float(out.scale) * 2.0**-exponent
+        tolerance = 1e-5 if dtype == "float32" else 2e-3
+        np.testing.assert_allclose(value, want, atol=tolerance * float(jnp.abs(want).max()))
+
+
+def test_results_saturate_and_take_the_asked_dtype():
+    dims = (((1,), (0,)), ((), ()))
+    x = jnp.full((2, 2), 1000.0)
+    out = jsa.nn.dot_general(x, x, dims, preferred_element_type=jnp.bfloat16)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out.astype(jnp.float32), np.float32(2 * 448**2).astype(out.dtype))
+    assert jsa.nn.dot_general(x.astype(jnp.float16), x, dims).dtype == jnp.float32
+    assert jsa.nn.dot_general(*[x.astype(jnp.float16)] * 2, dims).dtype == jnp.float16
+
+
+def test_other_formats():
+    lhs, rhs, _, dims = make("plain")
+    out = jsa.nn.dot_general(lhs, rhs, dims, forward_dtype=jnp.float16, backward_dtype=E4M3)
+    expected = lax.dot_general(rounded(lhs, jnp.float16), rounded(rhs, jnp.float16), dims)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_refuses_integers():
+    x = jnp.ones((2, 2), jnp.int32)
+    with pytest.raises(TypeError, match="`lhs` must be floating point"):
+        jsa.nn.dot_general(x, x, (((1,), (0,)), ((), ())))
+    x = x.astype(jnp.float32)
+    with pytest.raises(TypeError, match="`backward_dtype` must be floating point"):
+        jsa.nn.dot_general(x, x, (((1,), (0,)), ((), ())), backward_dtype=jnp.int8)
+
+
+def test_under_vmap():
+    lhs, rhs, _, dims = make("plain")
+    stacked = jnp.stack([lhs, 2 * lhs])
+    out = jax.vmap(lambda x: jsa.nn.dot_general(x, rhs, dims))(stacked)
+    np.testing.assert_allclose(out[1], jsa.nn.dot_general(2 * lhs, rhs, dims), rtol=1e-6)
+
+
+def test_as_the_dot_general_of_flax():
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0), dot_general=jsa.nn.dot_general)
+    graph, state = nnx.split(layer)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 8)), jnp.float32)
+
+    def loss(s, v):
+        return jnp.sum(nnx.merge(graph, s)(v) ** 2)
+
+    plain = jax.grad(loss)(state, x)
+    expected = rounded(x, E4M3) @ rounded(layer.kernel[...], E4M3) + layer.bias[...]
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
+    inside = jsa.scalify(jax.grad(loss))(jsa.as_scaled_array(state, "rms"), jsa.as_scaled_array(x))
+    for got, want in zip(jsa.tree.leaves(inside), jax.tree.leaves(plain), strict=True):
+        size = float(jnp.abs(want).max())
+        np.testing.assert_allclose(np.asarray(got), want, atol=0.1 * size)
+        assert np.any(np.asarray(got) != 0)
