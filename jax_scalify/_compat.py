@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,9 @@ from jax import lax
 from jax._src import source_info_util
 from jax.core import Tracer
 from jax.extend import core as jex_core
+
+# Error messages and profiles name the user's line, not the interpreter's.
+source_info_util.register_exclusion(os.path.dirname(__file__))
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -28,16 +33,35 @@ def equation_context(eqn: jex_core.JaxprEqn) -> Iterator[None]:
     Profiles, XLA metadata and error messages then name the user's code, not ours.
     """
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with (
-        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
-        eqn.ctx.manager,
-    ):
-        yield
+    _entered.equations = (*_enclosing(), eqn)
+    try:
+        with (
+            source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
+            eqn.ctx.manager,
+        ):
+            yield
+    finally:
+        _entered.equations = _enclosing()[:-1]
+
+
+_entered = threading.local()
+
+
+def _enclosing() -> tuple[jex_core.JaxprEqn, ...]:
+    return getattr(_entered, "equations", ())
 
 
 def source_line(eqn: jex_core.JaxprEqn) -> str:
-    """Return `file:line (function)` of the user's code that an equation comes from."""
-    return source_info_util.summarize(eqn.source_info)
+    """Return `file:line (function)` of the user's code that an equation comes from.
+
+    An equation of a library function that JAX had traced before names no line of the user's; the
+    call of that function does.
+    """
+    for candidate in (eqn, *reversed(_enclosing())):
+        line = source_info_util.summarize(candidate.source_info)
+        if line:
+            return line
+    return "an unknown line"
 
 
 def is_unspecified_sharding(sharding: Any) -> bool:

@@ -280,7 +280,7 @@ class ScaleTable:
         return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
 
     def product(self, scale: Scale) -> jax.Array:
-        """Make the array of a monomial, at most 2**126."""
+        """Make the array of a monomial, at most 2**127: a zero times it is zero."""
         if scale.exponent == 0 and len(scale.factors) == 1 and scale.factors[0][1] == 1:
             return scale.factors[0][0].array
 
@@ -297,7 +297,7 @@ class ScaleTable:
                 exponent -= step
             if len(above) <= 1 and scale.exponent <= 0:
                 return out
-            return lax.min(out, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
+            return lax.min(out, np.array(math.ldexp(1.0, MAX_EXPONENT + 1), self.dtype))
 
         return self._memoised(("product", scale), make)
 
@@ -356,6 +356,8 @@ class ScaleTable:
             array = jnp.asarray(terms[0].array, self.dtype)
             for term in terms[1:]:
                 array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
+            if any(len(t.factors) > 1 or t.exponent > 0 for t in terms):
+                array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
             nonzero = any(t.is_nonzero for t in terms)
             return self.atom(_compat.pin(array), members, nonzero=nonzero), low
 
