@@ -29,6 +29,7 @@ def _wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any]) -> An
 @register_scale_rule(
     lax.exp_p, lax.exp2_p, lax.log_p, "log2", lax.logistic_p, lax.cos_p, lax.cosh_p, lax.erfc_p,
     lax.lgamma_p, lax.digamma_p, lax.acos_p, lax.acosh_p, lax.atan2_p, "one_minus_square",
+    "polynomial",
 )  # fmt: skip
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     """`scale = 1`, evaluated in at least float32."""
@@ -51,3 +52,10 @@ def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArra
     """`scale = max(1, scale)`, of dequantised values."""
     scale = pow2.join(ONE, x.scale)
     return ScaledArray(multiply(_wide(ctx, (x,), params), scale**-1, ctx.out_dtype), scale)
+
+
+@register_scale_rule(lax.bitcast_convert_type_p)
+def bitcast_convert_type_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
+    """Dequantised: the bits are those of the value. Integers are plain, floats have scale 1."""
+    out = ctx.bind(jnp.asarray(ctx.dequantise(x, x.dtype)), **params)
+    return ScaledArray(out, ONE) if dtypes.is_scalable(out.dtype) else out

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_scalify as jsa
 from examples.gpt import data, step
 from examples.gpt.checkpoint import Checkpoints
 from examples.gpt.cli import main
@@ -167,6 +168,16 @@ def test_two_steps_of_every_preset(corpus, name):
     assert jax.tree.structure(state) == structure
     assert shapes_and_dtypes(state) == first
     assert bool(step.state_is_finite(state))
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].scaled])
+def test_every_primitive_of_a_preset_has_a_rule(name):
+    config, preset = dataclasses.replace(get_size("tiny"), layers=1), get_preset(name)
+    state = step.init_state(config, preset, seed=0)
+    tokens = np.zeros((config.batch, config.context + 1), np.int32)
+    with jsa.ScalifyConfig(missing_rule="error"):
+        step.make_update.__wrapped__(config, preset).trace(state, tokens)
+        step.make_evaluate.__wrapped__(config, preset).trace(state.params, tokens)
 
 
 def test_scales_do_not_change_the_result_in_float32(corpus):
