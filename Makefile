@@ -28,7 +28,8 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PYTEST_FLAGS ?= -q -n 2 --dist loadfile
-SAMPLE = tests/test_array.py tests/test_pow2.py tests/test_transform.py tests/test_optimizer.py
+SAMPLE = tests/test_array.py tests/test_pow2.py tests/test_primitives.py tests/test_transform.py \
+	tests/test_facts.py tests/test_nn_dot.py tests/test_optimizer.py
 
 .PHONY: demo test test-full test-newest test-lowest lint format table3 bench clean
 

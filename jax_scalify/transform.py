@@ -23,6 +23,7 @@ from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, is_nonnegative
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
 _MASK = 9_999.0
+_FUSED = ELEMENTWISE | MOVEMENT
 _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
 # follow a residual stream through all layers. The chain is cut after this many alignments, which
@@ -218,17 +219,16 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
     if uniform is not None:
         return [uniform]
     floating = [v for v in inputs if v.is_scalable]
-    meets = any(v.is_scaled or v.uniform is not None for v in floating)
+    # Integers and bools that become float (one-hots) are constants of scale 1.
     becomes_float = eqn.primitive.name == "convert_element_type" and not floating
+    becomes_float = becomes_float and dtypes.is_scalable(eqn.outvars[0].aval.dtype)
+    meets = becomes_float or any(v.is_scaled or v.uniform is not None for v in floating)
     rule = find_rule(eqn.primitive)
-    inner = bool(_sub_jaxprs(eqn.params))
-    if not (meets or (becomes_float and dtypes.is_scalable(eqn.outvars[0].aval.dtype)) or inner):
-        return _wrap(eqn, _bind_plain(eqn, [v.plain() for v in inputs]), inputs)
-    if rule is None:
-        if not any(v.is_scaled for v in floating):
-            return _wrap(eqn, _bind_plain(eqn, [v.plain() for v in inputs]), inputs)
+    if rule is None and any(v.is_scaled for v in floating):
         report_missing(eqn, inputs, config)
         return _wrap(eqn, _dequantised(eqn, inputs), inputs)
+    if rule is None or not (meets or _sub_jaxprs(eqn.params)):
+        return _wrap(eqn, _bind_plain(eqn, [v.plain() for v in inputs]), inputs)
     full = eqn.primitive.name not in ELEMENTWISE
     args = (
         inputs
@@ -404,7 +404,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
 def _fused_depth(eqn: Any, inputs: list[Value], out: Any) -> int:
     """Count the alignments that XLA may fuse into the kernels of everything that uses a value."""
     name = eqn.primitive.name
-    if name not in ELEMENTWISE | MOVEMENT or not isinstance(out, ScaledArray) or not out.shape:
+    if name not in _FUSED or not isinstance(out, ScaledArray) or not out.shape:
         return 0
     aligns = name in _ALIGNING and not out.scale.is_static
     return max(v.depth for v in inputs) + aligns
