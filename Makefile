@@ -52,7 +52,7 @@ test-full: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## every test on both v
 lint: $(VENV)/.installed  ## formatting, lint and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
