@@ -280,7 +280,7 @@ class ScaleTable:
         return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
 
     def product(self, scale: Scale) -> jax.Array:
-        """Make the array of a monomial, at most 2**127: a zero times it is zero."""
+        """Make the array of a monomial."""
         if scale.exponent == 0 and len(scale.factors) == 1 and scale.factors[0][1] == 1:
             return scale.factors[0][0].array
 
@@ -295,9 +295,7 @@ class ScaleTable:
                 step = max(-MAX_EXPONENT, min(MAX_EXPONENT, exponent))
                 out = lax.mul(out, np.array(math.ldexp(1.0, step), self.dtype))
                 exponent -= step
-            if len(above) <= 1 and scale.exponent <= 0:
-                return out
-            return lax.min(out, np.array(math.ldexp(1.0, MAX_EXPONENT + 1), self.dtype))
+            return out
 
         return self._memoised(("product", scale), make)
 

@@ -145,7 +145,10 @@ def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:
     if x.scale.is_static:
         number = x.scale.value
         return ScaledArray(x.data, number if keep_static else jnp.array(number, table.dtype))
-    return ScaledArray(x.data, jnp.asarray(x.scale.array))
+    scale = jnp.asarray(x.scale.array)
+    if x.scale.exponent > 0 or len(x.scale.factors) > 1 or x.scale.factors[0][1] > 1:
+        scale = lax.min(scale, np.array(2.0 ** (pow2.MAX_EXPONENT + 1), table.dtype))
+    return ScaledArray(x.data, scale)
 
 
 def evaluate(

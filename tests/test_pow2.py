@@ -257,7 +257,6 @@ def test_a_product_stays_in_range_whatever_its_order(order):
 def test_scales_leave_neither_end_of_the_range():
     table = ScaleTable()
     a = table.atom(jnp.float32(2.0**100))
-    assert float((a * a).array) == 2.0**127
     assert float(((a * a) ** -1).array) == 0.0  # the value underflows, as it does in float32
     large = pow2.join(table.atom(jnp.float32(2.0**126)) * Scale(1), table.atom(jnp.float32(1)))
     assert float((large**-1).array) > 0
