@@ -23,6 +23,9 @@ from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, is_nonnegative
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
 _MASK = 9_999.0
+# A constant beyond 2**64 is a mask or dodges an overflow (`hypot`): it stays in data that can hold
+# it, so that the scale of what it meets stays where it was.
+_LARGEST_CONSTANT = 64
 _FUSED = ELEMENTWISE | MOVEMENT
 _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
@@ -341,6 +344,8 @@ def _promote(value: Value, table: ScaleTable, full: bool) -> ScaledArray:
         data, scale = number, ONE
     else:
         mantissa, exponent = pow2.split_constant(number)
+        if abs(exponent) > _LARGEST_CONSTANT and jnp.finfo(value.dtype).maxexp > pow2.MAX_EXPONENT:
+            mantissa, exponent = float(number), 0
         data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
     if full and value.shape:
         data = lax.broadcast(jnp.asarray(data), value.shape)

@@ -519,6 +519,8 @@ def test_products_beyond_the_range_of_scales():
 
 def test_hypot():
     """It selects between x and x * 2**75 before it squares."""
+    out = scalify(jnp.hypot)(scaled([3.0, 0.0, 5.0]), scaled([4.0, 2.0, 12.0]))
+    np.testing.assert_allclose(value(out), [5, 2, 13], rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [2.0**20, 2.0**-30])
