@@ -23,6 +23,7 @@ from jax_scalify import _compat
 
 # XLA flushes subnormals: no computed scale leaves [2**-126, 2**126].
 MAX_EXPONENT = 126
+_MAX_FACTORS = 3
 
 
 def is_power_of_two(value: Any) -> bool:
@@ -192,6 +193,12 @@ class Scale:
         root, rest = table.root(Scale(self.exponent, broken), degree)
         return root * Scale(0, _sorted_factors(whole)), rest
 
+    def settled(self) -> Scale:
+        """Compute a monomial of many factors: each join downstream would multiply them again."""
+        if len(self.factors) <= _MAX_FACTORS:
+            return self
+        return self.factors[0][0].table.settled(self)
+
     def map(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
         """Send a scale that is not scalar through a structural function; a scalar one is kept."""
         if self.ndim == 0:
@@ -278,6 +285,16 @@ class ScaleTable:
         if len(scale.factors) == 1:
             return self.product(scale)
         return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
+
+    def settled(self, scale: Scale) -> Scale:
+        """Compute a monomial and go on with one atom, within the range of scales."""
+
+        def make() -> Scale:
+            largest = np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype)
+            array = _compat.pin(lax.min(self.product(scale), largest))
+            return self.atom(array, nonzero=scale.is_nonzero)
+
+        return self._memoised(("settled", scale), make)
 
     def product(self, scale: Scale) -> jax.Array:
         """Make the array of a monomial."""

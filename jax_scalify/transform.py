@@ -19,7 +19,7 @@ from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.registry import RuleContext, describe, find_rule, report_missing, to_plain
 from jax_scalify.rules.common import constant_scale
-from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, is_nonnegative
+from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, fold_constants, is_nonnegative
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
 _MASK = 9_999.0
@@ -279,8 +279,10 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
         return None
     symbolic = _symbolic_scale(eqn, inputs)
     if all(v.constant is not None for v in inputs):
-        with jax.ensure_compile_time_eval():
-            out = np.asarray(_bind_uniform(eqn, inputs))[()]
+        out = fold_constants(eqn, [v.constant for v in inputs])
+        if out is None:
+            with jax.ensure_compile_time_eval():
+                out = np.asarray(_bind_uniform(eqn, inputs))[()]
     else:
         out = _bind_uniform(eqn, inputs)
     nonneg = is_nonnegative(eqn, inputs)
@@ -396,6 +398,8 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             static = type(o.scale) in (float, int)
             scale = Scale.of(o.scale) if static else table.atom(align_scale(o.scale, o.ndim))
             o = ScaledArray(o.data, scale)
+        if isinstance(o, ScaledArray):
+            o = ScaledArray(o.data, o.scale.settled())
         depth = _fused_depth(eqn, inputs, o)
         if depth >= _MAX_FUSED_ALIGNMENTS:
             o, depth = ScaledArray(_compat.pin(o.data), o.scale), 0

@@ -47,6 +47,29 @@ _KEEPS_NONNEGATIVE = (
 )
 
 
+# How NumPy computes what XLA would be asked to compile for two numbers.
+_IN_NUMPY = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "abs": np.abs,
+    "max": np.maximum,
+    "min": np.minimum,
+    "square": np.square,
+    "sqrt": np.sqrt,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "select_n": lambda which, *cases: cases[int(which)],
+}
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Value:
     """A variable's value and the facts about it.
@@ -157,3 +180,17 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
     if name in _KEEPS_NONNEGATIVE or name == "integer_pow":
         return bool(numbers) and all(v.nonneg for v in numbers)
     return False
+
+
+def fold_constants(eqn: Any, constants: list[Any]) -> Any:
+    """Evaluate an equation of NumPy scalars in NumPy; None if only XLA can."""
+    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    kinds = {np.dtype(c.dtype).kind for c in constants}
+    with np.errstate(all="ignore"):
+        if name == "convert_element_type":
+            exact = kinds <= set("biuf") and np.dtype(dtype).kind == "f"
+            return constants[0].astype(dtype) if exact else None
+        if name not in _IN_NUMPY or (name == "div" and kinds != {"f"}):
+            return None
+        out = _IN_NUMPY[name](*constants)
+    return out if out.dtype == dtype else None

@@ -260,3 +260,16 @@ def test_scales_leave_neither_end_of_the_range():
     assert float(((a * a) ** -1).array) == 0.0  # the value underflows, as it does in float32
     large = pow2.join(table.atom(jnp.float32(2.0**126)) * Scale(1), table.atom(jnp.float32(1)))
     assert float((large**-1).array) > 0
+
+
+def test_a_monomial_of_many_factors_becomes_one_atom():
+    table = ScaleTable()
+    atoms = [table.atom(jnp.float32(2.0**e)) for e in (3, -5, 2, 9)]
+    few, many = atoms[0] * atoms[1] * atoms[2], atoms[0] / atoms[1] * atoms[2] * atoms[3]
+    assert few.settled() == few
+    settled = many.settled()
+    assert len(settled.factors) == 1 and float(settled.array) == 2.0**19
+    assert many.settled() == settled
+    large = [table.atom(jnp.float32(2.0**60)) for _ in range(4)]
+    product = large[0] * large[1] * large[2] * large[3]
+    assert float(product.settled().array) == 2.0**126

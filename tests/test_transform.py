@@ -592,3 +592,20 @@ def test_composites_against_float64(dtype):
     tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}[dtype]
     for got, want in zip(out, expected, strict=True):
         np.testing.assert_allclose(value(got), want, atol=tolerance * np.abs(want).max())
+
+
+CONSTANTS = [
+    lambda x: x * (jnp.asarray(0.3, x.dtype) + 2 - 7),
+    lambda x: x * jnp.sqrt(jnp.square(jnp.asarray(1.7, x.dtype)) / 3),
+    lambda x: x * jnp.where(jnp.asarray(2.0, x.dtype) > 1, jnp.asarray(0.1, x.dtype), 3),
+    lambda x: x * abs(-jnp.minimum(jnp.asarray(0.7, x.dtype), jnp.asarray(3, jnp.int32))),
+    lambda x: x * (jnp.asarray(7, jnp.int32) // jnp.asarray(-2, jnp.int32)).astype(x.dtype),
+]
+
+
+@pytest.mark.parametrize("index", range(len(CONSTANTS)))
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_constants_are_folded_as_the_compiler_would(index, dtype):
+    fun = CONSTANTS[index]
+    x = jnp.asarray([1.0, -3.0], dtype)
+    np.testing.assert_array_equal(jsa.asarray(jsa.scalify(fun)(jsa.as_scaled_array(x))), fun(x))
