@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -55,12 +56,17 @@ def source_line(eqn: jex_core.JaxprEqn) -> str:
     """Return `file:line (function)` of the user's code that an equation comes from.
 
     An equation of a library function that JAX had traced before names no line of the user's; the
-    call of that function does.
+    call of that function does, or, of a library function that was itself scalified, this call.
     """
     for candidate in (eqn, *reversed(_enclosing())):
         line = source_info_util.summarize(candidate.source_info)
         if line:
             return line
+    frame = sys._getframe()
+    while frame is not None:
+        if source_info_util.is_user_filename(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
     return "an unknown line"
 
 

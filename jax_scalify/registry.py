@@ -28,10 +28,30 @@ class DequantisedWarning(UserWarning):
     """A primitive was evaluated on dequantised values, so its result has scale 1."""
 
 
+@dataclasses.dataclass(frozen=True, order=True)
+class RuleInfo:
+    """What the coverage page says of a registered primitive.
+
+    Attributes:
+        family: the row of the table of laws; "custom" for rules from outside this package.
+        name: of the primitive.
+        law: the first line of the rule's docstring.
+        dequantises: why the rule gives up its operands' scales, or None if it keeps them.
+    """
+
+    family: str
+    name: str
+    law: str
+    dequantises: str | None = None
+
+
 _rules: dict[Primitive | str, Rule] = {}
+_infos: dict[str, RuleInfo] = {}
 
 
-def register_scale_rule(*primitives: Primitive | str) -> Callable[[Rule], Rule]:
+def register_scale_rule(
+    *primitives: Primitive | str, family: str | None = None, dequantises: str | None = None
+) -> Callable[[Rule], Rule]:
     """Register a scale rule for primitives, given as objects or, where JAX exports none, by name.
 
     A rule is called as `rule(ctx, *args, **params)` when an operand of the equation is scaled.
@@ -40,6 +60,13 @@ def register_scale_rule(*primitives: Primitive | str) -> Callable[[Rule], Rule]:
     equation's. It returns a `ScaledArray`, or a plain array for outputs without a scale, or a
     sequence of them if the primitive has several results. An output's data must have the shape and
     dtype of the equation's output (`ctx.out_avals`), and its scale must be a power of two.
+    `jsa.testing.check_scale_rule` tests a rule. Registering a primitive again replaces its rule.
+
+    Args:
+        primitives: `jax.extend.core.Primitive` objects or their names.
+        family: of the rule, for the coverage page; by default the module that it is written in.
+        dequantises: for a rule that computes with plain values, the reason: the primitive is
+            reported, once, as one that loses its scales.
 
     Raises:
         TypeError: if `primitives` is empty or holds anything but primitives and names.
@@ -56,16 +83,34 @@ def register_scale_rule(*primitives: Primitive | str) -> Callable[[Rule], Rule]:
         )
 
     def register(rule: Rule) -> Rule:
+        module = rule.__module__ or ""
+        own = module.rpartition(".")[2] if module.startswith("jax_scalify.") else "custom"
+        law = (rule.__doc__ or "").strip().partition("\n")[0]
         for primitive in primitives:
+            name = primitive if isinstance(primitive, str) else primitive.name
+            _rules.pop(name, None)  # an object would hide behind an older rule of its name
             _rules[primitive] = rule
+            where = family or own.replace("_", " ")
+            _infos[name] = RuleInfo(where, name, law, dequantises)
         return rule
 
     return register
 
 
+def registered_rules() -> list[RuleInfo]:
+    """Return what is registered, sorted by family and name."""
+    return sorted(_infos.values())
+
+
 def find_rule(primitive: Primitive) -> Rule | None:
     """Return the rule of a primitive, or None."""
     return _rules.get(primitive) or _rules.get(primitive.name)
+
+
+def reason_to_dequantise(primitive: Primitive) -> str | None:
+    """Return why the rule of a primitive gives up scales, or None if it does not."""
+    info = _infos.get(primitive.name)
+    return info.dequantises if info else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,7 +141,7 @@ class RuleContext:
 
     def bind(self, *args: Any, **params: Any) -> Any:
         """Apply the primitive itself."""
-        return self.primitive.bind(*args, **params)
+        return self.primitive.bind(*args, **self.primitive.get_bind_params(params))
 
     def dequantise(self, x: Any, dtype: Any = None) -> Any:
         """Return the plain values `data * scale`, in at least float32 unless told otherwise."""
@@ -107,6 +152,17 @@ class RuleContext:
     def scale_jaxpr(self, closed_jaxpr: Any, inputs: list[Value]) -> list[Value]:
         """Interpret a sub-jaxpr of the equation with the same scales and configuration."""
         return self.evaluate(closed_jaxpr, inputs, self)
+
+
+def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Return the jaxprs among the parameters of an equation."""
+    values = [
+        item
+        for value in params.values()
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
+    jaxprs = [getattr(v, "jaxpr", v) for v in values]
+    return [j for j in jaxprs if hasattr(j, "eqns")]
 
 
 def to_plain(x: ScaledArray, dtype: Any) -> Any:
@@ -139,10 +195,20 @@ def report_missing(eqn: JaxprEqn, inputs: list[Value], config: ScalifyConfig) ->
             f"There is no scale rule for {describe(eqn, inputs)}. Register one with "
             '`jsa.register_scale_rule`, or allow dequantising with missing_rule="warn".'
         )
-    if config.missing_rule == "warn" and eqn.primitive.name not in _warned:
-        _warned.add(eqn.primitive.name)
-        warnings.warn(
-            f"No scale rule for {describe(eqn, inputs)}: it is evaluated on dequantised values.",
-            DequantisedWarning,
-            stacklevel=2,
-        )
+    _warn_once(eqn, config, f"No scale rule for {describe(eqn, inputs)}")
+
+
+def report_dequantised(
+    eqn: JaxprEqn, inputs: list[Value], reason: str, config: ScalifyConfig
+) -> None:
+    """Warn (once a primitive) that a rule gives up the scales of its operands."""
+    _warn_once(eqn, config, f"{reason} ({describe(eqn, inputs)})")
+
+
+def _warn_once(eqn: JaxprEqn, config: ScalifyConfig, message: str) -> None:
+    if config.missing_rule == "silent" or eqn.primitive.name in _warned:
+        return
+    _warned.add(eqn.primitive.name)
+    warnings.warn(
+        f"{message}: it is evaluated on dequantised values.", DequantisedWarning, stacklevel=2
+    )

@@ -17,8 +17,17 @@ from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
-from jax_scalify.registry import RuleContext, describe, find_rule, report_missing, to_plain
+from jax_scalify.registry import (
+    RuleContext,
+    describe,
+    find_rule,
+    reason_to_dequantise,
+    report_dequantised,
+    report_missing,
+    sub_jaxprs,
+)
 from jax_scalify.rules.common import constant_scale
+from jax_scalify.rules.mixed import dequantising_rule
 from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, fold_constants, is_nonnegative
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
@@ -104,20 +113,9 @@ def _is_dynamic(leaf: Any) -> bool:
     return is_scaled(leaf) or (not isinstance(leaf, bool) and dtypes.leaf_dtype(leaf) is not None)
 
 
-def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
-    values = [
-        item
-        for value in params.values()
-        for item in (value if isinstance(value, (tuple, list)) else (value,))
-    ]
-    jaxprs = [getattr(v, "jaxpr", v) for v in values]
-    return [j for j in jaxprs if hasattr(j, "eqns")]
-
-
 def _sets_scaling(jaxpr: Any) -> bool:
     return any(
-        eqn.primitive is primitives.set_scaling_p
-        or any(map(_sets_scaling, _sub_jaxprs(eqn.params)))
+        eqn.primitive is primitives.set_scaling_p or any(map(_sets_scaling, sub_jaxprs(eqn.params)))
         for eqn in jaxpr.eqns
     )
 
@@ -230,11 +228,14 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
     becomes_float = becomes_float and dtypes.is_scalable(eqn.outvars[0].aval.dtype)
     meets = becomes_float or any(v.is_scaled or v.uniform is not None for v in floating)
     rule = find_rule(eqn.primitive)
-    if rule is None and any(v.is_scaled for v in floating):
+    if not any(v.is_scaled for v in floating):
+        if rule is None or not (meets or sub_jaxprs(eqn.params)):
+            return _wrap(eqn, _bind_plain(eqn, [v.plain() for v in inputs]), inputs)
+    elif rule is None:
         report_missing(eqn, inputs, config)
-        return _wrap(eqn, _dequantised(eqn, inputs), inputs)
-    if rule is None or not (meets or _sub_jaxprs(eqn.params)):
-        return _wrap(eqn, _bind_plain(eqn, [v.plain() for v in inputs]), inputs)
+        rule = dequantising_rule
+    elif (reason := reason_to_dequantise(eqn.primitive)) is not None:
+        report_dequantised(eqn, inputs, reason, config)
     full = eqn.primitive.name not in ELEMENTWISE
     args = (
         inputs
@@ -356,26 +357,6 @@ def _promote(value: Value, table: ScaleTable, full: bool) -> ScaledArray:
 
 def _bind_plain(eqn: Any, args: list[Any]) -> Any:
     return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
-
-
-def _dequantised(eqn: Any, inputs: list[Value]) -> list[Any]:
-    """Evaluate an equation on plain values, in at least float32 where its jaxprs allow it."""
-    carries_jaxpr = bool(_sub_jaxprs(eqn.params))
-    args = []
-    for value, var in zip(inputs, eqn.invars, strict=True):
-        dtype = var.aval.dtype
-        if value.is_scalable and not carries_jaxpr:
-            dtype = dtypes.compute_dtype(dtype)
-        if value.is_scaled:
-            args.append(to_plain(value.array, dtype))
-        else:
-            args.append(dtypes.cast(value.plain(), dtype) if value.is_scalable else value.plain())
-    out = _bind_plain(eqn, args)
-    out = out if eqn.primitive.multiple_results else [out]
-    return [
-        ScaledArray(dtypes.cast(o, var.aval.dtype), ONE) if dtypes.is_scalable(o.dtype) else o
-        for o, var in zip(out, eqn.outvars, strict=True)
-    ]
 
 
 def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = None) -> list[Value]:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
@@ -325,34 +327,54 @@ def test_masked_softmax(dtype, mask, how):
 # Missing rules.
 
 
-def missing(x):
-    return jnp.cumprod(x)
+def _primitive(name, fun):
+    """A primitive of the user's own: `fun`, opaque to JAX."""
+    primitive = Primitive(name)
+    primitive.def_impl(jax.jit(fun))
+    primitive.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    return primitive
+
+
+mystery_p = _primitive("mystery", lambda x: jnp.cos(x) * x)
+
+
+def mystery(x):
+    return mystery_p.bind(x)
 
 
 def test_missing_rule_error_names_primitive_operands_and_line():
     with pytest.raises(jsa.MissingRuleError) as error:
-        jsa.scalify(missing, config=jsa.ScalifyConfig(missing_rule="error"))(scaled(X))
+        jsa.scalify(mystery, config=jsa.ScalifyConfig(missing_rule="error"))(scaled(X))
     text = str(error.value)
-    assert "`cumprod`" in text and "scaled float32[3]" in text and "test_transform.py" in text
+    assert "`mystery`" in text and "scaled float32[3]" in text and "test_transform.py" in text
 
 
 def test_missing_rule_warns_once_and_is_evaluated_on_values(monkeypatch):
     monkeypatch.setattr(registry_lib, "_warned", set())
     x = scaled(X, 8.0, jnp.float16)
-    with pytest.warns(jsa.DequantisedWarning, match="No scale rule for primitive `cumprod`"):
-        out = jsa.scalify(missing)(x)
-    np.testing.assert_array_equal(np.asarray(out), np.cumprod(8 * X))
+    with pytest.warns(jsa.DequantisedWarning, match="No scale rule for primitive `mystery`"):
+        out = jsa.scalify(mystery)(x)
+    expected = (8 * X * np.cos(8 * X)).astype(np.float16)
+    np.testing.assert_array_equal(np.asarray(out), expected)
     assert out.dtype == jnp.float16
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jsa.scalify(missing)(x)
+        jsa.scalify(mystery)(x)
 
 
 def test_missing_rule_silent():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        out = jsa.scalify(missing, config=jsa.ScalifyConfig(missing_rule="silent"))(scaled(X))
-    np.testing.assert_array_equal(np.asarray(out), np.cumprod(X))
+        out = jsa.scalify(mystery, config=jsa.ScalifyConfig(missing_rule="silent"))(scaled(X))
+    np.testing.assert_allclose(np.asarray(out), X * np.cos(X), rtol=1e-6)
+
+
+def test_a_rule_that_dequantises_is_reported_with_its_reason(monkeypatch):
+    monkeypatch.setattr(registry_lib, "_warned", set())
+    with pytest.warns(jsa.DequantisedWarning, match="power of k .*`cumprod`.*test_transform.py"):
+        out = jsa.scalify(jnp.cumprod)(scaled(X, 8.0))
+    np.testing.assert_array_equal(np.asarray(out), np.cumprod(8 * X))
 
 
 def _while(x):

@@ -3,19 +3,29 @@
 from jax_scalify.rules import (
     aligning,
     calls,
+    linear_algebra,
+    mixed,
     multiplicative,
     nonlinear,
+    plain,
+    scale_free,
     scaling,
     structural,
     summing,
+    through_zero,
 )
 
 __all__ = [
     "aligning",
     "calls",
+    "linear_algebra",
+    "mixed",
     "multiplicative",
     "nonlinear",
+    "plain",
+    "scale_free",
     "scaling",
     "structural",
     "summing",
+    "through_zero",
 ]

@@ -18,17 +18,10 @@ from jax_scalify.rules.common import (
     constant_floor,
     filled,
     multiply,
+    same_dtype,
     shared_scale,
     uniform_over,
 )
-
-
-def _same_dtype(*arrays: Any) -> list[Any]:
-    """Bring aligned operands to one dtype: some were widened to float32, some were not."""
-    if len({jnp.dtype(a.dtype) for a in arrays}) == 1:
-        return list(arrays)
-    wide = dtypes.compute_dtype(arrays[0].dtype)
-    return [lax.convert_element_type(a, wide) for a in arrays]
 
 
 def _sum_rule(negate_rhs: bool) -> Rule:
@@ -40,7 +33,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             data = lax.neg(rhs.data) if negate_rhs else rhs.data
             return ScaledArray(filled(data, shape), rhs.scale)
         scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True)
-        lhs_data, rhs_data = _same_dtype(align(ctx, 0, lhs, scale), align(ctx, 1, rhs, scale))
+        lhs_data, rhs_data = same_dtype(align(ctx, 0, lhs, scale), align(ctx, 1, rhs, scale))
         operation = lax.sub if negate_rhs else lax.add
         return ScaledArray(dtypes.cast(operation(lhs_data, rhs_data), ctx.out_dtype), scale)
 
@@ -61,7 +54,7 @@ def _extremum_rule(sign: int) -> Rule:
             scale = args[harmless.index(True) ^ 1].scale
         else:
             scale = shared_scale(ctx, {0: lhs, 1: rhs})
-        data = _same_dtype(*(align(ctx, i, x, scale) for i, x in enumerate(args)))
+        data = same_dtype(*(align(ctx, i, x, scale) for i, x in enumerate(args)))
         return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), scale)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant on the far side of 0: no vote."
@@ -83,7 +76,7 @@ def clamp_rule(
     )
     scale = x.scale if around_zero else shared_scale(ctx, {0: low, 1: x, 2: high})
     args = [align(ctx, i, a, scale) for i, a in enumerate((low, x, high))]
-    low_data, x_data, high_data = _same_dtype(*args)
+    low_data, x_data, high_data = same_dtype(*args)
     x_data = filled(x_data, ctx.out_avals[0].shape)
     out = ctx.bind(low_data, x_data, high_data, **params)
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
@@ -172,15 +165,3 @@ def scatter_rule(
         mode=params["mode"],
     )
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
-
-
-@register_scale_rule(lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p)
-def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> Any:
-    """Align, then compare in at least float32: a plain output."""
-    numbers = [v.constant for v in ctx.inputs]
-    if not any(n is not None and (n == 0 or not np.isfinite(np.complex128(n))) for n in numbers):
-        scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True)
-        data = _same_dtype(*(align(ctx, i, x, scale) for i, x in enumerate((lhs, rhs))))
-    else:
-        data = [lhs.data, rhs.data]
-    return ctx.bind(*data, **params)

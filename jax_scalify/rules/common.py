@@ -147,3 +147,11 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
     value = lax.clamp(np.asarray(smallest, compute), value, np.asarray(largest, compute))
     value = lax.neg(value) if sign < 0 else value
     return lax.convert_element_type(value, dtype)
+
+
+def same_dtype(*arrays: Any) -> list[Any]:
+    """Bring aligned operands to one dtype: some were widened to float32, some were not."""
+    if len({jnp.dtype(a.dtype) for a in arrays}) == 1:
+        return list(arrays)
+    wide = dtypes.compute_dtype(arrays[0].dtype)
+    return [lax.convert_element_type(a, wide) for a in arrays]

@@ -98,24 +98,6 @@ register_scale_rule(lax.reduce_max_p, lax.reduce_min_p)(
 register_scale_rule(lax.cummax_p, lax.cummin_p)(structural_rule(lambda ctx, *, axis, **_: (axis,)))
 
 
-@register_scale_rule(lax.argmax_p, lax.argmin_p)
-def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
-    """`out = argmax(data)`, a plain output."""
-    return ctx.bind(uniform_over(x, params["axes"]).data, **params)
-
-
-@register_scale_rule(lax.is_finite_p)
-def is_finite_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
-    """`out = is_finite(data)`, a plain output."""
-    return ctx.bind(x.data, **params)
-
-
-@register_scale_rule(lax.sign_p)
-def sign_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
-    """`out = sign(data)`, scale 1."""
-    return ScaledArray(ctx.bind(x.data, **params), ONE)
-
-
 @register_scale_rule("optimization_barrier", "sharding_constraint", lax.sort_p)
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""

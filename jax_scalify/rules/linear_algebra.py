@@ -1,0 +1,93 @@
+"""Linear algebra: each result is homogeneous in the matrix, of a degree of its own.
+
+The two axes of a matrix have one scale; those of a batch keep theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+
+from jax_scalify import dtypes, pow2
+from jax_scalify.array import ScaledArray
+from jax_scalify.pow2 import ONE
+from jax_scalify.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.rules.common import filled, multiply, uniform_over
+
+
+def _matrix(ctx: RuleContext, index: int, x: ScaledArray) -> ScaledArray:
+    x = uniform_over(x, (x.ndim - 2, x.ndim - 1)) if x.scale.ndim else x
+    return ScaledArray(filled(x.data, ctx.in_avals[index].shape), x.scale)
+
+
+def _factor_rule(*degrees: int) -> Rule:
+    """Make the rule of a factorisation, given the degree (0 or 1) of each of its results."""
+
+    def rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> list[Any]:
+        x = _matrix(ctx, 0, x)
+        results = []
+        for out, degree in zip(ctx.bind(x.data, **params), degrees, strict=False):
+            if not dtypes.is_scalable(out.dtype):
+                results.append(out)
+                continue
+            drop = tuple(range(out.ndim, x.ndim))  # eigenvalues: one axis less
+            scale = x.scale.map(lambda s, drop=drop: lax.squeeze(s, drop)) if drop else x.scale
+            results.append(ScaledArray(out, scale if degree else ONE))
+        return results
+
+    names = ", ".join("scale" if degree else "1" for degree in degrees)
+    rule.__doc__ = f"The scales of the results are ({names})."
+    return rule
+
+
+register_scale_rule(lax.linalg.eigh_p)(_factor_rule(0, 1))
+register_scale_rule(lax.linalg.eig_p, lax.linalg.svd_p)(_factor_rule(1, 0, 0))
+register_scale_rule(lax.linalg.qr_p)(_factor_rule(0, 1, 0))
+register_scale_rule(lax.linalg.schur_p)(_factor_rule(1, 0))
+
+
+@register_scale_rule(lax.linalg.cholesky_p)
+def cholesky_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
+    x = _matrix(ctx, 0, x)
+    root, rest = x.scale.root(2)
+    return ScaledArray(ctx.bind(multiply(x.data, rest, x.dtype), **params), root)
+
+
+@register_scale_rule("cholesky_update")
+def cholesky_update_rule(
+    ctx: RuleContext, r: ScaledArray, w: ScaledArray, **params: Any
+) -> ScaledArray:
+    """`scale = max(r.scale, w.scale)`: the result is of degree 1 in both together."""
+    r, w = uniform_over(r), uniform_over(w)
+    scale = pow2.join(r.scale, w.scale)
+    data = [
+        filled(multiply(x.data, pow2.alignment(x.scale, scale), x.dtype), aval.shape)
+        for x, aval in zip((r, w), ctx.in_avals, strict=True)
+    ]
+    return ScaledArray(ctx.bind(*data, **params), scale)
+
+
+@register_scale_rule(lax.linalg.triangular_solve_p)
+def triangular_solve_rule(
+    ctx: RuleContext, a: ScaledArray, b: ScaledArray, *, unit_diagonal: bool, **params: Any
+) -> ScaledArray:
+    """`scale = b.scale / a.scale`; with a unit diagonal `b.scale`, and `a` is dequantised."""
+    a, b = _matrix(ctx, 0, a), _matrix(ctx, 1, b)
+    if unit_diagonal:
+        a = ScaledArray(ctx.dequantise(a, a.dtype), ONE)
+    data = ctx.bind(a.data, b.data, unit_diagonal=unit_diagonal, **params)
+    return ScaledArray(data, b.scale / a.scale)
+
+
+@register_scale_rule(lax.linalg.tridiagonal_solve_p)
+def tridiagonal_solve_rule(
+    ctx: RuleContext, *diagonals_and_b: ScaledArray, **params: Any
+) -> ScaledArray:
+    """`scale = b.scale / max(scales of the diagonals)`."""
+    *diagonals, b = (uniform_over(x) for x in diagonals_and_b)
+    joined = pow2.join(*(x.scale for x in diagonals))
+    data = [multiply(x.data, pow2.alignment(x.scale, joined), x.dtype) for x in diagonals]
+    arrays = [filled(d, v.shape) for d, v in zip((*data, b.data), ctx.in_avals, strict=True)]
+    return ScaledArray(ctx.bind(*arrays, **params), b.scale / joined)

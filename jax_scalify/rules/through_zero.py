@@ -1,0 +1,25 @@
+"""Non-linear primitives that pass through zero: f(0) = 0 and f(x) is near x for small x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+
+from jax_scalify import pow2
+from jax_scalify.array import ScaledArray
+from jax_scalify.pow2 import ONE
+from jax_scalify.registry import RuleContext, register_scale_rule
+from jax_scalify.rules.common import multiply
+from jax_scalify.rules.nonlinear import evaluate_wide
+
+
+@register_scale_rule(
+    lax.tanh_p, lax.sin_p, lax.erf_p, lax.atan_p, lax.asinh_p, lax.expm1_p, lax.log1p_p,
+    lax.asin_p, lax.atanh_p, lax.tan_p, lax.sinh_p, lax.erf_inv_p,
+)  # fmt: skip
+def through_zero_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`scale = min(1, scale)`: f(x) is near x for small x, which stays representable."""
+    scale = pow2.meet(ONE, x.scale)
+    out = evaluate_wide(ctx, (x,), params)
+    return ScaledArray(multiply(out, scale**-1, ctx.out_dtype), scale)
