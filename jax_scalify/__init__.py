@@ -2,7 +2,7 @@
 
 from importlib import metadata as _metadata
 
-from jax_scalify import lax, nn, ops, tree
+from jax_scalify import lax, nn, ops, testing, tree
 from jax_scalify.array import (
     ScaledArray,
     as_scaled_array,
@@ -49,6 +49,7 @@ __all__ = [
     "scalify",
     "set_scaling",
     "stop_scaling",
+    "testing",
     "thaw_scales",
     "tree",
 ]

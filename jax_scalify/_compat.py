@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,3 +85,8 @@ def pin(scale: jax.Array) -> jax.Array:
         return lax.optimization_barrier(scale)
     is_number = lax.eq(scale, scale)
     return lax.div(scale, lax.select(is_number, jnp.ones_like(scale), jnp.full_like(scale, 2)))
+
+
+def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Give a jaxpr its constants; `ClosedJaxpr` is an alias of `Jaxpr` since JAX 0.12."""
+    return jex_core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]

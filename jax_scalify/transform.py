@@ -16,6 +16,7 @@ from jax_scalify import _compat, dtypes, pow2, primitives
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
+from jax_scalify.derivatives import with_user_derivatives
 from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.registry import (
     RuleContext,
@@ -103,7 +104,8 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
         if not any(is_scaled(x) for x in operands) and not _sets_scaling(closed.jaxpr):
             out = jex_core.jaxpr_as_fun(closed)(*operands)
         else:
-            out = _scale_call(closed, operands, active)
+            call = functools.partial(_scale_call, config=active)
+            out = with_user_derivatives(call, closed, operands)
         return jax.tree.unflatten(out_tree, out)
 
     return scalified

@@ -29,7 +29,10 @@ MOVEMENT = frozenset(
     reduce_and cummax cummin expand_dims""".split()
 )
 
-_NONNEGATIVE = frozenset("square exp exp2 abs logistic sqrt rsqrt erfc cosh".split())
+_NONNEGATIVE = frozenset(
+    """square exp exp2 abs logistic sqrt rsqrt erfc cosh acos acosh igamma igammac bessel_i0e
+    regularized_incomplete_beta random_gamma""".split()
+)
 _KEEPS_NONNEGATIVE = (
     ELEMENTWISE
     & frozenset(
@@ -42,7 +45,9 @@ _KEEPS_NONNEGATIVE = (
         """reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated reduce_prod cumprod
         dynamic_slice gather concatenate pad dynamic_update_slice scatter scatter-add scatter_add
         sort split stack unstack tile ragged_dot_general select_and_scatter_add
-        set_scaling rebalance_scale dynamic_rescale on_backward saturating_cast top_k""".split()
+        set_scaling rebalance_scale dynamic_rescale on_backward saturating_cast top_k
+        reduce_window_max reduce_window_min select_and_gather_add approx_top_k device_put psum
+        psum_invariant all_gather all_to_all ppermute reduce_scatter pmax pmin pvary""".split()
     )
 )
 

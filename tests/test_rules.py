@@ -1,6 +1,5 @@
 """Every rule against the plain function in float64, and the invariants of scales."""
 
-import functools
 import zlib
 
 import jax
@@ -10,10 +9,8 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from jax_scalify.testing import WAYS, check_scale_rule
 from tests.cases import CASES
-
-MODES = ("jit", "grad", "eager", "vmap")
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -35,45 +32,6 @@ def _leaves(tree):
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaledArray))
 
 
-def _loss(fun):
-    """A weighted sum of all results, so that no cotangent is like another."""
-
-    def loss(*args):
-        total = 0.0
-        for out in jax.tree.leaves(fun(*args)):
-            weights = np.cos(np.arange(out.size)).reshape(out.shape) + 1.5
-            total += jnp.sum(out.astype(jnp.promote_types(out.dtype, jnp.float32)) * weights)
-        return total
-
-    return loss
-
-
-def _with_mode(fun, mode, count):
-    return jax.grad(_loss(fun), tuple(range(count))) if mode == "grad" else fun
-
-
-@functools.cache
-def _reference_of(index, mode):
-    case = CASES[index]
-    fun = _with_mode(case.reference or case.fun, mode, len(case.shapes))
-    fun = jax.vmap(fun) if mode == "vmap" else fun
-
-    def reference(*values):
-        with jax.enable_x64(True):
-            out = jitted(*(jnp.asarray(v, jnp.float64) for v in values))
-            return [np.asarray(o) for o in jax.tree.leaves(out)]
-
-    jitted = jax.jit(fun)
-    return reference
-
-
-def _scaled_of(case, mode):
-    fun = jsa.scalify(_with_mode(case.fun, mode, len(case.shapes)))
-    if mode == "vmap":
-        return jax.jit(jax.vmap(fun))
-    return fun if mode == "eager" else jax.jit(fun)
-
-
 def check_scale(x):
     """A scale is a power of two, or 0 with data that is 0 (or nan), and of one dtype."""
     scale = np.asarray(x.scale)
@@ -85,84 +43,42 @@ def check_scale(x):
     assert np.all((any_scale == 0) | np.isnan(any_scale))
 
 
-def check(outputs, expected, avals, tolerance):
-    outputs = _leaves(outputs)
-    assert len(outputs) == len(expected) == len(avals)
-    for out, want, aval in zip(outputs, expected, avals, strict=True):
-        assert (out.shape, out.dtype) == (aval.shape, aval.dtype)
-        if not jnp.issubdtype(out.dtype, jnp.floating):
-            assert not isinstance(out, ScaledArray)
-            np.testing.assert_array_equal(np.asarray(out), want)
-            continue
-        got = wide(out)
-        if isinstance(out, ScaledArray):
-            check_scale(out)
-        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
-        finite = np.isfinite(want)
-        largest = np.max(np.abs(want[finite]), initial=0.0)
-        error = np.max(np.abs(got[finite] - want[finite]), initial=0.0)
-        assert error <= tolerance * largest, (got, want)
-
-
-def _tolerance(case, dtype, mode):
-    if case.tolerance is not None:
-        return case.tolerance
-    return case.ulps * float(jnp.finfo(dtype).eps) * (4 if mode == "grad" else 1)
-
-
-def _scales(case, mode):
-    """Scales of the operands: all equal, opposed, and the first operand zero."""
-    count = len(case.shapes)
-    rows = [[2.0**e] * count for e in case.exponents()]
-    if count > 1 and not case.bounded:
-        rows.append([2.0 ** (-8 * (-1) ** i) for i in range(count)])
-    if case.zero:
-        rows.append([0.0] + [1.0] * (count - 1))
-    return rows
-
-
 def _parameters():
     for index, case in enumerate(CASES):
         for dtype in case.dtypes:
-            for mode in MODES:
-                if mode == "grad" and not case.grad:
+            for way in WAYS:
+                if way.startswith("grad") and not case.grad:
                     continue
-                only = case.dtypes[0] if len(case.dtypes) == 1 else DTYPES[index % 3]
+                only = case.dtypes[index % len(case.dtypes)]
                 sampled = dtype == only and (
-                    mode == "jit" or zlib.crc32(f"{case.name}{mode}".encode()) % 3 == 0
+                    way == "jit" or zlib.crc32(f"{case.name}{way}".encode()) % 5 == 0
                 )
                 marks = () if sampled else pytest.mark.full
-                name = f"{case.name}-{dtype}-{mode}"
-                yield pytest.param(index, dtype, mode, id=name, marks=marks)
+                yield pytest.param(case, dtype, way, id=f"{case.name}-{dtype}-{way}", marks=marks)
 
 
-@pytest.mark.parametrize(("index", "dtype", "mode"), list(_parameters()))
-def test_values(index, dtype, mode):
-    case = CASES[index]
-    fun = _scaled_of(case, mode)
-    reference = _reference_of(index, mode)
-    data = case.operands(dtype)
-    plain = _with_mode(case.fun, mode, len(data))
-    avals = None
-    for scales in _scales(case, mode):
-        arrays = [d if s else np.zeros_like(d) for d, s in zip(data, scales, strict=True)]
-        factors = [np.float32(s) for s in scales]
-        if mode == "vmap":
-            arrays = [np.stack([a, a[::-1]]) for a in arrays]
-            factors = [np.array([s, s / 2], np.float32) for s in factors]
-        args = [ScaledArray(jnp.asarray(a), jnp.asarray(s)) for a, s in zip(arrays, factors)]
-        if avals is None:
-            whole = jax.vmap(plain) if mode == "vmap" else plain
-            avals = jax.tree.leaves(jax.eval_shape(whole, *(a.data for a in args)))
-        check(fun(*args), reference(*map(wide, args)), avals, _tolerance(case, dtype, mode))
+@pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
+@pytest.mark.parametrize(("case", "dtype", "way"), list(_parameters()))
+def test_values(case, dtype, way):
+    ulps = case.ulps * float(jnp.finfo(dtype).eps) * (4 if way.startswith("grad") else 1)
+    check_scale_rule(
+        case.fun,
+        *case.operands(dtype),
+        ways=(way,),
+        scales=case.scales(),
+        static_scale=8.0 if max(case.scales()) > 1 else 0.125,
+        reference=case.reference,
+        tolerance=case.tolerance or ulps,
+    )
 
 
-@pytest.mark.parametrize("case", [c for i, c in enumerate(CASES)], ids=[c.name for c in CASES])
+@pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "float16"])
 def test_static_scales_give_static_scales(case, dtype):
     if dtype not in case.dtypes:
         pytest.skip("not a dtype of this row")
-    exponent = -3 if case.bounded else 3
+    exponent = 3 if max(case.scales()) > 1 else -3
     args = [ScaledArray(jnp.asarray(d), 2.0**exponent) for d in case.operands(dtype)]
     dynamic = [ScaledArray(a.data, jnp.float32(a.scale)) for a in args]
     static_out = jax.eval_shape(jsa.scalify(case.fun), *args)

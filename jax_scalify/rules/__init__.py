@@ -3,6 +3,8 @@
 from jax_scalify.rules import (
     aligning,
     calls,
+    collective,
+    control_flow,
     linear_algebra,
     mixed,
     multiplicative,
@@ -18,6 +20,8 @@ from jax_scalify.rules import (
 __all__ = [
     "aligning",
     "calls",
+    "collective",
+    "control_flow",
     "linear_algebra",
     "mixed",
     "multiplicative",

@@ -21,6 +21,7 @@ from jax_scalify.rules.common import (
     same_dtype,
     shared_scale,
     uniform_over,
+    windowed_axes,
 )
 
 
@@ -51,7 +52,10 @@ def _extremum_rule(sign: int) -> Rule:
         numbers = [ctx.inputs[i].constant for i in (0, 1)]
         harmless = [n is not None and sign * n <= 0 for n in numbers]
         if any(harmless):  # max(x, c <= 0): the constant saturates, right for every finite x
-            scale = args[harmless.index(True) ^ 1].scale
+            which = harmless.index(True)
+            scale = args[which ^ 1].scale
+            if sign < 0 and ctx.inputs[which ^ 1].nonneg:  # 0 <= min(x, c) <= c
+                scale = pow2.meet(scale, _bound(numbers[which], args[which]))
         else:
             scale = shared_scale(ctx, {0: lhs, 1: rhs})
         data = same_dtype(*(align(ctx, i, x, scale) for i, x in enumerate(args)))
@@ -65,20 +69,27 @@ register_scale_rule(lax.max_p)(_extremum_rule(+1))
 register_scale_rule(lax.min_p)(_extremum_rule(-1))
 
 
+def _bound(number: Any, x: ScaledArray) -> Scale:
+    """The scale of a constant bound; an infinite one is no bound."""
+    return x.scale if np.isfinite(np.float64(number)) else Scale(pow2.MAX_EXPONENT)
+
+
 @register_scale_rule(lax.clamp_p)
 def clamp_rule(
     ctx: RuleContext, low: ScaledArray, x: ScaledArray, high: ScaledArray, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the votes; bounds around 0 have none."""
-    low_number, high_number = ctx.inputs[0].constant, ctx.inputs[2].constant
-    around_zero = (
-        low_number is not None and high_number is not None and low_number <= 0 <= high_number
-    )
-    scale = x.scale if around_zero else shared_scale(ctx, {0: low, 1: x, 2: high})
+    """`scale = max` of the votes; constant bounds: at most theirs, and theirs on one side of 0."""
+    numbers = ctx.inputs[0].constant, ctx.inputs[2].constant
+    if None in numbers:
+        scale = shared_scale(ctx, {0: low, 1: x, 2: high})
+    else:
+        scale = pow2.join(_bound(numbers[0], low), _bound(numbers[1], high))
+        if numbers[0] <= 0 <= numbers[1]:
+            scale = pow2.meet(x.scale, scale)
     args = [align(ctx, i, a, scale) for i, a in enumerate((low, x, high))]
-    low_data, x_data, high_data = same_dtype(*args)
-    x_data = filled(x_data, ctx.out_avals[0].shape)
-    out = ctx.bind(low_data, x_data, high_data, **params)
+    shape = ctx.out_avals[0].shape
+    args = [a if i != 1 and not np.ndim(a) else filled(a, shape) for i, a in enumerate(args)]
+    out = ctx.bind(*same_dtype(*args), **params)
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
 
 
@@ -142,6 +153,7 @@ def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -
 _SCATTERS = {
     lax.scatter_p: lax.scatter,
     lax.scatter_add_p: lax.scatter_add,
+    lax.scatter_sub_p: lax.scatter_sub,
     lax.scatter_min_p: lax.scatter_min,
     lax.scatter_max_p: lax.scatter_max,
 }
@@ -151,9 +163,9 @@ _SCATTERS = {
 def scatter_rule(
     ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the votes of array and updates; a scatter-add sums in float32."""
+    """`scale = max` of the votes of array and updates; updates are summed in float32."""
     data, scale = _brought_together(ctx, {0: uniform_over(x), 2: uniform_over(updates)})
-    if ctx.primitive is lax.scatter_add_p:
+    if ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p):
         data = [lax.convert_element_type(d, dtypes.compute_dtype(d.dtype)) for d in data]
     out = _SCATTERS[ctx.primitive](
         data[0],
@@ -165,3 +177,32 @@ def scatter_rule(
         mode=params["mode"],
     )
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
+
+
+@register_scale_rule(lax.select_and_scatter_add_p)
+def select_and_scatter_add_rule(
+    ctx: RuleContext, source: ScaledArray, operand: ScaledArray, **params: Any
+) -> ScaledArray:
+    """`scale = source.scale`, added up in float32; the operand only says where."""
+    axes = windowed_axes(ctx, **params)
+    arrays = [uniform_over(source, axes), uniform_over(operand, axes)]
+    shapes = [aval.shape for aval in ctx.in_avals]
+    compute = dtypes.compute_dtype(ctx.out_dtype)
+    data = [filled(dtypes.cast(x.data, compute), s) for x, s in zip(arrays, shapes, strict=True)]
+    return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), arrays[0].scale)
+
+
+@register_scale_rule(lax.complex_p)
+def complex_rule(ctx: RuleContext, re: ScaledArray, im: ScaledArray, **params: Any) -> ScaledArray:
+    """`scale = max` of the scales of real and imaginary part."""
+    scale = shared_scale(ctx, {0: re, 1: im}, additive=True)
+    return ScaledArray(ctx.bind(align(ctx, 0, re, scale), align(ctx, 1, im, scale)), scale)
+
+
+@register_scale_rule(lax.rem_p, family="remainder")
+def rem_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
+    """`scale = min(lhs.scale, rhs.scale)`, in at least float32: no divisor becomes 0."""
+    scale = pow2.meet(lhs.scale, rhs.scale)
+    data = same_dtype(*(multiply(x.data, x.scale / scale) for x in (lhs, rhs)))
+    data = [lax.convert_element_type(d, dtypes.compute_dtype(d.dtype)) for d in data]
+    return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), scale)

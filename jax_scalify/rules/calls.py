@@ -38,8 +38,17 @@ def jit_rule(
     return [_constrain(v, s) for v, s in zip(outputs, out_shardings, strict=True)]
 
 
-@register_scale_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call")
+@register_scale_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")
 @_takes_values
 def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list[Value]:
     """The body, in place: inside `scalify` derivatives have been taken already."""
+    if not hasattr(call_jaxpr, "consts"):
+        call_jaxpr = _compat.close_jaxpr(call_jaxpr, ())
     return ctx.scale_jaxpr(call_jaxpr, list(args))
+
+
+@register_scale_rule("eval_jaxpr", "composite")
+@_takes_values
+def body_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **_: Any) -> list[Value]:
+    """The body, in place."""
+    return ctx.scale_jaxpr(jaxpr, list(args))

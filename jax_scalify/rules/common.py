@@ -50,7 +50,7 @@ def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArr
     if x.scale.ndim == 0:
         return x
     axes = range(x.ndim) if axes is None else axes
-    axes = tuple(a for a in axes if x.scale.shape[a] != 1)
+    axes = tuple(a % x.ndim for a in axes if x.scale.shape[a] != 1)
     everything = all(x.scale.shape[a] == 1 for a in range(x.ndim) if a not in axes)
     if not axes and not everything:
         return x
@@ -58,6 +58,16 @@ def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArr
         lambda s: jnp.max(s, tuple(range(s.ndim)) if everything else axes, keepdims=not everything)
     )
     return ScaledArray(multiply(x.data, x.scale / scale, x.dtype), scale)
+
+
+def windowed_axes(ctx: RuleContext, *, window_dimensions: Any, **_: Any) -> list[int]:
+    """The axes along which a window mixes or moves elements."""
+    shapes = {aval.shape for aval in (*ctx.in_avals, *ctx.out_avals)}
+    return [
+        a
+        for a, size in enumerate(window_dimensions)
+        if size != 1 or len({shape[a] for shape in shapes}) > 1
+    ]
 
 
 def constant_floor(number: Any, dtype: Any) -> Scale:

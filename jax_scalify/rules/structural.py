@@ -17,7 +17,7 @@ from jax_scalify import dtypes
 from jax_scalify.array import ScaledArray
 from jax_scalify.pow2 import ONE
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.rules.common import filled, uniform_over
+from jax_scalify.rules.common import filled, uniform_over, windowed_axes
 
 
 def structural_rule(
@@ -52,7 +52,8 @@ def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
 
 register_scale_rule(
     lax.neg_p, lax.abs_p, "copy", "copy_p", lax.reduce_precision_p, "stop_gradient",
-    lax.real_p, lax.imag_p, lax.conj_p, "name", "on_backward",
+    lax.real_p, lax.imag_p, lax.conj_p, "name", "on_backward", "sharding_constraint",
+    "reshard", "layout_constraint", "relayout", "pvary",
 )(structural_rule(no_axes))  # fmt: skip
 
 
@@ -96,9 +97,28 @@ register_scale_rule(lax.reduce_max_p, lax.reduce_min_p)(
     structural_rule(_moved_axes, _reduced_scale)
 )
 register_scale_rule(lax.cummax_p, lax.cummin_p)(structural_rule(lambda ctx, *, axis, **_: (axis,)))
+register_scale_rule(lax.reduce_window_max_p, lax.reduce_window_min_p)(
+    structural_rule(windowed_axes)
+)
+register_scale_rule("approx_top_k")(
+    structural_rule(lambda ctx, *, reduction_dimension, **_: (reduction_dimension,))
+)
 
 
-@register_scale_rule("optimization_barrier", "sharding_constraint", lax.sort_p)
+@register_scale_rule("select_and_gather_add")
+def select_and_gather_add_rule(
+    ctx: RuleContext, tangents: ScaledArray, operand: ScaledArray, **params: Any
+) -> ScaledArray:
+    """`scale = tangents.scale`; the operand only says which of them."""
+    axes = windowed_axes(ctx, **params)
+    arrays = uniform_over(tangents, axes), uniform_over(operand, axes)
+    shape = ctx.in_avals[0].shape
+    return ScaledArray(
+        ctx.bind(*(filled(x.data, shape) for x in arrays), **params), arrays[0].scale
+    )
+
+
+@register_scale_rule("optimization_barrier", "device_put", lax.sort_p)
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
     if ctx.primitive is lax.sort_p:
@@ -115,7 +135,7 @@ def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     return out if ctx.primitive.multiple_results else out[0]
 
 
-@register_scale_rule(lax.convert_element_type_p)
+@register_scale_rule(lax.convert_element_type_p, family="convert")
 def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     """Float to float: the data only, saturating for FP8. To int or bool: dequantise first."""
     dtype = ctx.out_dtype

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_scalify import dtypes, pow2
@@ -16,7 +17,13 @@ from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.pow2 import Scale
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import NONNEGATIVE_LIMIT, filled, multiply, uniform_over
+from jax_scalify.rules.common import (
+    NONNEGATIVE_LIMIT,
+    filled,
+    multiply,
+    uniform_over,
+    windowed_axes,
+)
 
 
 def growth(ctx: RuleContext, count: int, nonneg: bool) -> Scale:
@@ -35,7 +42,8 @@ def growth(ctx: RuleContext, count: int, nonneg: bool) -> Scale:
     return Scale(exponent)
 
 
-def _finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale) -> ScaledArray:
+def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale) -> ScaledArray:
+    """Divide a total by the factor that it has grown by, and cast it once."""
     return ScaledArray(multiply(total, factor**-1, ctx.out_dtype), scale * factor)
 
 
@@ -47,7 +55,7 @@ def reduce_sum_rule(ctx: RuleContext, x: ScaledArray, *, axes: Any, **params: An
     data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, axes=axes, **params)
     scale = x.scale.map(lambda s: lax.squeeze(s, axes))
-    return _finish(ctx, total, scale, growth(ctx, count, ctx.inputs[0].nonneg))
+    return finish(ctx, total, scale, growth(ctx, count, ctx.inputs[0].nonneg))
 
 
 @register_scale_rule(lax.cumsum_p)
@@ -57,7 +65,27 @@ def cumsum_rule(ctx: RuleContext, x: ScaledArray, *, axis: int, **params: Any) -
     data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, axis=axis, **params)
     factor = growth(ctx, ctx.in_avals[0].shape[axis], ctx.inputs[0].nonneg)
-    return _finish(ctx, total, x.scale, factor)
+    return finish(ctx, total, x.scale, factor)
+
+
+@register_scale_rule(lax.reduce_window_sum_p)
+def reduce_window_sum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`scale = scale * pow2(sqrt(n))` for windows of n, or `pow2(n)` for non-negative terms."""
+    x = uniform_over(x, windowed_axes(ctx, **params))
+    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
+    total = ctx.bind(data, **params)
+    count = math.prod(params["window_dimensions"])
+    return finish(ctx, total, x.scale, growth(ctx, count, ctx.inputs[0].nonneg))
+
+
+@register_scale_rule(lax.fft_p)
+def fft_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`scale = scale * pow2(sqrt(n))` of n points; of the inverse, `scale / pow2(sqrt(n))`."""
+    lengths = params["fft_lengths"]
+    x = uniform_over(x, range(x.ndim - len(lengths), x.ndim))
+    factor = growth(ctx, math.prod(lengths), nonneg=False)
+    inverse = params["fft_type"] in (lax.FftType.IFFT, lax.FftType.IRFFT)
+    return finish(ctx, ctx.bind(x.data, **params), x.scale, factor**-1 if inverse else factor)
 
 
 def _operand_scale(x: ScaledArray, contract: Any, batch: Any, before: int, after: int) -> Scale:
@@ -107,4 +135,105 @@ def dot_general_rule(
     scale = scale * _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
     count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
     nonneg = ctx.inputs[0].nonneg and ctx.inputs[1].nonneg
-    return _finish(ctx, total, scale, growth(ctx, count, nonneg))
+    return finish(ctx, total, scale, growth(ctx, count, nonneg))
+
+
+@register_scale_rule("ragged_dot_general")
+def ragged_dot_general_rule(
+    ctx: RuleContext,
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    *group_sizes: Any,
+    ragged_dot_dimension_numbers: Any,
+    preferred_element_type: Any = None,
+    **params: Any,
+) -> ScaledArray:
+    """`scale = lhs.scale * rhs.scale * pow2(sqrt(K))`, one scale an operand.
+
+    Where the contracted axis is the ragged one, K is its mean length a group.
+    """
+    lhs, rhs = (
+        uniform_over(ScaledArray(filled(x.data, aval.shape), x.scale))
+        for x, aval in zip((lhs, rhs), ctx.in_avals, strict=False)
+    )
+    total = ctx.bind(
+        lhs.data,
+        rhs.data,
+        *group_sizes,
+        ragged_dot_dimension_numbers=ragged_dot_dimension_numbers,
+        preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
+        **params,
+    )
+    (contract, _), _ = ragged_dot_dimension_numbers.dot_dimension_numbers
+    count = math.prod(lhs.shape[a] for a in contract)
+    if set(contract) & set(ragged_dot_dimension_numbers.lhs_ragged_dimensions):
+        count //= max(1, ctx.in_avals[2].shape[-1])
+    nonneg = ctx.inputs[0].nonneg and ctx.inputs[1].nonneg
+    return finish(ctx, total, lhs.scale * rhs.scale, growth(ctx, count, nonneg))
+
+
+def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, low: int):
+    """Mean number of a kernel's taps, along one axis, that meet an element of the input.
+
+    The others meet padding, or the holes of a dilated input.
+    """
+    first = np.arange(taps) * dilation - low  # where each tap of the first output lies
+    begin = np.maximum(0, -(first // stride))
+    end = np.minimum(out - 1, ((size - 1) * hole - first) // stride)
+    return float(np.sum(np.maximum(0, end - begin + 1))) / max(1, out) / hole
+
+
+def _convolved_terms(ctx: RuleContext, params: dict[str, Any]) -> int:
+    """The mean number of products in an element of a convolution's result."""
+    lhs, rhs, out = ctx.in_avals[0].shape, ctx.in_avals[1].shape, ctx.out_avals[0].shape
+    dims = params["dimension_numbers"]
+    terms = float(rhs[dims.rhs_spec[1]])
+    for i, stride in enumerate(params["window_strides"]):
+        terms *= _mean_taps(
+            lhs[dims.lhs_spec[2 + i]],
+            rhs[dims.rhs_spec[2 + i]],
+            out[dims.out_spec[2 + i]],
+            stride,
+            params["rhs_dilation"][i],
+            params["lhs_dilation"][i],
+            params["padding"][i][0],
+        )
+    return round(terms)
+
+
+@register_scale_rule(lax.conv_general_dilated_p)
+def conv_general_dilated_rule(
+    ctx: RuleContext,
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    *,
+    preferred_element_type: Any = None,
+    **params: Any,
+) -> ScaledArray:
+    """`scale = lhs.scale * rhs.scale * pow2(sqrt(n))`, or `pow2(n)` for non-negative operands.
+
+    n counts input channels and the taps that meet no padding. A scale that is not scalar is
+    carried along the batch and the output channels, and made uniform over the other axes.
+    """
+    dims = params["dimension_numbers"]
+    batched = params["batch_group_count"] > 1
+    lhs = uniform_over(lhs, dims.lhs_spec if batched else dims.lhs_spec[1:])
+    rhs = uniform_over(rhs, dims.rhs_spec[1:])
+    total = ctx.bind(
+        *(filled(x.data, a.shape) for x, a in zip((lhs, rhs), ctx.in_avals, strict=True)),
+        preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
+        **params,
+    )
+
+    def along(source: int, target: int) -> Any:
+        def move(scale: Any) -> Any:
+            shape = [1] * scale.ndim
+            shape[target] = scale.shape[source]
+            return lax.reshape(scale, shape)
+
+        return move
+
+    scale = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
+    scale = scale * rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))
+    nonneg = ctx.inputs[0].nonneg and ctx.inputs[1].nonneg
+    return finish(ctx, total, scale, growth(ctx, _convolved_terms(ctx, params), nonneg))

@@ -1,0 +1,158 @@
+"""Derivatives of a scalified function: with the user's rules, where the function has some.
+
+Inside `scalify` derivatives have been taken already. When the scalified function itself is
+differentiated, JAX differentiates what the rules have written, and never sees the user's
+`custom_jvp` and `custom_vjp`. A function that has such rules is therefore wrapped, and its
+derivative is the scalified derivative of the plain function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat, dtypes
+from jax_scalify.array import ScaledArray, align_scale, is_scaled
+from jax_scalify.registry import sub_jaxprs
+
+ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
+
+
+def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence[Any]) -> list[Any]:
+    """Interpret a closed jaxpr on operands, so that its custom derivatives are respected."""
+    names = _primitive_names(closed.jaxpr)
+    if not names & {"custom_jvp_call", "custom_vjp_call"}:
+        return scale_call(closed, operands)
+    # What the user's function closes over may be differentiated as well.
+    traced = [i for i, c in enumerate(closed.consts) if _compat.is_traced(c)]
+    count = len(operands)
+
+    def jaxpr_of(arguments: Sequence[Any]) -> Any:
+        consts = list(closed.consts)
+        for i, const in zip(traced, arguments[count:], strict=True):
+            consts[i] = const
+        return _compat.close_jaxpr(closed.jaxpr, consts)
+
+    def plain(*arguments: Any) -> list[Any]:
+        return jex_core.jaxpr_as_fun(jaxpr_of(arguments))(*arguments[:count])
+
+    def scaled(*arguments: Any) -> list[Any]:
+        return scale_call(jaxpr_of(arguments), arguments[:count])
+
+    wrap = _with_vjp if "custom_vjp_call" in names else _with_jvp
+    return wrap(scale_call, plain, scaled)(*operands, *(closed.consts[i] for i in traced))
+
+
+def _primitive_names(jaxpr: Any) -> set[str]:
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    return names.union(*(_primitive_names(s) for eqn in jaxpr.eqns for s in sub_jaxprs(eqn.params)))
+
+
+def _is_floating(x: Any) -> bool:
+    return dtypes.is_scalable(x.dtype if is_scaled(x) else dtypes.leaf_dtype(x))
+
+
+def _of_floating(fun: Callable, values: Any, floating: list[int]) -> tuple[Callable, tuple]:
+    """The function of the floating arguments alone, with floating results, and its arguments."""
+
+    def of_floating(*xs: Any) -> list[Any]:
+        full = list(values)
+        for i, x in zip(floating, xs, strict=True):
+            full[i] = x
+        return [out for out in fun(*full) if _is_floating(out)]
+
+    return of_floating, tuple(values[i] for i in floating)
+
+
+def _scalify_plain(scale_call: ScaleCall, fun: Callable, operands: Sequence[Any]) -> list[Any]:
+    return scale_call(
+        jax.make_jaxpr(fun)(*(x.aval if is_scaled(x) else x for x in operands)), operands
+    )
+
+
+def _inverse(x: ScaledArray) -> Any:
+    """1 / scale; 0 is read as 1."""
+    if x.is_static:
+        return 1 / (x.scale or 1.0)
+    return 1 / jnp.where(x.scale == 0, 1, x.scale)
+
+
+def _in_units_of(x: Any, like: Any, inverse: bool) -> Any:
+    """Bring a derivative to the dtype of some data, divided (or multiplied) by its scale."""
+    if not is_scaled(like):
+        return x.to_array(like.dtype) if is_scaled(x) else x
+    compute = dtypes.compute_dtype(like.dtype)
+    unit = jnp.asarray(_inverse(like))
+    unit = align_scale(unit if inverse else 1 / unit, like.ndim)
+    if is_scaled(x):
+        x = ScaledArray(x.data, align_scale(x.scale, x.ndim) * unit).to_array(compute)
+    else:
+        x = x.astype(compute) * unit.astype(dtypes.real_dtype(compute))
+    data = dtypes.cast(x, like.dtype)
+    return ScaledArray(data, like.scale if like.is_static else jnp.zeros_like(like.scale))
+
+
+def _with_jvp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Callable:
+    call = jax.custom_jvp(scaled)
+
+    @call.defjvp
+    def call_jvp(primals: Any, tangents: Any) -> Any:
+        floating = [i for i, p in enumerate(primals) if _is_floating(p)]
+        moved = [
+            ScaledArray(tangents[i].data, primals[i].scale)
+            if is_scaled(primals[i])
+            else tangents[i]
+            for i in floating
+        ]
+
+        def plain_jvp(*arguments: Any) -> list[Any]:
+            values, slopes = arguments[: len(primals)], arguments[len(primals) :]
+            of_floating, xs = _of_floating(plain, values, floating)
+            return jax.jvp(of_floating, xs, slopes)[1]
+
+        outputs = scaled(*primals)
+        slopes = iter(_scalify_plain(scale_call, plain_jvp, [*primals, *moved]))
+        return outputs, [
+            _in_units_of(next(slopes), out, inverse=True)
+            if _is_floating(out)
+            else np.zeros(out.shape, jax.dtypes.float0)
+            for out in outputs
+        ]
+
+    return call
+
+
+def _with_vjp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Callable:
+    call = jax.custom_vjp(scaled)
+
+    def forward(*primals: Any) -> Any:
+        outputs = scaled(*primals)
+        return outputs, (primals, outputs)
+
+    def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+        primals, outputs = residuals
+        floating = [i for i, p in enumerate(primals) if _is_floating(p)]
+        slopes = [
+            ScaledArray(c.data, _inverse(out)) if is_scaled(out) else c
+            for out, c in zip(outputs, cotangents, strict=True)
+            if _is_floating(out)
+        ]
+
+        def plain_vjp(*arguments: Any) -> Any:
+            values, slopes = arguments[: len(primals)], arguments[len(primals) :]
+            of_floating, xs = _of_floating(plain, values, floating)
+            return jax.vjp(of_floating, *xs)[1](list(slopes))
+
+        results = _scalify_plain(scale_call, plain_vjp, [*primals, *slopes])
+        gradients: list[Any] = [None] * len(primals)
+        for i, gradient in zip(floating, results, strict=True):
+            gradients[i] = _in_units_of(gradient, primals[i], inverse=False)
+        return tuple(gradients)
+
+    call.defvjp(forward, backward)
+    return call

@@ -1,0 +1,87 @@
+"""Collectives: each device has a scale of its own, so the data is brought to the largest first.
+
+Only scales are compared; no statistic of the data is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax import lax
+
+from jax_scalify import dtypes, pow2
+from jax_scalify.array import ScaledArray
+from jax_scalify.pow2 import Scale
+from jax_scalify.registry import RuleContext, register_scale_rule
+from jax_scalify.rules.common import filled, multiply, uniform_over
+from jax_scalify.rules.summing import finish, growth
+
+
+def _axis_names(params: dict[str, Any]) -> tuple[Any, ...]:
+    """The named axes; `vmap` with an axis name leaves positional ones, which are integers."""
+    axes = params["axes"] if "axes" in params else params["axis_name"]
+    axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+    return tuple(a for a in axes if not isinstance(a, int))
+
+
+def _largest(ctx: RuleContext, scale: Scale, params: dict[str, Any]) -> Scale:
+    """The largest scale among the devices that take part."""
+    names = _axis_names(params)
+    if scale.is_static or not names:
+        return scale
+    groups = params.get("axis_index_groups")
+    return ctx.table.atom(lax.pmax(scale.array, names, axis_index_groups=groups))
+
+
+def _at_one_scale(ctx: RuleContext, x: ScaledArray, params: dict[str, Any]) -> tuple[Any, Scale]:
+    x = uniform_over(ScaledArray(filled(x.data, ctx.in_avals[0].shape), x.scale))
+    scale = _largest(ctx, x.scale, params)
+    return multiply(x.data, x.scale / scale), scale
+
+
+@register_scale_rule(
+    "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pmax", "pmin",
+    "pbroadcast",
+)  # fmt: skip
+def gathering_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`scale` = the largest of all devices."""
+    data, scale = _at_one_scale(ctx, x, params)
+    return ScaledArray(ctx.bind(dtypes.cast(data, ctx.out_dtype), **params), scale)
+
+
+@register_scale_rule("psum", "psum_invariant", "reduce_scatter")
+def psum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`scale` = the largest of all n devices `* pow2(sqrt(n))`, or `pow2(n)` for non-negative."""
+    data, scale = _at_one_scale(ctx, x, params)
+    total = ctx.bind(dtypes.cast(data, dtypes.compute_dtype(x.dtype)), **params)
+    positional = [a for a in params.get("axes", ()) if isinstance(a, int)]
+    groups = params.get("axis_index_groups")
+    names = _axis_names(params)
+    count = lax.psum(1, names, axis_index_groups=groups) if names else 1
+    count *= math.prod(ctx.in_avals[0].shape[a] for a in positional)
+    return finish(ctx, total, scale, growth(ctx, count, ctx.inputs[0].nonneg))
+
+
+@register_scale_rule("ppermute")
+def ppermute_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """The scale travels with the data; where nothing arrives both are 0."""
+    x = uniform_over(ScaledArray(filled(x.data, ctx.in_avals[0].shape), x.scale))
+    scale = x.scale
+    if not scale.is_static:
+        scale = ctx.table.atom(ctx.bind(scale.array, **params))
+    return ScaledArray(ctx.bind(x.data, **params), scale)
+
+
+@register_scale_rule("ragged_all_to_all")
+def ragged_all_to_all_rule(
+    ctx: RuleContext, x: ScaledArray, out: ScaledArray, *sizes: Any, **params: Any
+) -> ScaledArray:
+    """`scale` = the largest of operand and output buffer, of all devices."""
+    x, out = uniform_over(x), uniform_over(out)
+    scale = _largest(ctx, pow2.join(x.scale, out.scale), params)
+    data = [
+        filled(multiply(a.data, a.scale / scale, ctx.out_dtype), aval.shape)
+        for a, aval in zip((x, out), ctx.in_avals, strict=False)
+    ]
+    return ScaledArray(ctx.bind(*data, *sizes, **params), scale)

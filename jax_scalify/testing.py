@@ -1,0 +1,319 @@
+"""Check that a scale rule keeps the invariants that every rule has to keep."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import dtypes
+from jax_scalify.array import ScaledArray, as_scaled_array, asarray, is_scaled
+from jax_scalify.config import ScalifyConfig, current_config
+from jax_scalify.transform import scalify
+
+WAYS = ("eager", "jit", "vmap", "scan", "grad", "grad_outside")
+
+
+def check_scale_rule(
+    fun: Callable,
+    *args: Any,
+    ways: Sequence[str] = ("eager", "jit", "vmap", "scan"),
+    scales: Sequence[float] = (2.0**-20, 1.0, 2.0**20, 0.0),
+    static_scale: float | None = 8.0,
+    reference: Callable | None = None,
+    tolerance: float | None = None,
+) -> None:
+    """Check a function that uses a primitive, and so the rule of this primitive.
+
+    `fun` is called, scalified, on `ScaledArray` operands with the given data: every operand at
+    each of the scales in turn, two operands also at opposed scales, one operand plain, and with
+    one scale an index of each axis. Results are compared with `fun` in float64 on the values
+    `data * scale`. Checked are these invariants:
+
+    1. *Meaning*: the value is that of the plain function.
+    2. *Power of two*: every scale is one, or 0 where the data is 0.
+    3. *No hidden precision*: shape and dtype of the data are those of the plain result, all
+       dynamic scales are of `config.scale_dtype`.
+    4. *No hidden statistics*: other data of the same shape gives the same scales.
+    5. *Nothing silent*: no primitive lacks a rule.
+
+    Args:
+        fun: a function of arrays, by preference one equation of the primitive.
+        args: arrays; floating ones are the data of `ScaledArray` operands.
+        ways: how `fun` is called: "eager", "jit", "vmap" and "scan" (two examples, each with its
+            own scales), "grad" (of all results, inside `scalify`), "grad_outside" (the derivative
+            of the scalified function with respect to plain arrays).
+        scales: powers of two, and 0 for an operand that is zero. Leave out those at which the
+            plain function is not finite, or not defined.
+        static_scale: a scale that is known while tracing; None for no such case.
+        reference: the function in float64, where it is not `fun` itself.
+        tolerance: largest error relative to the largest result; by default 4 units of the result
+            dtype's epsilon, and 16 for derivatives.
+
+    Raises:
+        AssertionError: naming the invariant, the way of calling and the scales.
+        ValueError: for an unknown way, or if no argument is floating.
+
+    Example:
+        >>> jsa.testing.check_scale_rule(jnp.negative, np.float16([[1.0, -2.5]]))
+    """
+    unknown = [w for w in ways if w not in WAYS]
+    if unknown:
+        raise ValueError(f"`ways` must be among {list(WAYS)}, got {unknown}.")
+    data = [np.asarray(a) for a in args]
+    floating = [i for i, d in enumerate(data) if dtypes.is_scalable(d.dtype)]
+    if not floating:
+        raise ValueError(f"`args` must hold a floating array, got {[d.dtype for d in data]}.")
+    with ScalifyConfig(missing_rule="error", scale_dtype=current_config().scale_dtype):
+        for way in ways:
+            run = _caller(fun, way, floating)
+            want = _caller(reference or fun, way, floating, scaled=False)
+            for row in _rows(data, floating, scales, static_scale, way):
+                operands = _operands(data, floating, row, way)
+                where = f"{way}, scales {[_shown(s) for s in row]}"
+                _check_call(run, want, fun, operands, way, floating, tolerance, where)
+
+
+def _rows(
+    data: list[np.ndarray], floating: list[int], scales: Sequence[float], static: Any, way: str
+) -> Iterator[tuple[Any, ...]]:
+    """Scales of the floating operands; a Python float is static, None a plain operand."""
+    count = len(floating)
+    dynamic = [np.float32(s) for s in scales if s != 0]
+    yield from ((s,) * count for s in dynamic)
+    if 0 in scales:
+        for i in range(count):
+            yield tuple(np.float32(j != i) for j in range(count))
+    if static is not None:
+        yield (float(static),) * count
+    if count > 1 and dynamic:
+        yield from set(itertools.permutations([max(dynamic), *[np.float32(1)] * (count - 1)]))
+    if way != "jit":
+        return
+    if count > 1:
+        middle = sorted(dynamic)[len(dynamic) // 2]
+        yield from (tuple(None if j == i else middle for j in range(count)) for i in range(count))
+    for axis in range(max(data[i].ndim for i in floating)):
+        yield tuple(_along(data[i], axis) for i in floating)
+
+
+def _along(data: np.ndarray, axis: int) -> np.ndarray:
+    """A scale an index of one axis: 1, 1/2, 1/4, 1, ..."""
+    if axis >= data.ndim or data.ndim < 2:
+        return np.float32(1)  # type: ignore[return-value]
+    shape = [1] * data.ndim
+    shape[axis] = data.shape[axis]
+    return np.exp2(-(np.arange(shape[axis]) % 3)).astype(np.float32).reshape(shape)
+
+
+def _shown(scale: Any) -> str:
+    if scale is None:
+        return "plain"
+    kind = " static" if type(scale) is float else f" {scale.shape}" if scale.ndim else ""
+    return f"{float(np.max(scale)):g}{kind}"
+
+
+def _operands(data: list[np.ndarray], floating: list[int], row: Any, way: str) -> list[Any]:
+    operands: list[Any] = list(data)
+    batched = way in ("vmap", "scan")
+    for i, scale in zip(floating, row, strict=True):
+        zero = scale is not None and not np.any(scale)
+        operands[i] = np.zeros_like(data[i]) if zero else data[i]
+    if batched:
+        operands = [np.stack([x, x]) for x in operands]
+    for i, scale in zip(floating, row, strict=True):
+        operands[i] = jnp.asarray(operands[i])
+        if scale is not None:
+            if type(scale) is not float:
+                scale = np.stack([scale, scale / 2]) if batched else scale
+                scale = jnp.asarray(scale, current_config().scale_dtype)
+            operands[i] = ScaledArray(operands[i], scale)
+    return operands
+
+
+def _weights(shape: tuple[int, ...]) -> np.ndarray:
+    """Cotangents of which none is like another."""
+    return (np.cos(np.arange(math.prod(shape))) + 1.5).reshape(shape)
+
+
+def _weighted_sum(outputs: Any, units: Sequence[Any] | None = None) -> Any:
+    total = 0.0
+    outputs = [o for o in jax.tree.leaves(outputs) if dtypes.is_scalable(o.dtype)]
+    for out, unit in zip(outputs, units or [1.0] * len(outputs), strict=True):
+        wide = out.astype(dtypes.compute_dtype(out.dtype))
+        total += jnp.sum(jnp.real(wide * (_weights(out.shape) / unit).astype(wide.dtype)))
+    return total
+
+
+def _caller(fun: Callable, way: str, floating: list[int], scaled: bool = True) -> Callable:
+    """The function of operands that a way of calling stands for."""
+    if way == "grad":
+        fun = jax.grad(lambda *xs, f=fun: _weighted_sum(f(*xs)), tuple(floating))
+    inner = scalify(fun) if scaled else fun
+    if way == "vmap":
+        inner = jax.vmap(inner)
+    elif way == "scan":
+        body = inner
+
+        def inner(*xs: Any) -> Any:
+            return lax.scan(lambda carry, x: (carry, body(*x)), 0, xs)[1]
+    elif way == "grad_outside":
+        return inner
+    return inner if way == "eager" or not scaled else jax.jit(inner)
+
+
+def _value(x: Any) -> np.ndarray:
+    """The values of an operand or result in float64 (complex128)."""
+    if not is_scaled(x):
+        return np.asarray(x)
+    data = np.asarray(x.data)
+    data = data.astype(np.complex128 if np.iscomplexobj(data) else np.float64)
+    scale = np.asarray(x.scale, np.float64)
+    return data * scale.reshape(scale.shape + (1,) * (data.ndim - scale.ndim) * bool(scale.ndim))
+
+
+def _in_float64(fun: Callable, operands: list[Any]) -> list[np.ndarray]:
+    """Call the plain function on the operands' values in float64."""
+    values = [_value(x) for x in operands]
+    with jax.enable_x64(True):
+        wide = [
+            jnp.asarray(v, jnp.complex128 if np.iscomplexobj(v) else jnp.float64)
+            if dtypes.is_scalable(v.dtype)
+            else jnp.asarray(v)
+            for v in values
+        ]
+        return [np.asarray(out) for out in jax.tree.leaves(fun(*wide))]
+
+
+def _check_call(
+    run: Callable,
+    want: Callable,
+    fun: Callable,
+    operands: list[Any],
+    way: str,
+    floating: list[int],
+    tolerance: float | None,
+    where: str,
+) -> None:
+    if way == "grad_outside":
+        _check_outside(run, want, operands, floating, tolerance, where)
+        return
+    outputs = jax.tree.leaves(run(*operands), is_leaf=is_scaled)
+    plain = _caller(fun, way, floating, scaled=False)
+    avals = jax.tree.leaves(jax.eval_shape(plain, *(getattr(x, "data", x) for x in operands)))
+    expected = _in_float64(want, operands)
+    factor = 16 if way == "grad" else 4
+    for out, number, aval in zip(outputs, expected, avals, strict=True):
+        if (out.shape, out.dtype) != (aval.shape, aval.dtype):
+            raise AssertionError(
+                f"No hidden precision ({where}): the result is {out.dtype}{list(out.shape)}, the "
+                f"plain function's {aval.dtype}{list(aval.shape)}."
+            )
+        if is_scaled(out):
+            _check_scale(out, where)
+        _check_values(_value(out), number, _tolerance(out.dtype, tolerance, factor), where)
+    if way != "jit":
+        return
+    other = [_other_data(x) for x in operands]
+    for before, after in zip(outputs, jax.tree.leaves(run(*other), is_leaf=is_scaled), strict=True):
+        if is_scaled(before) and not np.array_equal(before.scale, after.scale):
+            raise AssertionError(
+                f"No hidden statistics ({where}): the scale is {before.scale}, and {after.scale} "
+                "for other data."
+            )
+
+
+def _other_data(x: Any) -> Any:
+    if not is_scaled(x) or x.ndim == 0:  # the exponent of a scalar may be its scale
+        return x
+    return ScaledArray((x.data * jnp.asarray(0.625, x.dtype)).astype(x.dtype), x.scale)
+
+
+def _tolerance(dtype: Any, tolerance: float | None, factor: int) -> float:
+    if tolerance is not None or not dtypes.is_scalable(dtype):
+        return tolerance or 0.0
+    return factor * float(jnp.finfo(dtype).eps)
+
+
+def _check_scale(x: ScaledArray, where: str) -> None:
+    scale = np.asarray(x.scale)
+    if not x.is_static and scale.dtype != current_config().scale_dtype:
+        raise AssertionError(
+            f"No hidden precision ({where}): the scale is {scale.dtype}, not "
+            f"{current_config().scale_dtype}."
+        )
+    if not np.all(np.isfinite(scale)) or np.any(np.frexp(scale[scale != 0])[0] != 0.5):
+        raise AssertionError(f"Power of two ({where}): the scale is {scale}.")
+    full = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim) * bool(scale.ndim))
+    zeros = np.asarray(x.data)[np.broadcast_to(full == 0, x.shape)]
+    if np.any(~np.isnan(zeros) & (zeros != 0)):
+        raise AssertionError(f"Scale 0 means data 0 ({where}): the data is {zeros}.")
+
+
+def _check_values(got: np.ndarray, want: np.ndarray, tolerance: float, where: str) -> None:
+    if not dtypes.is_scalable(got.dtype):
+        if not np.array_equal(got, want):
+            raise AssertionError(f"Meaning ({where}): got {got}, expected {want}.")
+        return
+    finite = np.isfinite(want)
+    if not np.array_equal(np.isfinite(got), finite):
+        raise AssertionError(f"Meaning ({where}): not finite where expected; {got} for {want}.")
+    largest = np.max(np.abs(want[finite]), initial=0.0)
+    error = np.max(np.abs(got[finite] - want[finite]), initial=0.0)
+    if error > tolerance * largest:
+        raise AssertionError(
+            f"Meaning ({where}): largest error {error:.3g} of {largest:.3g}, allowed "
+            f"{tolerance:.3g} of it. Got {got}, expected {want}."
+        )
+
+
+def _check_outside(
+    run: Callable,
+    want: Callable,
+    operands: list[Any],
+    floating: list[int],
+    tolerance: float | None,
+    where: str,
+) -> None:
+    """Compare the derivative of the scalified function, in units of its results' scales."""
+    if any(not is_scaled(operands[i]) for i in floating):
+        return
+    values = [_value(operands[i]) for i in floating]
+
+    def with_operands(arrays: Sequence[Any], convert: Callable) -> list[Any]:
+        full = list(operands)
+        for i, array in zip(floating, arrays, strict=True):
+            full[i] = convert(array, operands[i])
+        return full
+
+    def convert(array: Any, like: ScaledArray) -> ScaledArray:
+        scale = jnp.where(jnp.asarray(like.scale) == 0, 1, like.scale)  # 0 times x has no slope
+        return as_scaled_array(array, like.scale if like.is_static else scale, dtype=like.dtype)
+
+    outputs = run(*with_operands(values, convert))
+    outputs = [o for o in jax.tree.leaves(outputs, is_leaf=is_scaled) if is_scaled(o)]
+    units = [np.where(np.asarray(o.scale) == 0, 1, o.scale) for o in outputs]
+    units = [u.reshape(u.shape + (1,) * (o.ndim - u.ndim)) for u, o in zip(units, outputs)]
+
+    def scalified(*arrays: Any) -> Any:
+        out = asarray(run(*with_operands(arrays, convert)), jnp.float32)
+        return _weighted_sum(out, units)
+
+    def plain(*arrays: Any) -> Any:
+        return _weighted_sum(want(*with_operands(arrays, lambda a, _: a)), units)
+
+    wide = [
+        jnp.asarray(v, dtypes.compute_dtype(operands[i].dtype)) for v, i in zip(values, floating)
+    ]
+    got = jax.jit(jax.grad(scalified, tuple(range(len(values)))))(*wide)
+    with jax.enable_x64(True):
+        expected = jax.grad(plain, tuple(range(len(values))))(*(jnp.asarray(v) for v in values))
+    for g, e, i in zip(got, expected, floating, strict=True):
+        limit = _tolerance(operands[i].dtype, tolerance, 16)
+        _check_values(np.asarray(g), np.asarray(e), limit, where)
