@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import source_info_util
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
@@ -90,3 +91,16 @@ def pin(scale: jax.Array) -> jax.Array:
 def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
     """Give a jaxpr its constants; `ClosedJaxpr` is an alias of `Jaxpr` since JAX 0.12."""
     return jex_core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def open_jaxpr(closed: Any) -> Any:
+    """Turn the constants of a closed jaxpr into its first arguments."""
+    return convert_constvars_jaxpr(closed if isinstance(closed, jex_core.Jaxpr) else closed.jaxpr)
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return the numbers of constants and of carries of a scan."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)

@@ -169,6 +169,16 @@ def _check_scale(scale: Any, data: Any, name: str = "scale") -> None:
             raise ValueError(f"`{name}` 0 needs data that is zero, got data that is not.")
 
 
+def _check_scale_dtype(scale_dtype: Any) -> Any:
+    dtype = jnp.dtype(scale_dtype or jnp.float32)
+    if dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
+        raise TypeError(
+            f"`scale_dtype` must be float32, float64 or bfloat16, got {dtype}: it has to hold the "
+            "exponents of float32."
+        )
+    return dtype
+
+
 def _keepdims_axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """The axes that share a scale, given those that have their own."""
     own = () if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
@@ -224,7 +234,7 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
         scale_dtype: dtype of a dynamic scale; by default float32.
 
     Raises:
-        TypeError: if `data` is not floating point.
+        TypeError: if `data` is not floating point, or `scale_dtype` too narrow.
         ValueError: if `scale` is negative, nan, infinite, of a shape that does not fit, or 0
             where the data is not zero.
 
@@ -242,24 +252,43 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
         exponent = max(-limit, min(limit, pow2.floor_exponent(scale)))
         power = 0.0 if scale == 0 else math.ldexp(1.0, exponent)
         with np.errstate(over="ignore"):  # the value is infinite then
-            rest = jnp.asarray(np.float32(scale / power if power else 1.0))
+            compute = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
+            rest = jnp.asarray(np.asarray(scale / power if power else 1.0, compute))
         return ScaledArray(data if rest == 1 else rescale_data(data, rest), power)
-    scale = jnp.array(scale, scale_dtype or jnp.float32)
-    power = pow2.round_down(scale)
-    rest = jnp.where(power == 0, 1, scale / power)
+    scale_dtype = _check_scale_dtype(scale_dtype)
+    power = _power_of(scale, scale_dtype)
+    if _compat.is_traced(scale):
+        wide = scale.astype(jnp.promote_types(scale.dtype, scale_dtype))
+        rest = jnp.where(power == 0, 1, wide / power.astype(wide.dtype))
+    else:
+        powers = pow2.round_down_number(scale)
+        with np.errstate(over="ignore"):  # the value is infinite then
+            rest = np.asarray(scale, np.float64) / np.where(powers == 0, 1, powers)
+            rest = np.where(powers == 0, 1, rest)
+            compute = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
+            rest = jnp.asarray(rest.astype(compute))
     return ScaledArray(rescale_data(data, align_scale(rest, data.ndim)), power)
+
+
+def _power_of(scale: Any, dtype: Any) -> jax.Array:
+    """Round a scale that somebody gave down to a power of two within the range of scales."""
+    if not _compat.is_traced(scale):
+        return jnp.array(pow2.round_down_number(scale).astype(dtype))
+    wide = scale if jnp.issubdtype(scale.dtype, jnp.floating) else scale.astype(dtype)
+    return pow2.round_down(wide, dtype)
 
 
 def _choose_scale(data: jax.Array, scale: Any, scale_dtype: Any, axis: Any) -> jax.Array:
     """The power of two (or 0) by which `as_scaled_array` divides a leaf."""
     if scale is not None and not isinstance(scale, str):
         _check_scale(scale, data)
-        return pow2.round_down(jnp.array(scale, scale_dtype))
+        return _power_of(scale, scale_dtype)
     axes = _keepdims_axes(axis, data.ndim)
     per_axis = len(axes) < data.ndim
     if scale is not None:
         largest = statistic(data, scale, axes if per_axis else None)
-        return pow2.round_down(largest.astype(scale_dtype))
+        power = pow2.round_down(largest, scale_dtype)
+        return jnp.where(jnp.isfinite(largest), power, jnp.ones_like(power))
     is_zero = not _compat.is_traced(data) and not np.any(np.asarray(data))
     shape = tuple(1 if a in axes else d for a, d in enumerate(data.shape)) if per_axis else ()
     return jnp.full(shape, 0.0 if is_zero else 1.0, scale_dtype)
@@ -312,7 +341,8 @@ def as_scaled_array(
         The tree with `ScaledArray` leaves whose scales are dynamic.
 
     Raises:
-        TypeError: for an array of objects or strings, naming the leaf.
+        TypeError: for an array of objects or strings, naming the leaf; for a `scale_dtype` that
+            cannot hold the exponents of float32.
         ValueError: for a `scale` that is negative, nan, infinite, of a shape that does not fit,
             or 0 where the leaf is not zero; for an unknown statistic.
 
@@ -325,7 +355,7 @@ def as_scaled_array(
         raise ValueError(
             f'`scale` must be None, a number, an array, "rms" or "max", got {scale!r}.'
         )
-    scale_dtype = jnp.dtype(scale_dtype or jnp.float32)
+    scale_dtype = _check_scale_dtype(scale_dtype)
     convert = functools.partial(
         _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=axis
     )

@@ -62,17 +62,32 @@ def _exponent_layout(dtype: Any) -> tuple[Any, int]:
     return {16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}[finfo.bits], finfo.nmant
 
 
-def round_down(value: jax.Array) -> jax.Array:
+def round_down(value: jax.Array, dtype: Any = None) -> jax.Array:
     """Round the absolute values of a traced array down to powers of two, exactly.
 
-    Works on the bits: 0 and subnormals give 0, inf and nan give the largest power of two.
+    Works on the bits: 0 and subnormals give 0, inf and nan give the largest power of two. In a
+    narrower `dtype`, what is too small for a scale gives the smallest one.
     """
+    dtype = jnp.dtype(value.dtype if dtype is None else dtype)
+    if jnp.finfo(value.dtype).bits < jnp.finfo(dtype).bits:
+        value = value.astype(dtype)
     integer, nmant = _exponent_layout(value.dtype)
     bits = lax.bitcast_convert_type(value, integer)
     mask = np.array((1 << jnp.finfo(value.dtype).bits - 1) - (1 << nmant), integer)
     power = lax.bitcast_convert_type(lax.bitwise_and(bits, mask), value.dtype)
     largest = math.ldexp(1.0, min(MAX_EXPONENT, jnp.finfo(value.dtype).maxexp - 1))
-    return lax.min(power, np.array(largest, value.dtype))
+    power = lax.min(power, np.array(largest, value.dtype))
+    if value.dtype == dtype:
+        return power
+    smallest = np.array(math.ldexp(1.0, -MAX_EXPONENT), value.dtype)
+    return jnp.where(power == 0, power, jnp.maximum(power, smallest)).astype(dtype)
+
+
+def round_down_number(value: Any) -> np.ndarray:
+    """`round_down` of concrete numbers, in float64 and within the range of scales."""
+    value = np.abs(np.asarray(value, np.float64))
+    exponent = np.clip(np.frexp(value)[1] - 1, -MAX_EXPONENT, MAX_EXPONENT)
+    return np.where(value == 0, 0.0, np.ldexp(1.0, exponent))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,6 +145,11 @@ class Scale:
     def is_nonzero(self) -> bool:
         """Whether the scale is known not to be 0 at run time."""
         return not self.is_zero and all(atom.nonzero for atom, _ in self.factors)
+
+    @property
+    def may_leave_range(self) -> bool:
+        """Whether a dynamic scale may be beyond the largest one: a product, power or multiple."""
+        return self.exponent > 0 or sum(abs(power) for _, power in self.factors) > 1
 
     @property
     def value(self) -> float:
@@ -238,7 +258,7 @@ def join(*scales: Scale) -> Scale:
 
 
 def meet(*scales: Scale) -> Scale:
-    """Return the minimum, ANY_SCALE aside (0 has no say)."""
+    """Return the minimum. A static 0 has no say; one that only the run time knows counts as 1."""
     inverses = [scale**-1 for scale in scales if not scale.is_zero]
     return join(*inverses) ** -1 if inverses else ZERO
 
@@ -295,6 +315,15 @@ class ScaleTable:
             return self.atom(array, nonzero=scale.is_nonzero)
 
         return self._memoised(("settled", scale), make)
+
+    def output(self, scale: Scale) -> jax.Array:
+        """Make the array of a scale that leaves the trace, within the range of scales."""
+        if scale.is_static:
+            return jnp.array(scale.value, self.dtype)
+        array = jnp.asarray(scale.array)
+        if scale.may_leave_range:
+            array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
+        return array
 
     def product(self, scale: Scale) -> jax.Array:
         """Make the array of a monomial."""
@@ -371,7 +400,7 @@ class ScaleTable:
             array = jnp.asarray(terms[0].array, self.dtype)
             for term in terms[1:]:
                 array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
-            if any(len(t.factors) > 1 or t.exponent > 0 for t in terms):
+            if any(t.may_leave_range for t in terms):
                 array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
             nonzero = any(t.is_nonzero for t in terms)
             return self.atom(_compat.pin(array), members, nonzero=nonzero), low
@@ -410,7 +439,7 @@ class ScaleTable:
         """Split a traced array into data in [1, 2) and a scale, element by element."""
         known = self._splits.get(id(value))
         if known is None:
-            scale = self.atom(_compat.pin(round_down(value.astype(self.dtype))))
+            scale = self.atom(_compat.pin(round_down(value, self.dtype)))
             compute = jnp.promote_types(value.dtype, jnp.float32)
             data = lax.mul(value.astype(compute), (ONE / scale).array.astype(compute))
             known = (value, data.astype(value.dtype), scale)  # keeps `value`, hence its id, alive

@@ -132,7 +132,7 @@ class RuleContext:
     table: ScaleTable
     config: ScalifyConfig
     eqn: JaxprEqn
-    evaluate: Callable[[Any, list[Value], RuleContext], list[Value]]
+    evaluate: Callable[[Any, list[Value], ScaleTable, ScalifyConfig], list[Value]]
 
     @property
     def out_dtype(self) -> Any:
@@ -149,9 +149,11 @@ class RuleContext:
             return x
         return to_plain(x, dtype or dtypes.compute_dtype(x.dtype))
 
-    def scale_jaxpr(self, closed_jaxpr: Any, inputs: list[Value]) -> list[Value]:
-        """Interpret a sub-jaxpr of the equation with the same scales and configuration."""
-        return self.evaluate(closed_jaxpr, inputs, self)
+    def scale_jaxpr(
+        self, closed_jaxpr: Any, inputs: list[Value], table: ScaleTable | None = None
+    ) -> list[Value]:
+        """Interpret a sub-jaxpr of the equation, in place or, in a new trace, with its table."""
+        return self.evaluate(closed_jaxpr, inputs, table or self.table, self.config)
 
 
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:

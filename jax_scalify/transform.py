@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat, dtypes, pow2, primitives
@@ -17,7 +16,7 @@ from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.derivatives import with_user_derivatives
-from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
+from jax_scalify.pow2 import Scale, ScaleTable
 from jax_scalify.registry import (
     RuleContext,
     describe,
@@ -27,15 +26,12 @@ from jax_scalify.registry import (
     report_missing,
     sub_jaxprs,
 )
-from jax_scalify.rules.common import constant_scale
+from jax_scalify.rules.common import constant_scale, multiply, promote
 from jax_scalify.rules.mixed import dequantising_rule
 from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, fold_constants, is_nonnegative
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
 _MASK = 9_999.0
-# A constant beyond 2**64 is a mask or dodges an overflow (`hypot`): it stays in data that can hold
-# it, so that the scale of what it meets stays where it was.
-_LARGEST_CONSTANT = 64
 _FUSED = ELEMENTWISE | MOVEMENT
 _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
@@ -126,7 +122,7 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
     table = ScaleTable(config.scale_dtype)
     inputs = [_enter(x, table) for x in operands]
-    outputs = evaluate(closed, inputs, table=table, config=config)
+    outputs = evaluate(closed, inputs, table, config)
     keep_static = not any(v.is_scaled and not v.array.scale.is_static for v in inputs)
     return [_leave(v, table, keep_static) for v in outputs]
 
@@ -144,18 +140,17 @@ def _enter(operand: Any, table: ScaleTable) -> Value:
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:
     if not value.is_scalable or not (value.is_scaled or value.constant is not None):
         return value.plain()
-    x = _promote(value, table, full=True)
+    x = promote(value, table, full=True)
     if x.scale.is_static:
-        number = x.scale.value
-        return ScaledArray(x.data, number if keep_static else jnp.array(number, table.dtype))
-    scale = jnp.asarray(x.scale.array)
-    if x.scale.exponent > 0 or len(x.scale.factors) > 1 or x.scale.factors[0][1] > 1:
-        scale = lax.min(scale, np.array(2.0 ** (pow2.MAX_EXPONENT + 1), table.dtype))
-    return ScaledArray(x.data, scale)
+        inside = Scale(max(-pow2.MAX_EXPONENT, min(pow2.MAX_EXPONENT, x.scale.exponent)))
+        if not x.scale.is_zero and inside != x.scale:
+            x = ScaledArray(multiply(x.data, x.scale / inside, x.dtype), inside)
+        return ScaledArray(x.data, x.scale.value if keep_static else table.output(x.scale))
+    return ScaledArray(x.data, table.output(x.scale))
 
 
 def evaluate(
-    closed: Any, inputs: Sequence[Value], *, table: ScaleTable, config: ScalifyConfig
+    closed: Any, inputs: Sequence[Value], table: ScaleTable, config: ScalifyConfig
 ) -> list[Value]:
     """Interpret a closed jaxpr, equation by equation, in scaled mode."""
     jaxpr = closed.jaxpr
@@ -242,7 +237,7 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
     args = (
         inputs
         if getattr(rule, "takes_values", False)
-        else [_promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
+        else [promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
     )
     ctx = RuleContext(
         primitive=eqn.primitive,
@@ -252,7 +247,7 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
         table=table,
         config=config,
         eqn=eqn,
-        evaluate=lambda closed, values, c: evaluate(closed, values, table=c.table, config=c.config),
+        evaluate=evaluate,
     )
     try:
         out = rule(ctx, *args, **eqn.params)
@@ -329,32 +324,6 @@ def _constant_scale(value: Value) -> Scale | None:
     if number is None or number.dtype.kind not in "fiu" or not pow2.is_power_of_two(number):
         return None
     return Scale.of(number)
-
-
-def _promote(value: Value, table: ScaleTable, full: bool) -> ScaledArray:
-    """Make a plain floating value scaled: a constant or scalar splits, an array gets scale 1."""
-    if value.is_scaled:
-        return value.array
-    if value.uniform is None:
-        return ScaledArray(value.plain(), ONE)
-    number = value.constant
-    if number is None:
-        if jnp.issubdtype(value.dtype, jnp.complexfloating):
-            data, scale = value.uniform, ONE
-        else:
-            data, scale = table.split(value.uniform)
-    elif number == 0:
-        data, scale = number, ZERO
-    elif number.dtype.kind == "c" or not np.isfinite(np.float64(number)):
-        data, scale = number, ONE
-    else:
-        mantissa, exponent = pow2.split_constant(number)
-        if abs(exponent) > _LARGEST_CONSTANT and jnp.finfo(value.dtype).maxexp > pow2.MAX_EXPONENT:
-            mantissa, exponent = float(number), 0
-        data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
-    if full and value.shape:
-        data = lax.broadcast(jnp.asarray(data), value.shape)
-    return ScaledArray(data, scale)
 
 
 def _bind_plain(eqn: Any, args: list[Any]) -> Any:

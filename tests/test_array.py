@@ -405,3 +405,32 @@ class TestFrameworks:
 def test_extension_dtypes_are_floats():
     leaf = np.ones(2, ml_dtypes.bfloat16)
     assert isinstance(jsa.as_scaled_array(leaf), ScaledArray)
+
+
+@pytest.mark.parametrize("make", [jsa.scaled_array, jsa.as_scaled_array])
+@pytest.mark.parametrize("scale", [np.float32(2.0**-130), np.float64(2.0**-140)])
+def test_a_scale_below_float32_is_not_lost(make, scale):
+    x = make(jnp.full(1, 2.0**60, jnp.float32), scale)
+    assert float(x.scale) > 0
+
+
+def test_a_leaf_with_inf_keeps_its_other_values():
+    x = jsa.as_scaled_array(jnp.asarray([np.inf, 1.0, 0.5], jnp.float16), "rms")
+    np.testing.assert_array_equal(np.asarray(x), [np.inf, 1, 0.5])
+
+
+def test_float64_values_outside_float32_are_kept():
+    with jax.enable_x64(True):
+        small = jsa.as_scaled_array(jnp.full(2, 1e-100, jnp.float64), "max")
+        np.testing.assert_array_equal(np.asarray(small), 1e-100)
+        assert float(jsa.scaled_array(jnp.float64(1), 0.1)) == 0.1
+        out = jsa.scalify(lambda x, s: x * s)(
+            jsa.as_scaled_array(jnp.ones(2, jnp.float64)), jnp.float64(1e-60)
+        )
+        np.testing.assert_array_equal(np.asarray(out), 1e-60)
+
+
+@pytest.mark.parametrize("make", [jsa.scaled_array, jsa.as_scaled_array])
+def test_scale_dtypes_that_are_too_narrow(make):
+    with pytest.raises(TypeError, match="`scale_dtype` must be float32"):
+        make(jnp.ones(2), np.float32(2), scale_dtype=jnp.float8_e8m0fnu)

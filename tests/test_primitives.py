@@ -322,3 +322,16 @@ class TestCasts:
         fun = jax.jit(lambda x: jsa.dynamic_rescale(jsa.set_scaling(x, 4.0)))
         text = fun.lower(jnp.ones(3)).as_text()
         assert "stablehlo.multiply" not in text and "stablehlo.divide" not in text
+
+
+def test_state_that_starts_from_zero_takes_the_scale_of_its_update():
+    zeros = ScaledArray(jnp.zeros(2), jnp.float32(0))
+    update = ScaledArray(jnp.ones(2), jnp.float32(4))
+    out = jsa.scalify(lambda m, g: jsa.match_scales(0.9 * m + g, m))(zeros, update)
+    np.testing.assert_array_equal(np.asarray(out), 4)
+
+
+def test_a_requested_scale_stays_within_the_range():
+    out = jsa.scalify(lambda x: jsa.set_scaling(x, 2.0**-130))(jsa.as_scaled_array(jnp.ones(2)))
+    assert float(out.scale) == 2.0**-126
+    np.testing.assert_array_equal(np.asarray(out), 1)

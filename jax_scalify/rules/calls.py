@@ -12,7 +12,7 @@ from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.values import Value
 
 
-def _takes_values(rule: Any) -> Any:
+def takes_values(rule: Any) -> Any:
     """Mark a rule that is given the interpreter's values instead of arrays."""
     rule.takes_values = True
     return rule
@@ -28,7 +28,7 @@ def _constrain(value: Value, sharding: Any) -> Value:
 
 
 @register_scale_rule("jit", "pjit")
-@_takes_values
+@takes_values
 def jit_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any, in_shardings: Any, out_shardings: Any, **_: Any
 ) -> list[Value]:
@@ -39,7 +39,7 @@ def jit_rule(
 
 
 @register_scale_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")
-@_takes_values
+@takes_values
 def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list[Value]:
     """The body, in place: inside `scalify` derivatives have been taken already."""
     if not hasattr(call_jaxpr, "consts"):
@@ -48,7 +48,7 @@ def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list
 
 
 @register_scale_rule("eval_jaxpr", "composite")
-@_takes_values
+@takes_values
 def body_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **_: Any) -> list[Value]:
     """The body, in place."""
     return ctx.scale_jaxpr(jaxpr, list(args))

@@ -12,14 +12,18 @@ from jax import lax
 
 from jax_scalify import dtypes, pow2
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import ZERO, Scale
+from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.registry import RuleContext
+from jax_scalify.values import Value
 
 # A sum of n non-negative terms grows like n. For narrow data the factor stops at 2**10: beyond it
 # one confident logit in a softmax over 50,257 classes would give 65536 * 2**-16.
 NONNEGATIVE_LIMIT = 10
 # In a wide dtype a constant's data may reach 2**40: there is room for its cube.
 _CONSTANT_ROOM = 40
+# A constant beyond 2**64 is a mask or dodges an overflow (`hypot`): it stays in data that can hold
+# it, so that the scale of what it meets stays where it was.
+_LARGEST_CONSTANT = 64
 
 
 def multiply(data: Any, factor: Scale, dtype: Any = None) -> Any:
@@ -165,3 +169,29 @@ def same_dtype(*arrays: Any) -> list[Any]:
         return list(arrays)
     wide = dtypes.compute_dtype(arrays[0].dtype)
     return [lax.convert_element_type(a, wide) for a in arrays]
+
+
+def promote(value: Value, table: ScaleTable, full: bool) -> ScaledArray:
+    """Make a plain floating value scaled: a constant or scalar splits, an array gets scale 1."""
+    if value.is_scaled:
+        return value.array
+    if value.uniform is None:
+        return ScaledArray(value.plain(), ONE)
+    number = value.constant
+    if number is None:
+        if jnp.issubdtype(value.dtype, jnp.complexfloating):
+            data, scale = value.uniform, ONE
+        else:
+            data, scale = table.split(value.uniform)
+    elif number == 0:
+        data, scale = number, ZERO
+    elif number.dtype.kind == "c" or not np.isfinite(np.float64(number)):
+        data, scale = number, ONE
+    else:
+        mantissa, exponent = pow2.split_constant(number)
+        if abs(exponent) > _LARGEST_CONSTANT and jnp.finfo(value.dtype).maxexp > pow2.MAX_EXPONENT:
+            mantissa, exponent = float(number), 0
+        data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
+    if full and value.shape:
+        data = lax.broadcast(jnp.asarray(data), value.shape)
+    return ScaledArray(data, scale)

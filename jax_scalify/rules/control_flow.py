@@ -1,19 +1,210 @@
-"""Loops and branches, and what runs outside the program."""
+"""Loops, branches and rematerialisation: rebuilt through public calls on data and scales."""
 
 from __future__ import annotations
 
-from jax_scalify.registry import register_scale_rule
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jax_scalify import _compat, dtypes
+from jax_scalify.array import ScaledArray
+from jax_scalify.registry import RuleContext, register_scale_rule
+from jax_scalify.rules.calls import takes_values
 from jax_scalify.rules.mixed import dequantising_rule
+from jax_scalify.rules.subtrace import (
+    Body,
+    Form,
+    fixpoint,
+    interpret,
+    join,
+    pack,
+    unpack,
+)
+from jax_scalify.values import Value
+
+
+def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
+    """Forms of carries before the body has been looked at.
+
+    An accumulator that starts from a constant, in a loop over scaled values, will be scaled; to
+    know it saves a round.
+    """
+    any_scaled = any(v.is_scaled for v in (*values, *others))
+    forms = [Form.of(v) for v in values]
+    return [
+        f.scaled()
+        if any_scaled and f.kind == "constant" and f.shape and dtypes.is_scalable(f.dtype)
+        else f
+        for f in forms
+    ]
+
+
+@register_scale_rule("scan")
+@takes_values
+def scan_rule(
+    ctx: RuleContext,
+    *args: Value,
+    jaxpr: Any,
+    length: int,
+    reverse: bool,
+    unroll: Any,
+    **params: Any,
+) -> list[Value]:
+    """The body on data and scales; a step of scanned values has its own scale."""
+    num_consts, num_carry = _compat.scan_counts(params)
+    consts, init = list(args[:num_consts]), list(args[num_consts : num_consts + num_carry])
+    xs = list(args[num_consts + num_carry :])
+    const_forms, stacked = [Form.of(v) for v in consts], [Form.of(v) for v in xs]
+    steps = [form.slice() for form in stacked]
+
+    def make(carry_forms: list[Form]) -> Body:
+        return interpret(ctx, jaxpr, [*const_forms, *carry_forms, *steps])
+
+    body, carry_forms = fixpoint(make, _first_guess(init, [*consts, *xs]), num_carry)
+    y_forms = [
+        dataclasses.replace(f, kind="plain") if f.kind == "uniform" else f
+        for f in body.forms[num_carry:]
+    ]
+    captured = pack(const_forms, consts, ctx.table)
+    scanned, whole = [], []  # arrays that are sliced, and scales that all steps share
+    for form, value in zip(stacked, xs, strict=True):
+        arrays = form.pack(value, ctx.table)
+        if form.kind == "uniform":
+            whole.append(arrays)
+        elif form.has_scale and (not form.scale_shape or form.scale_shape[0] == 1):
+            scanned.append(arrays[0])
+            whole.append([None, arrays[1].reshape(form.slice().scale_shape)])
+        else:
+            scanned += arrays[:1]
+            scales = [a.reshape((length, *form.slice().scale_shape)) for a in arrays[1:]]
+            scanned += scales
+            whole.append([None] * len(arrays))
+
+    def step(carry: Any, sliced: Any) -> Any:
+        rest = iter(sliced)
+        x_arrays = [next(rest) if a is None else a for arrays in whole for a in arrays]
+        out = body([*captured, *carry, *x_arrays], [*carry_forms, *y_forms], ctx.table.dtype)
+        return out[: len(carry)], out[len(carry) :]
+
+    start = pack(carry_forms, init, ctx.table)
+    carry, ys = lax.scan(step, start, scanned, length, reverse=reverse, unroll=unroll)
+    return [*unpack(carry_forms, carry, ctx.table), *_stacked(ctx, y_forms, ys, length)]
+
+
+def _stacked(ctx: RuleContext, forms: list[Form], arrays: list[Any], length: int) -> list[Value]:
+    """The values of stacked results: each step keeps its scale."""
+    rest, values = iter(arrays), []
+    for form in forms:
+        form = dataclasses.replace(form, shape=(length, *form.shape))
+        own = [next(rest) for _ in range(len(form.avals()) + form.has_scale)]
+        if form.has_scale:
+            shape = form.scale_shape or (1,) * (len(form.shape) - 1)
+            own[1] = jnp.reshape(own[1], (length, *shape))
+        values.append(form.unpack(own, ctx.table))
+    return values
+
+
+@register_scale_rule("while")
+@takes_values
+def while_rule(
+    ctx: RuleContext,
+    *args: Value,
+    cond_nconsts: int,
+    cond_jaxpr: Any,
+    body_nconsts: int,
+    body_jaxpr: Any,
+    **_: Any,
+) -> list[Value]:
+    """The body on data and scales; the condition is plain."""
+    cond_consts, body_consts = args[:cond_nconsts], args[cond_nconsts:][:body_nconsts]
+    init = list(args[cond_nconsts + body_nconsts :])
+    cond_forms, body_forms = [Form.of(v) for v in cond_consts], [Form.of(v) for v in body_consts]
+
+    def make(carry_forms: list[Form]) -> Body:
+        return interpret(ctx, body_jaxpr, [*body_forms, *carry_forms])
+
+    body, forms = fixpoint(make, _first_guess(init, list(body_consts)), len(init))
+    test = interpret(ctx, cond_jaxpr, [*cond_forms, *forms])
+    plain = [dataclasses.replace(f, kind="plain", constant=None) for f in test.forms]
+    captured = pack(cond_forms, cond_consts, ctx.table), pack(body_forms, body_consts, ctx.table)
+    out = lax.while_loop(
+        lambda carry: test([*captured[0], *carry], plain, ctx.table.dtype)[0],
+        lambda carry: body([*captured[1], *carry], forms, ctx.table.dtype),
+        pack(forms, init, ctx.table),
+    )
+    return unpack(forms, out, ctx.table)
+
+
+@register_scale_rule("cond")
+@takes_values
+def cond_rule(
+    ctx: RuleContext,
+    index: Value,
+    *args: Value,
+    branches: Any,
+    branches_platforms: Any = None,
+    **_: Any,
+) -> list[Value]:
+    """A result is scaled if it is so in any branch, its scale static if all agree."""
+    forms = [Form.of(v) for v in args]
+    bodies = [interpret(ctx, branch, forms) for branch in branches]
+    joined = bodies[0].forms
+    for body in bodies[1:]:
+        joined = [join(a, b) for a, b in zip(joined, body.forms, strict=True)]
+    calls = [lambda *arrays, body=body: body(arrays, joined, ctx.table.dtype) for body in bodies]
+    operands = pack(forms, args, ctx.table)
+    if branches_platforms is None:
+        out = lax.switch(index.plain(), calls, *operands)
+    else:
+        named = {
+            platform: call
+            for call, platforms in zip(calls, branches_platforms, strict=True)
+            for platform in platforms or ["default"]
+        }
+        out = lax.platform_dependent(*operands, **named)
+    return unpack(joined, out, ctx.table)
+
+
+@register_scale_rule("remat2", "checkpoint")
+@takes_values
+def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
+    """The body on data and scales, rematerialised as it was."""
+    forms = [Form.of(v) for v in args]
+    body = interpret(ctx, _compat.close_jaxpr(jaxpr, ()), forms)
+    operands = [*body.jaxpr.consts, *pack(forms, args, ctx.table)]
+    out = ctx.bind(*operands, jaxpr=_compat.open_jaxpr(body.jaxpr), **params)
+    return unpack(body.forms, out, ctx.table)
+
+
+@register_scale_rule("custom_linear_solve")
+@takes_values
+def custom_linear_solve_rule(
+    ctx: RuleContext, *args: Value, const_lengths: Any, jaxprs: Any, **_: Any
+) -> list[Value]:
+    """The solver, in place: inside `scalify` derivatives have been taken already."""
+    before = const_lengths.matvec + const_lengths.vecmat
+    consts = args[before : before + const_lengths.solve]
+    return ctx.scale_jaxpr(jaxprs.solve, [*consts, *args[sum(const_lengths) :]])
+
+
+@register_scale_rule("debug_callback", "debug_print")
+def debug_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
+    """Plain values: what is shown is the value."""
+    plain = [ctx.dequantise(x, x.dtype) if isinstance(x, ScaledArray) else x for x in args]
+    return ctx.bind(*plain, **params)
+
 
 for _reason, _names in (
     (
         "its body is evaluated on plain values",
-        "scan while cond remat2 checkpoint remat_opt custom_linear_solve linear_call shard_map "
-        "custom_vmap_call custom_partitioning call_hi_primitive run_state custom_lin stage",
+        "remat_opt linear_call shard_map custom_vmap_call custom_partitioning call_hi_primitive "
+        "run_state custom_lin stage",
     ),
     (
         "what it calls is outside the program and expects plain values",
-        "pure_callback io_callback debug_callback debug_print ffi_call call_exported",
+        "pure_callback io_callback ffi_call call_exported",
     ),
     ("a `Ref` holds plain values", "get swap addupdate freeze new_ref dce_sink"),
 ):

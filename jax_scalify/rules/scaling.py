@@ -13,7 +13,7 @@ from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.pow2 import Scale
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.calls import _takes_values
+from jax_scalify.rules.calls import takes_values
 from jax_scalify.rules.common import filled, multiply, uniform_over
 from jax_scalify.values import Value
 
@@ -25,7 +25,8 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
         return value.scale
     if value.constant is not None:
         number = float(value.constant)
-        return Scale.of(number and 2.0 ** pow2.floor_exponent(number))
+        limit = pow2.MAX_EXPONENT
+        return Scale(max(-limit, min(limit, pow2.floor_exponent(number)))) if number else pow2.ZERO
     plain = ctx.dequantise(value.array) if value.is_scaled else value.plain()
     plain = jnp.abs(plain).astype(ctx.table.dtype)
     return ctx.table.atom(
@@ -40,6 +41,10 @@ def set_scaling_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     data = filled(x.data, ctx.out_avals[0].shape)
     if x.scale.is_zero:
         return ScaledArray(data, scale)
+    if not scale.is_nonzero:  # "any scale will do": the value's own
+        asked = jnp.asarray(scale.array, ctx.table.dtype)
+        own = jnp.broadcast_to(x.scale.array, jnp.broadcast_shapes(x.scale.shape, asked.shape))
+        scale = x.scale if scale.is_zero else ctx.table.atom(jnp.where(asked == 0, own, asked))
     return ScaledArray(multiply(data, x.scale / scale, ctx.out_dtype), scale)
 
 
@@ -58,7 +63,7 @@ def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArra
 
 
 @register_scale_rule(primitives.stop_scaling_p)
-@_takes_values
+@takes_values
 def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
     """The plain value."""
     plain = ctx.dequantise(value.array, value.dtype) if value.is_scaled else value.plain()
@@ -91,7 +96,7 @@ def dynamic_rescale_rule(
     elif batch_ndim:
         axes = tuple(range(batch_ndim, x.ndim))
     wide = array_lib.statistic(x.data, stat, axes)
-    power = pow2.round_down(wide.astype(ctx.table.dtype))
+    power = pow2.round_down(wide, ctx.table.dtype)
     if ctx.config.rounding_mode is Pow2RoundMode.UP:
         power = jnp.where(wide > power, 2 * power, power)
     power = lax.mul(power, jnp.asarray(1 / target, power.dtype))

@@ -1,0 +1,206 @@
+"""How values cross into a sub-trace and out of it: the body of a loop, a branch, a remat.
+
+A body is interpreted once, on arrays, with a scale table of its own. A `Form` says which arrays
+stand for a value, and what is known of it on the other side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from jax_scalify import dtypes
+from jax_scalify.array import ScaledArray, align_scale
+from jax_scalify.pow2 import Scale, ScaleTable
+from jax_scalify.registry import RuleContext
+from jax_scalify.rules.common import promote
+from jax_scalify.values import Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The form in which a value crosses: plain, scaled, or known in a stronger way.
+
+    Forms are ordered, constant < uniform < plain < scaled, and a static scale is below a dynamic
+    one: `join` gives the least form that can hold either of two values.
+
+    Attributes:
+        shape, dtype: of the value.
+        kind: "constant": no array, the number is known; "uniform": a 0-d array that every element
+            equals; "plain": the array; "scaled": data and, unless it is static, its scale.
+        constant: the number, of a constant.
+        static: the scale, if it is static.
+        scale_shape: of a dynamic scale: `()`, or the rank of the value with dims 1 or its own.
+        nonneg: no element is negative.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: str
+    constant: Any = None
+    static: Scale | None = None
+    scale_shape: tuple[int, ...] = ()
+    nonneg: bool = False
+
+    @classmethod
+    def of(cls, value: Value) -> Form:
+        """The strongest form of a value."""
+        if value.is_scaled:
+            scale = value.array.scale
+            known = {"static": scale} if scale.is_static else {"scale_shape": scale.shape}
+            return cls(value.shape, value.dtype, "scaled", nonneg=value.nonneg, **known)
+        kind = "plain"
+        if value.constant is not None:
+            kind = "constant"
+        elif value.uniform is not None and value.array is None:
+            kind = "uniform"
+        return cls(value.shape, value.dtype, kind, value.constant, nonneg=value.nonneg)
+
+    def scaled(self) -> Form:
+        """The same value with a dynamic scalar scale."""
+        return Form(self.shape, self.dtype, "scaled", nonneg=self.nonneg)
+
+    def slice(self) -> Form:
+        """The form of one step of a scanned value."""
+        rest = self.scale_shape[1:]
+        rest = () if math.prod(rest) == 1 else rest
+        return dataclasses.replace(self, shape=self.shape[1:], scale_shape=rest)
+
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the arrays, a scale's dtype left to the table."""
+        if self.kind == "constant":
+            return []
+        return [jax.ShapeDtypeStruct(() if self.kind == "uniform" else self.shape, self.dtype)]
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether a scale array goes with the data."""
+        return self.kind == "scaled" and self.static is None
+
+    def pack(self, value: Value, table: ScaleTable) -> list[Any]:
+        """The arrays that stand for a value in this form."""
+        if self.kind == "constant":
+            return []
+        if self.kind == "uniform":
+            return [jnp.asarray(value.uniform)]
+        if self.kind == "plain":
+            return [jnp.asarray(value.plain())]
+        x = promote(value, table, full=True)
+        if not self.has_scale:
+            return [jnp.asarray(x.data)]
+        scale = align_scale(table.output(x.scale), len(self.scale_shape))
+        return [jnp.asarray(x.data), jnp.broadcast_to(scale, self.scale_shape)]
+
+    def unpack(self, arrays: Sequence[Any], table: ScaleTable) -> Value:
+        """The value that arrays in this form stand for."""
+        if self.kind == "constant":
+            return (
+                Value.filled(self.shape, self.constant) if self.shape else Value.of(self.constant)
+            )
+        if self.kind == "uniform":
+            return Value.filled(self.shape, arrays[0], nonneg=self.nonneg)
+        if self.kind == "plain":
+            return Value.of(arrays[0], nonneg=self.nonneg)
+        scale = table.atom(arrays[1]) if self.static is None else self.static
+        return Value.of(ScaledArray(arrays[0], scale), nonneg=self.nonneg)
+
+
+def join(a: Form, b: Form) -> Form:
+    """The least form that can hold a value of either form."""
+    nonneg = a.nonneg and b.nonneg
+    if a.kind == b.kind == "constant":
+        same = np.array_equal(a.constant, b.constant, equal_nan=dtypes.is_scalable(a.dtype))
+        if same:
+            return a
+        # Two constants are scaled values, unless they are numbers whose exponent is their scale.
+        kind = "scaled" if a.shape and dtypes.is_scalable(a.dtype) else "plain"
+        return Form(a.shape, a.dtype, kind, nonneg=nonneg)
+    if "scaled" in (a.kind, b.kind):
+        return _join_scaled(a, b, nonneg)
+    kind = "plain" if "plain" in (a.kind, b.kind) or not a.shape else "uniform"
+    return Form(a.shape, a.dtype, kind, nonneg=nonneg)
+
+
+def _join_scaled(a: Form, b: Form, nonneg: bool) -> Form:
+    known = [f.static for f in (a, b) if f.kind == "scaled"]
+    others = [f for f in (a, b) if f.kind != "scaled"]
+    zero = all(f.kind == "constant" and f.constant == 0 for f in others)
+    if zero and None not in known and len(set(known)) == 1:
+        return Form(a.shape, a.dtype, "scaled", static=known[0], nonneg=nonneg)
+    shape = np.broadcast_shapes(a.scale_shape, b.scale_shape)
+    return Form(a.shape, a.dtype, "scaled", scale_shape=shape, nonneg=nonneg)
+
+
+def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of all arrays of some forms."""
+    out = []
+    for form in forms:
+        out += form.avals()
+        if form.has_scale:
+            out.append(jax.ShapeDtypeStruct(form.scale_shape, table.dtype))
+    return out
+
+
+def pack(forms: Sequence[Form], values: Sequence[Value], table: ScaleTable) -> list[Any]:
+    """All arrays of some values, one after the other."""
+    return [a for f, v in zip(forms, values, strict=True) for a in f.pack(v, table)]
+
+
+def unpack(forms: Sequence[Form], arrays: Sequence[Any], table: ScaleTable) -> list[Value]:
+    """The values that a sequence of arrays stands for."""
+    rest, values = list(arrays), []
+    for form in forms:
+        count = len(form.avals()) + form.has_scale
+        values.append(form.unpack(rest[:count], table))
+        rest = rest[count:]
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A jaxpr that has been interpreted: a function of packed arrays, and the results' forms."""
+
+    jaxpr: Any
+    forms: list[Form]
+
+    def __call__(self, arrays: Sequence[Any], forms: Sequence[Form], table_dtype: Any) -> list[Any]:
+        """Call the body, and bring its results to weaker forms."""
+        results = list(jex_core.jaxpr_as_fun(self.jaxpr)(*arrays))
+        if list(forms) == self.forms:
+            return results
+        table = ScaleTable(table_dtype)
+        return pack(forms, unpack(self.forms, results, table), table)
+
+
+def interpret(ctx: RuleContext, closed: Any, forms: Sequence[Form]) -> Body:
+    """Interpret a sub-jaxpr on values of given forms, with a scale table of its own."""
+    out_forms: list[Form] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        table = ScaleTable(ctx.table.dtype)
+        outputs = ctx.scale_jaxpr(closed, unpack(forms, arrays, table), table)
+        out_forms[:] = map(Form.of, outputs)
+        return pack(out_forms, outputs, table)
+
+    jaxpr = jax.make_jaxpr(flat)(*avals(forms, ctx.table))
+    return Body(jaxpr, out_forms)
+
+
+def fixpoint(
+    make: Callable[[list[Form]], Body], start: list[Form], count: int
+) -> tuple[Body, list[Form]]:
+    """Find the least forms of `count` carries that a body gives back as it gets them."""
+    forms = start
+    while True:
+        body = make(forms)
+        joined = [join(a, b) for a, b in zip(forms, body.forms[:count], strict=True)]
+        if joined == forms:
+            return body, forms
+        forms = joined
