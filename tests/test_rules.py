@@ -205,3 +205,21 @@ def test_scales_per_axis_are_kept():
         (lambda v: v.sum(0), ()),
     ):
         assert jnp.shape(jsa.scalify(fun)(x).scale) == shape
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,), ()])
+def test_empty_arrays_and_scalars(shape):
+    functions = (
+        jnp.sum, jnp.tanh, jnp.sort, jnp.cumsum, jnp.ravel, lambda x: x @ x.T, lambda x: x * 2 + x,
+        lambda x: jnp.pad(x, 1), lambda x: jnp.concatenate([x, x]), lambda x: x > 0,
+    )  # fmt: skip
+    scale = jnp.ones(shape[:1] + (1,) * (len(shape) - 1), jnp.float32)
+    x = ScaledArray(jnp.ones(shape, jnp.float16), scale)
+    for fun in functions:
+        try:
+            expected = fun(x.data)
+        except (TypeError, ValueError):  # not for this rank
+            continue
+        out = jax.jit(jsa.scalify(fun))(x)
+        assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_array_equal(wide(out), np.asarray(expected))

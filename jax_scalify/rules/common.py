@@ -58,9 +58,8 @@ def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArr
     everything = all(x.scale.shape[a] == 1 for a in range(x.ndim) if a not in axes)
     if not axes and not everything:
         return x
-    scale = x.scale.map(
-        lambda s: jnp.max(s, tuple(range(s.ndim)) if everything else axes, keepdims=not everything)
-    )
+    reduced = tuple(range(x.ndim)) if everything else axes
+    scale = x.scale.map(lambda s: jnp.max(s, reduced, keepdims=not everything, initial=0))
     return ScaledArray(multiply(x.data, x.scale / scale, x.dtype), scale)
 
 

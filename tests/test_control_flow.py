@@ -1,0 +1,212 @@
+"""Loops, branches and rematerialisation: values, scales and structure."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray, registry
+from jax_scalify.testing import check_scale_rule
+
+STEPS, STACK = (4, 6), (3, 6, 6)
+
+
+def scaled(seed, shape, scale=1.0, dtype=jnp.float16):
+    data = np.random.default_rng(seed).normal(size=shape)
+    return ScaledArray(jnp.asarray(data, dtype), jnp.float32(scale))
+
+
+def value(x):
+    return np.asarray(x, np.float64)
+
+
+def _layers(body):
+    def layers(h, w):
+        return lax.scan(lambda h, w: (body(h, w), None), h, w)[0]
+
+    return layers
+
+
+def _tanh_layer(h, w):
+    return jnp.tanh(h @ w)
+
+
+def _fold(x):
+    return lax.scan(lambda c, v: (c * 0.5 + v, c), x[0], x)
+
+
+LOOPS = {
+    "carry": (_fold, (STEPS,)),
+    "reverse-unroll": (
+        lambda x: lax.scan(lambda c, v: (c * 0.5 + v, c), x[0], x, reverse=True, unroll=2),
+        (STEPS,),
+    ),
+    "carry-from-zeros": (
+        lambda x: lax.scan(lambda c, v: (c + v, v * 2), jnp.zeros(6, x.dtype), x),
+        (STEPS,),
+    ),
+    "carry-from-ones": (
+        lambda x: lax.scan(lambda c, v: (c * v, c), jnp.ones(6, x.dtype), x)[0],
+        (STEPS,),
+    ),
+    "carry-becomes-scaled-late": (
+        lambda x: lax.scan(lambda c, v: ((c[1], c[2], v), c[0]), (jnp.zeros(6, x.dtype),) * 3, x),
+        (STEPS,),
+    ),
+    "constant-results": (
+        lambda x: lax.scan(lambda c, v: (c, (jnp.ones(6, x.dtype), v, 2)), 0.0, x)[1],
+        (STEPS,),
+    ),
+    "counter": (lambda x: lax.scan(lambda c, v: (c + 1, v * c.astype(x.dtype)), 0, x), (STEPS,)),
+    "captured": (lambda x, y: lax.scan(lambda c, v: (c + v * y, None), y, x)[0], (STEPS, (6,))),
+    "layers": (_layers(_tanh_layer), ((2, 6), STACK)),
+    "layers-remat": (_layers(jax.checkpoint(_tanh_layer)), ((2, 6), STACK)),
+    "map": (lambda x: lax.map(jnp.tanh, x), (STEPS,)),
+    "associative_scan": (lambda x: lax.associative_scan(jnp.add, x), (STEPS,)),
+    "fori": (
+        lambda x: lax.fori_loop(0, 4, lambda i, c: c + x * i.astype(x.dtype), jnp.zeros_like(x)),
+        (STEPS,),
+    ),
+    "cond": (
+        lambda x: lax.cond(x[0, 0] > 0, lambda c: c * 2, lambda c: jnp.ones_like(c), x),
+        (STEPS,),
+    ),
+    "cond-no": (lambda x: lax.cond(x[0, 0] < 9e3, jnp.zeros_like, lambda c: c, x), (STEPS,)),
+    "switch": (
+        lambda x: lax.switch((x[0, 0] > 0) * 2, [lambda c: c * 2, lambda c: c * 0, lambda c: c], x),
+        (STEPS,),
+    ),
+    "platform": (lambda x: lax.platform_dependent(x, cpu=jnp.negative, default=jnp.sin), (STEPS,)),
+    "nested": (
+        lambda x: lax.scan(
+            lambda c, v: (
+                lax.fori_loop(0, 3, lambda i, d: d * 1.5, c) + v,
+                lax.cond(v[0] > 0, lambda u: u, lambda u: u * 4, v),
+            ),
+            jnp.zeros(6, x.dtype),
+            x,
+        ),
+        (STEPS,),
+    ),
+    "remat": (jax.checkpoint(lambda x: jnp.tanh(x) * x), (STEPS,)),
+    "no-steps": (lambda x: lax.scan(lambda c, v: (c + v, v), x[0] * 2, x[:0]), (STEPS,)),
+}
+
+
+@pytest.mark.parametrize("way", ["jit", "vmap", "grad"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_and_branches(name, way):
+    fun, shapes = LOOPS[name]
+    data = [scaled(i, s).data / 2 for i, s in enumerate(shapes)]
+    check_scale_rule(
+        fun, *data, ways=(way,), scales=(2.0**-8, 1.0, 2.0), static_scale=0.5, tolerance=2.0**-8
+    )
+
+
+def test_while_loop():
+    def fun(x):
+        return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * 2 + 1), (0, x))
+
+    data = scaled(0, STEPS).data
+    check_scale_rule(fun, data, ways=("jit", "vmap"), scales=(2.0**-8, 1.0, 2.0**20, 0.0))
+
+
+def test_the_condition_may_depend_on_scaled_values():
+    def fun(x):
+        return lax.while_loop(lambda c: jnp.sum(c) < 100, lambda c: c * 2, x)
+
+    x = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(2.0))
+    np.testing.assert_array_equal(value(jax.jit(jsa.scalify(fun))(x)), value(fun(jnp.full(3, 2.0))))
+
+
+def test_stacked_layers_keep_their_own_scales():
+    scales = jnp.float32(2.0) ** jnp.array([0, 20, -20])
+    w = ScaledArray(scaled(0, STACK).data, scales)
+    out = jax.jit(jsa.scalify(lambda w: lax.scan(lambda c, v: (c, v * 2), 0, w)[1]))(w)
+    assert out.scale.shape == (3, 1, 1)
+    np.testing.assert_array_equal(out.scale.ravel(), 2 * scales)
+    np.testing.assert_array_equal(value(out), 2 * value(w))
+
+
+def test_gradients_of_stacked_layers_have_a_scale_a_layer():
+    def loss(w, h):
+        return jnp.sum(_layers(_tanh_layer)(h, w).astype(jnp.float32) ** 2)
+
+    grad = jax.jit(jsa.scalify(jax.grad(loss)))(scaled(0, STACK, 0.25), scaled(1, (2, 6)))
+    assert grad.scale.shape == (3, 1, 1) and grad.dtype == jnp.float16
+
+
+def test_static_scales_stay_static_through_a_loop():
+    x = ScaledArray(jnp.ones(STEPS, jnp.float16), 4.0)
+    carry, ys = jax.jit(jsa.scalify(lambda x: lax.scan(lambda c, v: (v, v * 2), x[0], x)))(x)
+    assert (carry.scale, ys.scale) == (4.0, 8.0)
+    out = jax.jit(
+        jsa.scalify(lambda x: lax.cond(x[0, 0] > 0, lambda v: v * 2, lambda v: v + v, x))
+    )(x)
+    assert isinstance(out, ScaledArray)
+
+
+def test_plain_carries_stay_plain():
+    def fun(x):
+        return lax.scan(lambda c, v: ((c[0] + 1, c[1] * 0.5), v), (0, jnp.float32(1)), x)[0]
+
+    count, decay = jax.jit(jsa.scalify(fun))(scaled(0, STEPS))
+    assert not isinstance(count, ScaledArray) and count == 4
+    assert float(decay) == 0.0625
+
+
+def test_a_body_is_interpreted_at_most_twice(monkeypatch):
+    calls = []
+    rule = registry._rules[lax.dot_general_p]
+    counting = functools.wraps(rule)(lambda *a, **k: (calls.append(1), rule(*a, **k))[1])
+    monkeypatch.setitem(registry._rules, lax.dot_general_p, counting)
+
+    def loss(w, h):
+        return jnp.sum(_layers(_tanh_layer)(h, w) ** 2)
+
+    jax.jit(jsa.scalify(jax.grad(loss))).lower(scaled(0, STACK), scaled(1, (2, 6)))
+    assert 3 <= len(calls) <= 6  # three matmuls, in two loops
+
+
+def _barriers(fun, *args):
+    return jax.jit(fun).lower(*args).as_text().count("optimization_barrier")
+
+
+def _temporary(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def _block(h, w):
+    """Two residual blocks with a norm, as in a transformer."""
+    for _ in range(2):
+        centred = h - jnp.mean(h, -1, keepdims=True)
+        normed = centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
+        h = h + jax.nn.gelu(normed @ w) @ w.T
+    return h
+
+
+def _stack_loss(remat, policy):
+    layers = _layers(jax.checkpoint(_block, policy=policy) if remat else _block)
+    return jax.grad(lambda w, h: jnp.sum(layers(h, w) ** 2))
+
+
+POLICIES = {
+    "nothing": None,
+    "dots": jax.checkpoint_policies.checkpoint_dots,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_remat_saves_what_the_plain_step_saves(policy):
+    policy = POLICIES[policy]
+    w, h = scaled(0, (12, 64, 64), 0.125, jnp.float32), scaled(1, (256, 64), 1.0, jnp.float32)
+    plain = [_temporary(_stack_loss(r, policy), w.data, h.data) for r in (False, True)]
+    ours = [_temporary(jsa.scalify(_stack_loss(r, policy)), w, h) for r in (False, True)]
+    assert plain[1] < 0.8 * plain[0]
+    assert ours[1] / ours[0] <= 1.05 * plain[1] / plain[0], (plain, ours)
+    fun = _stack_loss(True, policy)
+    assert _barriers(jsa.scalify(fun), w, h) >= _barriers(fun, w.data, h.data) > 0

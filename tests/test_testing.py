@@ -1,0 +1,85 @@
+"""`check_scale_rule` passes good rules, and names what is wrong with bad ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray, registry
+from jax_scalify.testing import check_scale_rule
+
+X = np.float16([[1.0, -2.5, 0.25], [3.0, 0.5, -1.0]])
+
+
+def make_primitive(name, fun):
+    primitive = Primitive(name)
+    primitive.def_impl(jax.jit(fun))
+    primitive.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    return primitive
+
+
+triple_p = make_primitive("triple", lambda x: x * 3)
+WAYS = ("eager", "jit", "scan")  # the primitive has no batching rule
+
+
+def triple(x):
+    return triple_p.bind(x)
+
+
+@pytest.fixture(autouse=True)
+def forget_the_rule():
+    yield
+    registry._rules.pop(triple_p, None)
+    registry._infos.pop("triple", None)
+
+
+def test_a_rule_in_three_lines():
+    @jsa.register_scale_rule(triple_p)
+    def triple_rule(ctx, x, **params):
+        """`out = f(data)`, scale unchanged."""
+        return ScaledArray(ctx.bind(x.data, **params), x.scale)
+
+    check_scale_rule(triple, X, ways=WAYS)
+    info = next(i for i in registry.registered_rules() if i.name == "triple")
+    assert (info.family, info.law) == ("custom", "`out = f(data)`, scale unchanged.")
+
+
+BAD = {
+    "Meaning": lambda ctx, x: ScaledArray(ctx.bind(x.data), x.scale * 2),
+    "Meaning.*scale": lambda ctx, x: ScaledArray(
+        ctx.bind(ctx.dequantise(x, x.dtype)), 1.0
+    ),  # quietly dequantised to float16
+    "Power of two": lambda ctx, x: ScaledArray(
+        ctx.bind(x.data / 3), jnp.asarray(x.scale.array) * 3
+    ),
+    "No hidden statistics": lambda ctx, x: (
+        lambda peak: ScaledArray(ctx.bind(x.data / peak), x.scale.array * peak)
+    )(jnp.exp2(jnp.floor(jnp.log2(jnp.max(abs(x.data))))).astype(jnp.float32).astype(x.dtype)),
+    "float32": lambda ctx, x: ScaledArray(ctx.bind(x.data).astype(jnp.float32), x.scale),
+    "Scale 0 means data 0": lambda ctx, x: ScaledArray(ctx.bind(x.data) + 1, x.scale),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_rule_is_named(message):
+    jsa.register_scale_rule(triple_p)(BAD[message])
+    scales = (0.0,) if "data 0" in message else (2.0**-20, 1.0, 2.0**20)
+    error = TypeError if message == "float32" else AssertionError
+    with pytest.raises(error, match=f"(?s){message}"):
+        check_scale_rule(triple, X, ways=("jit",), scales=scales)
+
+
+def test_a_missing_rule_is_an_error():
+    with pytest.raises(jsa.MissingRuleError, match="triple"):
+        check_scale_rule(triple, X, ways=("eager",))
+
+
+def test_what_cannot_be_checked_is_refused():
+    with pytest.raises(ValueError, match="`ways` must be among"):
+        check_scale_rule(jnp.negative, X, ways=("pmap",))
+    with pytest.raises(ValueError, match="`args` must hold a floating array"):
+        check_scale_rule(jnp.negative, np.arange(3))
