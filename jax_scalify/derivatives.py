@@ -8,17 +8,21 @@ derivative is the scalified derivative of the plain function.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat, dtypes
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.registry import sub_jaxprs
+
+_CUSTOM_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_linear_solve"}
 
 ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
 
@@ -26,7 +30,7 @@ ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
 def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence[Any]) -> list[Any]:
     """Interpret a closed jaxpr on operands, so that its custom derivatives are respected."""
     names = _primitive_names(closed.jaxpr)
-    if not names & {"custom_jvp_call", "custom_vjp_call"}:
+    if not names & _CUSTOM_DERIVATIVES:
         return scale_call(closed, operands)
     # What the user's function closes over may be differentiated as well.
     traced = [i for i, c in enumerate(closed.consts) if _compat.is_traced(c)]
@@ -46,6 +50,25 @@ def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence
 
     wrap = _with_vjp if "custom_vjp_call" in names else _with_jvp
     return wrap(scale_call, plain, scaled)(*operands, *(closed.consts[i] for i in traced))
+
+
+@jax.custom_jvp
+def constant_scales(scales: list[Any]) -> list[Any]:
+    """Return the scales of the operands, and refuse to be differentiated by them."""
+    return scales
+
+
+@functools.partial(constant_scales.defjvp, symbolic_zeros=True)
+def _constant_scales_jvp(primals: Any, tangents: Any) -> Any:
+    moved = [t for t in jax.tree.leaves(tangents) if not isinstance(t, SymbolicZero)]
+    if moved:
+        raise TypeError(
+            "A scalified function was differentiated with respect to a `ScaledArray`: its data and "
+            "its scale are not two variables of the value. Take the derivative inside, "
+            "`scalify(jax.grad(f))(x)`, or with respect to a plain array, "
+            "`jax.grad(lambda x: jsa.asarray(jsa.scalify(f)(jsa.as_scaled_array(x))))(x)`."
+        )
+    return primals[0], tangents[0]
 
 
 def _primitive_names(jaxpr: Any) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax_scalify import _compat, dtypes, pow2, primitives
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
-from jax_scalify.derivatives import with_user_derivatives
+from jax_scalify.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.pow2 import Scale, ScaleTable
 from jax_scalify.registry import (
     RuleContext,
@@ -38,6 +38,10 @@ _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # follow a residual stream through all layers. The chain is cut after this many alignments, which
 # keeps the compiled program linear in depth.
 _MAX_FUSED_ALIGNMENTS = 8
+_CLOSED_OVER = (
+    "jax_scalify: inside a scalified function every value is a plain array. Pass a ScaledArray "
+    "that `fun` closes over as an argument, or convert it with `jsa.asarray`."
+)
 
 
 def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
@@ -92,7 +96,14 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
             for i, array in zip(dynamic, arrays, strict=True):
                 full[i] = array
             in_args, in_kwargs = jax.tree.unflatten(tree, full)
-            out, out_tree = jax.tree.flatten(fun(*in_args, **in_kwargs), is_leaf=is_scaled)
+            try:
+                out, out_tree = jax.tree.flatten(fun(*in_args, **in_kwargs), is_leaf=is_scaled)
+            except TypeError as error:
+                if "ScaledArray" in str(error):
+                    error.add_note(_CLOSED_OVER)
+                raise
+            if any(map(is_scaled, out)):
+                raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
             return out
 
         operands = [leaves[i] for i in dynamic]
@@ -121,19 +132,22 @@ def _sets_scaling(jaxpr: Any) -> bool:
 def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
     table = ScaleTable(config.scale_dtype)
-    inputs = [_enter(x, table) for x in operands]
+    dynamic = [
+        align_scale(x.scale, x.ndim).astype(table.dtype)
+        for x in operands
+        if is_scaled(x) and not x.is_static
+    ]
+    scales = iter(constant_scales(dynamic) if dynamic else ())
+    inputs = [_enter(x, scales, table) for x in operands]
     outputs = evaluate(closed, inputs, table, config)
     keep_static = not any(v.is_scaled and not v.array.scale.is_static for v in inputs)
     return [_leave(v, table, keep_static) for v in outputs]
 
 
-def _enter(operand: Any, table: ScaleTable) -> Value:
+def _enter(operand: Any, dynamic_scales: Iterator[Any], table: ScaleTable) -> Value:
     if not is_scaled(operand):
         return Value.of(operand)
-    if operand.is_static:
-        scale = Scale.of(operand.scale)
-    else:
-        scale = table.atom(align_scale(operand.scale, operand.ndim).astype(table.dtype))
+    scale = Scale.of(operand.scale) if operand.is_static else table.atom(next(dynamic_scales))
     return Value.of(ScaledArray(jnp.asarray(operand.data), scale))
 
 
