@@ -31,7 +31,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile
 SAMPLE = tests/test_array.py tests/test_pow2.py tests/test_primitives.py tests/test_transform.py \
 	tests/test_facts.py tests/test_nn_dot.py tests/test_optimizer.py
 
-.PHONY: demo test test-full test-newest test-lowest lint format table3 bench clean
+.PHONY: demo test test-full test-newest test-lowest lint format table3 bench coverage clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -63,6 +63,11 @@ table3: $(VENV)/.installed  ## Table 3 of the paper; goes on where it was stoppe
 
 bench: $(VENV)/.installed  ## compile time, size and step time of the GPT's update
 	$(VENV)/bin/python benchmarks/gpt_cost.py
+
+# The newest JAX comes last: it writes the page from the results of both.
+coverage: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## JAX's own test harnesses, and docs/coverage.md
+	status=0; for venv in $(VENV_LOWEST) $(VENV); do \
+		$$venv/bin/python benchmarks/coverage.py || status=1; done; exit $$status
 
 $(VENV)/.installed: pyproject.toml
 	$(MAIN_PYTHON) -m venv $(VENV)

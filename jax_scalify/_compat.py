@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import source_info_util
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
@@ -104,3 +105,27 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def bind_jit(
+    primitive: jex_core.Primitive, closed: Any, args: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """Call a jaxpr as an equation of `jit` did, with other arguments and results."""
+    count = len(closed.jaxpr.outvars)
+    return primitive.bind(
+        *args,
+        **{
+            **params,
+            "jaxpr": closed,
+            "in_shardings": (UNSPECIFIED,) * len(args),
+            "out_shardings": (UNSPECIFIED,) * count,
+            "in_layouts": (None,) * len(args),
+            "out_layouts": (None,) * count,
+            "donated_invars": (False,) * len(args),
+        },
+    )
+
+
+def no_name_stack() -> Any:
+    """Trace a body that several calls share: names of the first caller do not belong to it."""
+    return source_info_util.reset_name_stack()

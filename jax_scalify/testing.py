@@ -155,17 +155,16 @@ def _caller(fun: Callable, way: str, floating: list[int], scaled: bool = True) -
     """The function of operands that a way of calling stands for."""
     if way == "grad":
         fun = jax.grad(lambda *xs, f=fun: _weighted_sum(f(*xs)), tuple(floating))
-    inner = scalify(fun) if scaled else fun
+    call = scalify(fun) if scaled else fun
     if way == "vmap":
-        inner = jax.vmap(inner)
+        call = jax.vmap(call)
     elif way == "scan":
-        body = inner
+        call = _scanned(call)
+    return jax.jit(call) if scaled and way not in ("eager", "grad_outside") else call
 
-        def inner(*xs: Any) -> Any:
-            return lax.scan(lambda carry, x: (carry, body(*x)), 0, xs)[1]
-    elif way == "grad_outside":
-        return inner
-    return inner if way == "eager" or not scaled else jax.jit(inner)
+
+def _scanned(fun: Callable) -> Callable:
+    return lambda *xs: lax.scan(lambda carry, x: (carry, fun(*x)), 0, xs)[1]
 
 
 def _value(x: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray, registry
+from jax_scalify._compat import JAX_VERSION
 from jax_scalify.testing import check_scale_rule
 
 STEPS, STACK = (4, 6), (3, 6, 6)
@@ -202,11 +203,12 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_remat_saves_what_the_plain_step_saves(policy):
-    policy = POLICIES[policy]
-    w, h = scaled(0, (12, 64, 64), 0.125, jnp.float32), scaled(1, (256, 64), 1.0, jnp.float32)
-    plain = [_temporary(_stack_loss(r, policy), w.data, h.data) for r in (False, True)]
-    ours = [_temporary(jsa.scalify(_stack_loss(r, policy)), w, h) for r in (False, True)]
-    assert plain[1] < 0.8 * plain[0]
-    assert ours[1] / ours[0] <= 1.05 * plain[1] / plain[0], (plain, ours)
-    fun = _stack_loss(True, policy)
+    fun = _stack_loss(True, POLICIES[policy])
+    w, h = scaled(0, (12, 128, 128), 0.125, jnp.float32), scaled(1, (256, 128), 1.0, jnp.float32)
     assert _barriers(jsa.scalify(fun), w, h) >= _barriers(fun, w.data, h.data) > 0
+    everything = _stack_loss(False, None)
+    plain = [_temporary(f, w.data, h.data) for f in (everything, fun)]
+    ours = [_temporary(jsa.scalify(f), w, h) for f in (everything, fun)]
+    assert plain[1] < 0.5 * plain[0]
+    slack = 1.05 if JAX_VERSION >= (0, 11) else 1.08
+    assert ours[1] / ours[0] <= slack * plain[1] / plain[0], (plain, ours)

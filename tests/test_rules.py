@@ -47,7 +47,7 @@ def _parameters():
     for index, case in enumerate(CASES):
         for dtype in case.dtypes:
             for way in WAYS:
-                if way.startswith("grad") and not case.grad:
+                if way.startswith("grad") and not case.grad or way == "vmap" and not case.batched:
                     continue
                 only = case.dtypes[index % len(case.dtypes)]
                 sampled = dtype == only and (
@@ -61,12 +61,16 @@ def _parameters():
 @pytest.mark.parametrize(("case", "dtype", "way"), list(_parameters()))
 def test_values(case, dtype, way):
     ulps = case.ulps * float(jnp.finfo(dtype).eps) * (4 if way.startswith("grad") else 1)
+    scales = case.scales()
+    if way == "grad_outside" and case.family == "nonlinear" and dtype == "float16":
+        # The cotangent of float16 data is float16 as well, and has no scale.
+        scales = tuple(s for s in scales if s == 0 or s >= 2.0**-8)
     check_scale_rule(
         case.fun,
         *case.operands(dtype),
         ways=(way,),
-        scales=case.scales(),
-        static_scale=8.0 if max(case.scales()) > 1 else 0.125,
+        scales=scales,
+        static_scale=8.0 if max(scales) > 1 else 0.5,
         reference=case.reference,
         tolerance=case.tolerance or ulps,
     )
@@ -78,6 +82,8 @@ def test_values(case, dtype, way):
 def test_static_scales_give_static_scales(case, dtype):
     if dtype not in case.dtypes:
         pytest.skip("not a dtype of this row")
+    if case.name == "random_gamma_grad":
+        pytest.skip("a loop on this JAX, not a primitive")
     exponent = 3 if max(case.scales()) > 1 else -3
     args = [ScaledArray(jnp.asarray(d), 2.0**exponent) for d in case.operands(dtype)]
     dynamic = [ScaledArray(a.data, jnp.float32(a.scale)) for a in args]

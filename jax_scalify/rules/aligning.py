@@ -78,14 +78,15 @@ def _bound(number: Any, x: ScaledArray) -> Scale:
 def clamp_rule(
     ctx: RuleContext, low: ScaledArray, x: ScaledArray, high: ScaledArray, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the votes; constant bounds: at most theirs, and theirs on one side of 0."""
+    """`scale = max` of the votes; between constants: `x.scale`, clamped to their scales."""
     numbers = ctx.inputs[0].constant, ctx.inputs[2].constant
     if None in numbers:
         scale = shared_scale(ctx, {0: low, 1: x, 2: high})
     else:
-        scale = pow2.join(_bound(numbers[0], low), _bound(numbers[1], high))
-        if numbers[0] <= 0 <= numbers[1]:
-            scale = pow2.meet(x.scale, scale)
+        bounds = _bound(numbers[0], low), _bound(numbers[1], high)
+        scale = pow2.meet(x.scale, pow2.join(*bounds))
+        if numbers[0] > 0 or numbers[1] < 0:
+            scale = pow2.join(scale, pow2.meet(*bounds))
     args = [align(ctx, i, a, scale) for i, a in enumerate((low, x, high))]
     shape = ctx.out_avals[0].shape
     args = [a if i != 1 and not np.ndim(a) else filled(a, shape) for i, a in enumerate(args)]

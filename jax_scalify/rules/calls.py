@@ -1,21 +1,123 @@
-"""Primitives that call a jaxpr, evaluated in place so that facts and scales flow through."""
+"""Primitives that call a jaxpr, so that facts and scales flow through.
+
+The body of a `jit` is interpreted once for all calls of which the same is known, and stays a
+function of the compiled program. Other calls are evaluated in place.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jax_scalify import _compat
 from jax_scalify.array import ScaledArray
+from jax_scalify.pow2 import Atom, Scale, ScaleTable
 from jax_scalify.registry import RuleContext, register_scale_rule
+from jax_scalify.rules.subtrace import Form, takes_values
 from jax_scalify.values import Value
 
 
-def takes_values(rule: Any) -> Any:
-    """Mark a rule that is given the interpreter's values instead of arrays."""
-    rule.takes_values = True
-    return rule
+class _Slots:
+    """Numbers for the atoms that scales are made of, so that a call can be described by itself."""
+
+    def __init__(self, atoms: Sequence[Atom] = ()):
+        self.numbers = {atom: i for i, atom in enumerate(atoms)}
+
+    def describe(self, scale: Scale) -> tuple[float, tuple[tuple[int, int], ...]]:
+        """A monomial of numbers instead of atoms."""
+        factors = ((self.numbers.setdefault(a, len(self.numbers)), p) for a, p in scale.factors)
+        return scale.exponent, tuple(factors)
+
+
+def _monomial(description: Any, atoms: Sequence[Scale]) -> Scale:
+    exponent, factors = description
+    scale = Scale(exponent)
+    for number, power in factors:
+        scale = scale * atoms[number] ** power
+    return scale
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What is known of a value that is passed to a call, or returned by it."""
+
+    form: Form
+    scale: Any = None  # a description of the scale, of a scaled value
+    depth: int = 0
+
+    @classmethod
+    def of(cls, value: Value, slots: _Slots, depth: int = 0) -> _Known:
+        form = Form.of(value)
+        if not value.is_scaled:
+            return cls(form)
+        form = dataclasses.replace(form, static=None, scale_shape=())
+        return cls(form, slots.describe(value.array.scale), depth)
+
+    def arrays(self, value: Value, table: ScaleTable) -> list[Any]:
+        return [value.array.data] if self.scale else self.form.pack(value, table)
+
+    def value(self, arrays: Sequence[Any], atoms: Sequence[Scale], depth: int = 0) -> Value:
+        if not self.scale:
+            return self.form.unpack(arrays, None)
+        x = ScaledArray(arrays[0], _monomial(self.scale, atoms))
+        return Value.of(x, nonneg=self.form.nonneg, depth=self.depth + depth)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Interpreted:
+    """A body: its jaxpr, what is known of its results, and of the atoms that it makes."""
+
+    jaxpr: Any
+    consts: list[Any]
+    results: list[_Known]
+    made: list[tuple[bool, Any]]  # of each atom: whether it is known not to be 0, and its members
+
+
+_interpreted: weakref.WeakKeyDictionary[Any, dict[Any, _Interpreted]] = weakref.WeakKeyDictionary()
+
+
+def _values(known: Sequence[_Known], arrays: Sequence[Any], atoms: Sequence[Scale], depth: int = 0):
+    rest, out = list(arrays), []
+    for k in known:
+        count = len(k.form.avals())
+        out.append(k.value(rest[:count], atoms, depth))
+        rest = rest[count:]
+    return out, rest
+
+
+def _interpret(
+    ctx: RuleContext, jaxpr: Any, known: list[_Known], atoms: list[Atom], operands: list[Any]
+) -> _Interpreted:
+    results: list[_Known] = []
+    made: list[tuple[bool, Any]] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        table = ScaleTable(ctx.table.dtype)
+        scales = [
+            table.atom(array, nonzero=atom.nonzero)
+            for array, atom in zip(arrays[len(arrays) - len(atoms) :], atoms, strict=True)
+        ]
+        values, _ = _values(known, arrays, scales)
+        outputs = ctx.scale_jaxpr(jaxpr, values, table)
+        slots = _Slots([s.factors[0][0] for s in scales])
+        results[:] = [_Known.of(o, slots, o.depth) for o in outputs]
+        packed = [a for k, o in zip(results, outputs, strict=True) for a in k.arrays(o, table)]
+        new = list(slots.numbers)[len(atoms) :]
+        for atom in new:
+            members = None
+            if all(a in slots.numbers for factors, _ in atom.members for a, _ in factors):
+                members = [slots.describe(Scale(e, factors)) for factors, e in atom.members]
+            made.append((atom.nonzero, members))
+        return [*packed, *(atom.array for atom in new)]
+
+    with _compat.no_name_stack():
+        closed = jax.make_jaxpr(flat)(*operands)
+    opened = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
+    return _Interpreted(opened, list(closed.consts), results, made)
 
 
 def _constrain(value: Value, sharding: Any) -> Value:
@@ -29,13 +131,46 @@ def _constrain(value: Value, sharding: Any) -> Value:
 
 @register_scale_rule("jit", "pjit")
 @takes_values
-def jit_rule(
-    ctx: RuleContext, *args: Value, jaxpr: Any, in_shardings: Any, out_shardings: Any, **_: Any
-) -> list[Value]:
-    """The body, in place; shardings become constraints on the data."""
-    inputs = [_constrain(v, s) for v, s in zip(args, in_shardings, strict=True)]
-    outputs = ctx.scale_jaxpr(jaxpr, inputs)
-    return [_constrain(v, s) for v, s in zip(outputs, out_shardings, strict=True)]
+def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
+    """The body, interpreted once for its calls; shardings become constraints on the data."""
+    inputs = [_constrain(v, s) for v, s in zip(args, params["in_shardings"], strict=True)]
+    if any(v.scale is not None for v in inputs):  # a scale that was taken out stays symbolic
+        outputs = ctx.scale_jaxpr(jaxpr, inputs)
+    else:
+        outputs = _call(ctx, inputs, jaxpr, params)
+    return [_constrain(v, s) for v, s in zip(outputs, params["out_shardings"], strict=True)]
+
+
+def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, Any]) -> list[Value]:
+    slots = _Slots()
+    known = [_Known.of(v, slots) for v in inputs]
+    atoms = list(slots.numbers)
+    operands = [a for k, v in zip(known, inputs, strict=True) for a in k.arrays(v, ctx.table)]
+    operands += [atom.array for atom in atoms]
+    key = (
+        tuple((k.form.key(), k.scale) for k in known),
+        tuple((a.array.shape, a.nonzero) for a in atoms),
+        ctx.table.dtype,
+        ctx.config,
+    )
+    bodies = _interpreted.setdefault(jaxpr, {})
+    if key not in bodies:
+        body = _interpret(ctx, jaxpr, known, atoms, operands)
+        if any(map(_compat.is_traced, body.consts)):
+            return ctx.scale_jaxpr(jaxpr, inputs)
+        bodies[key] = body
+    body = bodies[key]
+    arrays = _compat.bind_jit(ctx.primitive, body.jaxpr, [*body.consts, *operands], params)
+    scales = [Scale(0, ((atom, 1),)) for atom in atoms]
+    count = len(arrays) - len(body.made)
+    for array, (nonzero, members) in zip(arrays[count:], body.made, strict=True):
+        known_members = frozenset()
+        if members is not None:
+            terms = [_monomial(m, scales) for m in members]
+            known_members = frozenset((t.factors, t.exponent) for t in terms)
+        scales.append(ctx.table.atom(array, known_members, nonzero))
+    values, _ = _values(body.results, arrays, scales, max((v.depth for v in inputs), default=0))
+    return values
 
 
 @register_scale_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")

@@ -11,7 +11,6 @@ from jax import lax
 from jax_scalify import _compat, dtypes
 from jax_scalify.array import ScaledArray
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.calls import takes_values
 from jax_scalify.rules.mixed import dequantising_rule
 from jax_scalify.rules.subtrace import (
     Body,
@@ -20,6 +19,7 @@ from jax_scalify.rules.subtrace import (
     interpret,
     join,
     pack,
+    takes_values,
     unpack,
 )
 from jax_scalify.values import Value

@@ -15,14 +15,24 @@ from jax_scalify.rules.common import filled, uniform_over
 
 
 def dequantising_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
-    """`scale = 1`, on plain values: in at least float32, unless the primitive carries a jaxpr."""
-    plain = []
-    for x, aval in zip(args, ctx.in_avals, strict=True):
-        if dtypes.is_scalable(aval.dtype):
-            dtype = aval.dtype if sub_jaxprs(params) else dtypes.compute_dtype(aval.dtype)
-            x = filled(dtypes.cast(ctx.dequantise(x, dtype), dtype), aval.shape)
-        plain.append(x)
-    out = ctx.bind(*plain, **params)
+    """`scale = 1`, on plain values: in at least float32, where the primitive takes it."""
+
+    def plain(x: Any, aval: Any, wide: bool) -> Any:
+        if not dtypes.is_scalable(aval.dtype):
+            return x
+        dtype = dtypes.compute_dtype(aval.dtype) if wide else aval.dtype
+        return filled(dtypes.cast(ctx.dequantise(x, dtype), dtype), aval.shape)
+
+    def bind(wide: bool) -> Any:
+        return ctx.bind(*(plain(x, a, wide) for x, a in zip(args, ctx.in_avals)), **params)
+
+    if sub_jaxprs(params):  # which expects the dtypes that it was made for
+        out = bind(wide=False)
+    else:
+        try:
+            out = bind(wide=True)
+        except TypeError:  # a parameter may fix a dtype as well
+            out = bind(wide=False)
     return [
         ScaledArray(dtypes.cast(o, aval.dtype), ONE) if dtypes.is_scalable(aval.dtype) else o
         for o, aval in zip(

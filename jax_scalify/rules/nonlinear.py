@@ -30,7 +30,7 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
     lax.exp_p, lax.exp2_p, lax.log_p, "log2", lax.logistic_p, lax.cos_p, lax.cosh_p, lax.erfc_p,
     lax.lgamma_p, lax.digamma_p, lax.polygamma_p, lax.acos_p, lax.acosh_p, lax.igamma_p,
     lax.igammac_p, lax.igamma_grad_a_p, lax.regularized_incomplete_beta_p, lax.zeta_p,
-    lax.bessel_i0e_p, lax.bessel_i1e_p, "random_gamma", "random_gamma_grad", "one_minus_square",
+    lax.bessel_i0e_p, "random_gamma", "random_gamma_grad", "one_minus_square",
     "polynomial",
 )  # fmt: skip
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:

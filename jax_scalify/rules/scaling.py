@@ -13,8 +13,8 @@ from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.pow2 import Scale
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.calls import takes_values
 from jax_scalify.rules.common import filled, multiply, uniform_over
+from jax_scalify.rules.subtrace import takes_values
 from jax_scalify.values import Value
 
 

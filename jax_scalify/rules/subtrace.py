@@ -24,6 +24,12 @@ from jax_scalify.rules.common import promote
 from jax_scalify.values import Value
 
 
+def takes_values(rule: Any) -> Any:
+    """Mark a rule that is given the interpreter's values instead of arrays."""
+    rule.takes_values = True
+    return rule
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """The form in which a value crosses: plain, scaled, or known in a stronger way.
@@ -63,6 +69,11 @@ class Form:
             kind = "uniform"
         return cls(value.shape, value.dtype, kind, value.constant, nonneg=value.nonneg)
 
+    def key(self) -> tuple[Any, ...]:
+        """What tells a form from others, hashable."""
+        number = None if self.constant is None else self.constant.tobytes()
+        return self.shape, self.dtype, self.kind, number, self.nonneg, self.scale_shape, self.static
+
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
         return Form(self.shape, self.dtype, "scaled", nonneg=self.nonneg)
@@ -98,7 +109,7 @@ class Form:
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
         return [jnp.asarray(x.data), jnp.broadcast_to(scale, self.scale_shape)]
 
-    def unpack(self, arrays: Sequence[Any], table: ScaleTable) -> Value:
+    def unpack(self, arrays: Sequence[Any], table: ScaleTable | None) -> Value:
         """The value that arrays in this form stand for."""
         if self.kind == "constant":
             return (
@@ -108,7 +119,7 @@ class Form:
             return Value.filled(self.shape, arrays[0], nonneg=self.nonneg)
         if self.kind == "plain":
             return Value.of(arrays[0], nonneg=self.nonneg)
-        scale = table.atom(arrays[1]) if self.static is None else self.static
+        scale = self.static or table.atom(arrays[1])  # pyright: ignore[reportOptionalMemberAccess]
         return Value.of(ScaledArray(arrays[0], scale), nonneg=self.nonneg)
 
 
