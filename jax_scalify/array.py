@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import tree_util
+from jax import export, tree_util
 
 from jax_scalify import _compat, dtypes, pow2
 
@@ -40,10 +40,13 @@ class ScaledArray:
     data: Any
     scale: Any
 
-    @property
-    def is_static(self) -> bool:
-        """Whether the scale is a Python number, known while tracing."""
-        return type(self.scale) in (float, int)
+    is_static: bool = dataclasses.field(init=False, repr=False)
+    """Whether the scale is a Python number, known while tracing."""
+
+    def __post_init__(self):
+        # Numbers in both fields are placeholders, as in `in_axes=(ScaledArray(1, 0),)`.
+        static = type(self.scale) in (float, int) and type(self.data) is not int
+        object.__setattr__(self, "is_static", static)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,10 +123,19 @@ def _flatten(array: ScaledArray) -> tuple[tuple, float | None]:
 
 def _unflatten(static_scale: float | None, children: Iterable[Any]) -> ScaledArray:
     data, *dynamic = children
-    return ScaledArray(data, dynamic[0] if static_scale is None else static_scale)
+    array = ScaledArray(data, dynamic[0] if static_scale is None else static_scale)
+    # Whatever is put in the fields, the structure stays.
+    object.__setattr__(array, "is_static", static_scale is not None)
+    return array
 
 
 tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflatten, _flatten)
+export.register_pytree_node_serialization(
+    ScaledArray,
+    serialized_name="jax_scalify.ScaledArray",
+    serialize_auxdata=lambda scale: b"" if scale is None else scale.hex().encode(),
+    deserialize_auxdata=lambda text: float.fromhex(text.decode()) if text else None,
+)
 
 
 def is_scaled(leaf: Any) -> bool:

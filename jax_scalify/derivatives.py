@@ -94,7 +94,7 @@ def _of_floating(fun: Callable, values: Any, floating: list[int]) -> tuple[Calla
 
 def _scalify_plain(scale_call: ScaleCall, fun: Callable, operands: Sequence[Any]) -> list[Any]:
     return scale_call(
-        jax.make_jaxpr(fun)(*(x.aval if is_scaled(x) else x for x in operands)), operands
+        jax.make_jaxpr(fun)(*(x.data if is_scaled(x) else x for x in operands)), operands
     )
 
 

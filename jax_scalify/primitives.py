@@ -49,6 +49,7 @@ def _define_identity(name: str, transpose: Callable | None = None) -> Primitive:
 
 
 set_scaling_p = _define_identity("set_scaling")
+match_scale_p = _define_identity("match_scale")
 rebalance_scale_p = _define_identity("rebalance_scale")
 stop_scaling_p = _define_identity("stop_scaling")
 dynamic_rescale_p = _define_identity("dynamic_rescale")
@@ -112,6 +113,15 @@ def _batch_dynamic_rescale(args, dims, *, stat, target, batch_ndim):
     return dynamic_rescale_p.bind(x, stat=stat, target=target, batch_ndim=batch_ndim + 1), 0
 
 
+def _batch_match_scale(args, dims):
+    x, like = (
+        jnp.expand_dims(a, 0) if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims)
+    )
+    if dims[0] is None:
+        x = jnp.broadcast_to(x, (like.shape[0], *x.shape[1:]))
+    return match_scale_p.bind(x, like), 0
+
+
 def _batch_with_scale(primitive: Primitive) -> None:
     def batch(args, dims, **params):
         (x, scale), (x_dim, scale_dim) = args, dims
@@ -131,6 +141,7 @@ for _primitive in (stop_scaling_p, on_backward_p, cast_p, get_data_and_scale_p):
     _batch_unary(_primitive)
 for _primitive in (set_scaling_p, rebalance_scale_p):
     _batch_with_scale(_primitive)
+batching.primitive_batchers[match_scale_p] = _batch_match_scale
 batching.primitive_batchers[dynamic_rescale_p] = _batch_dynamic_rescale
 
 
@@ -311,7 +322,7 @@ def match_scales(tree: Any, like: Any) -> Any:
         kind = dtypes.leaf_dtype(leaf)
         if kind is None or not dtypes.is_scalable(kind) or array_lib.is_scaled(partner):
             return leaf
-        return set_scaling(leaf, get_data_and_scale(partner)[1])
+        return match_scale_p.bind(_checked(leaf), _checked(partner))
 
     return jax.tree.map(match, tree, like, is_leaf=array_lib.is_scaled)
 

@@ -107,7 +107,7 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
             return out
 
         operands = [leaves[i] for i in dynamic]
-        closed = jax.make_jaxpr(flat)(*(x.aval if is_scaled(x) else x for x in operands))
+        closed = jax.make_jaxpr(flat)(*(x.data if is_scaled(x) else x for x in operands))
         if not any(is_scaled(x) for x in operands) and not _sets_scaling(closed.jaxpr):
             out = jex_core.jaxpr_as_fun(closed)(*operands)
         else:
@@ -141,7 +141,20 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
     inputs = [_enter(x, scales, table) for x in operands]
     outputs = evaluate(closed, inputs, table, config)
     keep_static = not any(v.is_scaled and not v.array.scale.is_static for v in inputs)
-    return [_leave(v, table, keep_static) for v in outputs]
+    return _own_scales([_leave(v, table, keep_static) for v in outputs], operands)
+
+
+def _own_scales(outputs: list[Any], operands: Sequence[Any]) -> list[Any]:
+    """Give each result a scale buffer of its own: one that is shared cannot be donated."""
+    seen = {id(x.scale) for x in operands if is_scaled(x)}
+    owned = []
+    for x in outputs:
+        if is_scaled(x) and isinstance(x.scale, jax.Array) and not _compat.is_traced(x.scale):
+            if id(x.scale) in seen:
+                x = ScaledArray(x.data, jnp.array(x.scale))
+            seen.add(id(x.scale))
+        owned.append(x)
+    return owned
 
 
 def _enter(operand: Any, dynamic_scales: Iterator[Any], table: ScaleTable) -> Value:
@@ -276,6 +289,8 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
 def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     """Evaluate an equation of uniform values on 0-d operands; on constants, while tracing."""
     name = eqn.primitive.name
+    if name == "optimization_barrier" and len(inputs) == 1 and inputs[0].constant is not None:
+        return inputs[0]
     if eqn.primitive.multiple_results or not inputs:
         return None
     if any(v.uniform is None or v.is_scaled for v in inputs):

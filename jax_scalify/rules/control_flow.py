@@ -191,8 +191,8 @@ def custom_linear_solve_rule(
 
 @register_scale_rule("debug_callback", "debug_print")
 def debug_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
-    """Plain values: what is shown is the value."""
-    plain = [ctx.dequantise(x, x.dtype) if isinstance(x, ScaledArray) else x for x in args]
+    """Plain values in at least float32: what is shown is the value."""
+    plain = [ctx.dequantise(x) if isinstance(x, ScaledArray) else x for x in args]
     return ctx.bind(*plain, **params)
 
 

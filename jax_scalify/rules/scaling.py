@@ -37,13 +37,25 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
 @register_scale_rule(primitives.set_scaling_p)
 def set_scaling_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data = x / scale`, the scale as asked for."""
-    scale = _requested_scale(ctx, 1)
+    return _at_scale(ctx, x, _requested_scale(ctx, 1))
+
+
+@register_scale_rule(primitives.match_scale_p)
+def match_scale_rule(ctx: RuleContext, x: ScaledArray, like: ScaledArray) -> ScaledArray:
+    """`data = x / scale`, with the scale of the other operand, in its shape."""
+    return _at_scale(ctx, x, like.scale)
+
+
+def _at_scale(ctx: RuleContext, x: ScaledArray, scale: Scale) -> ScaledArray:
     data = filled(x.data, ctx.out_avals[0].shape)
     if x.scale.is_zero:
         return ScaledArray(data, scale)
     if not scale.is_nonzero:  # "any scale will do": the value's own
         asked = jnp.asarray(scale.array, ctx.table.dtype)
-        own = jnp.broadcast_to(x.scale.array, jnp.broadcast_shapes(x.scale.shape, asked.shape))
+        own = jnp.asarray(x.scale.array, ctx.table.dtype)
+        if own.ndim:  # one scale for what shares one in `scale`
+            axes = tuple(a for a in range(own.ndim) if not asked.ndim or asked.shape[a] == 1)
+            own = jnp.max(own, axes, keepdims=asked.ndim > 0, initial=0)
         scale = x.scale if scale.is_zero else ctx.table.atom(jnp.where(asked == 0, own, asked))
     return ScaledArray(multiply(data, x.scale / scale, ctx.out_dtype), scale)
 

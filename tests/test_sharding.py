@@ -1,0 +1,394 @@
+"""Sharded state on eight virtual devices: data keeps its sharding, scales are replicated.
+
+The number of devices is fixed when JAX starts, so the cases run in one process of their own.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray, registry
+
+DEVICES = 8
+CASES = {}
+
+
+def case(fun):
+    """Add a case to those that run on eight devices."""
+    CASES[fun.__name__] = fun
+    return fun
+
+
+@functools.cache
+def mesh(kind=jax.sharding.AxisType.Auto):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+def sharding(*spec):
+    return NamedSharding(mesh(), P(*spec))
+
+
+def scaled(seed, shape, scale=1.0):
+    data = np.random.default_rng(seed).normal(size=shape)
+    return ScaledArray(jnp.asarray(data, jnp.float32), jnp.asarray(scale, jnp.float32))
+
+
+def put(tree, shardings):
+    return jax.device_put(tree, jsa.tree.shardings(tree, shardings))
+
+
+def assert_sharded(x, *spec):
+    """Check the data's sharding, and that every device holds the whole scale."""
+    want = NamedSharding(x.data.sharding.mesh, P(*spec))
+    assert x.data.sharding.is_equivalent_to(want, x.ndim), x.data.sharding
+    assert x.scale.sharding.is_fully_replicated, x.scale.sharding
+    assert len(x.scale.sharding.device_set) == DEVICES
+
+
+def assert_same(got, want, rtol=1e-5):
+    """Compare values: with those of one device, or with the plain function's."""
+    for a, b in zip(jsa.tree.leaves(got), jsa.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=rtol)
+
+
+def layer(x, w):
+    return jax.nn.relu(x @ w) + 1
+
+
+def arguments():
+    """`(x, w)` on one device, and sharded."""
+    x, w = scaled(0, (8, 16), 2.0), scaled(1, (16, 8), 0.5)
+    return (x, w), (put(x, sharding("data")), put(w, sharding(None, "model")))
+
+
+# Inputs and constraints.
+
+
+@case
+def inputs_keep_their_sharding():
+    one, many = arguments()
+    assert_sharded(many[0], "data")
+    assert_sharded(many[1], None, "model")
+    fun = jax.jit(jsa.scalify(layer))
+    out = fun(*many)
+    assert_sharded(out, "data", "model")
+    assert_same(out, fun(*one))
+    assert_same(out, layer(*jsa.asarray(one)))
+
+
+@case
+def constraints_are_on_the_data():
+    def fun(x, w):
+        return lax.with_sharding_constraint(jnp.tanh(x @ w), sharding("model", "data")) * 2
+
+    one, many = arguments()
+    fun = jax.jit(jsa.scalify(fun))
+    out = fun(*many)
+    assert_sharded(out, "model", "data")
+    assert_same(out, fun(*one))
+
+
+@case
+def constraints_in_a_mesh_context():
+    def fun(x, w):
+        return lax.with_sharding_constraint(jnp.tanh(x @ w), P("model", "data"))
+
+    one, many = arguments()
+    with jax.set_mesh(mesh()):
+        out = jax.jit(jsa.scalify(fun))(*many)
+    assert_sharded(out, "model", "data")
+    assert_same(out, np.tanh(np.asarray(one[0]) @ np.asarray(one[1])))
+
+
+@case
+def constraints_in_loops_branches_and_remat():
+    def body(h, w):
+        h = lax.with_sharding_constraint(jnp.tanh(h @ w), sharding("data"))
+        return lax.cond(jnp.sum(h) > 0, lambda v: v * 2, lambda v: v, h), None
+
+    def fun(x, w):
+        return lax.scan(jax.checkpoint(body), x, w)[0]
+
+    x, w = scaled(0, (8, 16), 2.0), scaled(1, (3, 16, 16), 0.25)
+    many = put(x, sharding("data")), put(w, sharding(None, None, "model"))
+    fun = jax.jit(jsa.scalify(fun))
+    out = fun(*many)
+    assert_sharded(out, "data")
+    assert_same(out, fun(x, w))
+
+
+@case
+def scales_that_are_not_scalar_are_replicated():
+    x, w = arguments()[0]
+    w = jsa.as_scaled_array(jsa.asarray(w), "rms", axis=1)
+    many = put(x, sharding("data")), put(w, sharding(None, "model"))
+    assert many[1].scale.shape == (1, 8)
+    assert_sharded(many[1], None, "model")
+    fun = jax.jit(jsa.scalify(layer))
+    out = fun(*many)
+    assert out.data.sharding.is_equivalent_to(sharding("data", "model"), 2)
+    assert_same(out, fun(x, w))
+
+
+# jit's shardings, from `jsa.tree.shardings`.
+
+
+@case
+def in_and_out_shardings():
+    one, _ = arguments()
+    fun = jsa.scalify(layer)
+    out_shardings = jsa.tree.shardings(jax.eval_shape(fun, *one), sharding("model", "data"))
+    jitted = jax.jit(
+        fun,
+        in_shardings=jsa.tree.shardings(one, (sharding("data"), sharding(None, "model"))),
+        out_shardings=out_shardings,
+    )
+    out = jitted(*one)
+    assert_sharded(out, "model", "data")
+    assert_same(out, jax.jit(fun)(*one))
+    compiled = jitted.lower(*jax.eval_shape(lambda *a: a, *one)).compile()
+    assert_same(compiled(*jax.device_put(one, compiled.input_shardings[0])), out)
+
+
+@case
+def shardings_of_an_inner_jit():
+    inner = jax.jit(
+        layer,
+        in_shardings=(sharding("data"), sharding(None, "model")),
+        out_shardings=sharding("model", "data"),
+    )
+    one, many = arguments()
+    out = jax.jit(jsa.scalify(lambda x, w: inner(x, w) * 2))(*many)
+    assert_sharded(out, "model", "data")
+    assert_same(out, 2 * layer(*jsa.asarray(one)))
+
+
+@case
+def shardings_of_static_scales_and_other_leaves():
+    state = {
+        "static": ScaledArray(jnp.ones((8, 2)), 4.0),
+        "dynamic": scaled(0, (8, 2)),
+        "plain": jnp.ones(8),
+        "count": jnp.arange(8),
+    }
+    placed = jax.device_put(state, jsa.tree.shardings(state, sharding("data")))
+    assert placed["static"].scale == 4.0
+    assert_sharded(placed["dynamic"], "data")
+    out = jax.jit(jsa.scalify(lambda s: jax.tree.map(lambda x: x * 2, s)))(placed)
+    assert out["dynamic"].data.sharding.is_equivalent_to(sharding("data"), 2)
+    assert_same(out["count"], 2 * np.arange(8))
+
+
+# A training step: state stays where it is, and is donated.
+
+
+def _update(state, x, y):
+    def loss_fn(params):
+        hidden = jnp.tanh(x @ params["w"] + params["b"])
+        return jnp.mean((hidden @ params["out"] - y) ** 2)
+
+    params, momentum = state
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+    return (jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum), loss
+
+
+@case
+def a_training_step():
+    def state():
+        params = {"w": scaled(0, (16, 8), 0.25), "b": scaled(1, (8,)), "out": scaled(2, (8, 4))}
+        return params, jsa.as_scaled_array(jax.tree.map(jnp.zeros_like, jsa.asarray(params)))
+
+    specs = {"w": sharding(None, "model"), "b": sharding("model"), "out": sharding("model", None)}
+    shardings = jsa.tree.shardings(state(), (specs, specs))
+    step = jax.jit(jsa.scalify(_update), donate_argnums=0, out_shardings=(shardings, None))
+    plain, one, many = jsa.asarray(state()), state(), jax.device_put(state(), shardings)
+    one_step = jax.jit(jsa.scalify(_update))
+    for i in range(3):
+        x, y = scaled(i, (8, 16)).data, scaled(i + 9, (8, 4)).data
+        batch = jax.device_put((x, y), sharding("data"))
+        old = many
+        many, loss = step(many, *batch)
+        one, one_loss = one_step(one, x, y)
+        plain, plain_loss = _update(plain, x, y)
+        assert_same((loss, loss), (one_loss, plain_loss))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+        for part in many:
+            assert_sharded(part["w"], None, "model")
+            assert_sharded(part["b"], "model")
+            assert_sharded(part["out"], "model")
+    assert step._cache_size() == 1
+    assert_same(many, one)
+    assert_same(many, plain, rtol=1e-4)
+    text = step.lower(many, *batch).compile().as_text()
+    assert "all-reduce" in text
+
+
+@case
+def conversions_keep_the_sharding():
+    data = jax.device_put(jnp.full((8, 4), 6.0), sharding("data", "model"))
+    for scale in (None, "rms", 2.0):
+        x = jsa.as_scaled_array(data, scale)
+        assert x.data.sharding.is_equivalent_to(data.sharding, 2)
+        assert jsa.asarray(x).sharding.is_equivalent_to(data.sharding, 2)
+    x = put(jsa.as_scaled_array(data), data.sharding)
+    assert_sharded(jsa.dynamic_rescale(x), "data", "model")
+    assert_sharded(jsa.match_scales(x, jsa.dynamic_rescale(x)), "data", "model")
+    frozen = jsa.thaw_scales(jsa.freeze_scales(x))
+    assert frozen.data.sharding == data.sharding
+
+
+@case
+def explicit_sharding():
+    """Shardings in types: what the function asks of them while it is traced is right."""
+    one, _ = arguments()
+    explicit = mesh(jax.sharding.AxisType.Explicit)
+    seen = []
+
+    def fun(x, w):
+        out = layer(x, w)
+        seen.append(jax.typeof(out).sharding.spec)
+        return out
+
+    with jax.set_mesh(explicit):
+        x, w = (
+            put(v, NamedSharding(explicit, P(*spec)))
+            for v, spec in zip(one, (("data",), (None, "model")))
+        )
+        out = jax.jit(jsa.scalify(fun))(x, w)
+        assert_sharded(out, "data", "model")
+    assert seen == [P("data", "model")]
+    assert_same(out, layer(*jsa.asarray(one)))
+
+
+# shard_map and collectives: their values are right.
+
+
+COLLECTIVES = {
+    "psum": (lambda x: lax.psum(x, "data"), P()),
+    "pmean": (lambda x: lax.pmean(jnp.tanh(x), "data"), P()),
+    "pmax": (lambda x: lax.pmax(x, "data"), P()),
+    "all_gather": (lambda x: lax.all_gather(x, "data", tiled=True) * 2, P("data")),
+    "ppermute": (
+        lambda x: lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(3)]),
+        P("data"),
+    ),
+    "psum_scatter": (
+        lambda x: lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True),
+        P(None, "data"),
+    ),
+    "all_to_all": (lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True), P(None, "data")),
+    "axis_index": (lambda x: x * lax.axis_index("data"), P("data")),
+}
+
+
+def _shard_map(fun, in_specs, out_specs):
+    return jax.shard_map(fun, mesh=mesh(), in_specs=in_specs, out_specs=out_specs)
+
+
+def _collective(name):
+    fun, out_spec = COLLECTIVES[name]
+    x = scaled(0, (8, 16), 2.0)
+    want = jax.jit(_shard_map(fun, P("data"), out_spec))(jsa.asarray(x))
+
+    def scalify_outside():
+        with pytest.warns(jsa.DequantisedWarning, match="shard_map"):
+            got = jax.jit(jsa.scalify(_shard_map(fun, P("data"), out_spec)))(x)
+        assert_same(got, want)
+        registry._warned.clear()
+
+    def scalify_inside():
+        inside = jsa.scalify(fun)
+        specs = (ScaledArray(P("data"), P()),), ScaledArray(out_spec, P())
+        if name in ("psum", "pmean", "pmax"):
+            assert_same(jax.jit(_shard_map(inside, *specs))(x), want)
+        # Every device has a scale of its own.
+        own = ScaledArray(x.data, jnp.repeat(jnp.float32(2.0) ** jnp.arange(4), 2)[:, None])
+        own_want = jax.jit(_shard_map(fun, P("data"), out_spec))(jsa.asarray(own))
+
+        def whole(v):
+            return jsa.asarray(jsa.scalify(fun)(v))
+
+        in_specs = (ScaledArray(P("data"), P("data")),)
+        assert_same(jax.jit(_shard_map(whole, in_specs, out_spec))(own), own_want)
+
+    return scalify_outside, scalify_inside
+
+
+for _name in COLLECTIVES:
+    CASES[f"scalify_of_shard_map_{_name}"] = lambda name=_name: _collective(name)[0]()
+    CASES[f"shard_map_of_scalify_{_name}"] = lambda name=_name: _collective(name)[1]()
+
+
+@case
+def gradients_through_shard_map():
+    def loss(w, x):
+        local = _shard_map(
+            lambda x, w: lax.psum(jnp.tanh(x @ w), "model"),
+            (P("data", "model"), P("model")),
+            P("data"),
+        )
+        return jnp.sum(local(x, w) ** 2)
+
+    x, w = arguments()[0]
+    want = jax.jit(jax.grad(loss))(jsa.asarray(w), jsa.asarray(x))
+    with pytest.warns(jsa.DequantisedWarning, match="shard_map"):
+        got = jax.jit(jsa.scalify(jax.grad(loss)))(w, x)
+    assert_same(got, want)
+
+
+# The process with eight devices, and the test that asks it.
+
+
+def main():
+    """Run every case; print the traceback of each that fails, as JSON."""
+    assert len(jax.devices()) == DEVICES
+    failures = {}
+    for name, fun in CASES.items():
+        registry._warned.clear()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                fun()
+        except BaseException:
+            failures[name] = traceback.format_exc()
+    print(json.dumps(failures))
+
+
+@pytest.fixture(scope="module")
+def failures():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_sharding"],
+        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_eight_devices(name, failures):
+    if name in failures:
+        pytest.fail(failures[name], pytrace=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""A training loop compiles once: a step returns state of the structure that it was given."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray
+from jax_scalify.array import align_scale
+
+optax = pytest.importorskip("optax")
+
+STEPS, LAYERS, WIDTH = 20, 3, 4
+
+
+@pytest.fixture(autouse=True)
+def every_primitive_has_a_rule():
+    with jsa.ScalifyConfig(missing_rule="error"):
+        yield
+
+
+def structure(state):
+    """Tree (static scales included), shapes, dtypes and weak types of data and scales."""
+    leaves, treedef = jax.tree.flatten(state)
+    return treedef, [jax.typeof(leaf) for leaf in leaves]
+
+
+def copy(tree):
+    """New buffers, for a step that donates them."""
+    return jax.tree.map(jnp.array, tree)
+
+
+def buffers(tree):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+
+def random(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+# Models: parameters and a loss.
+
+
+def _mlp(params, x):
+    return jax.nn.gelu(x @ params["w"] + params["b"]) @ params["out"]
+
+
+def _layer(h, w):
+    return h + jnp.tanh(h @ w) * 0.5
+
+
+def _scanned(params, x, remat=False):
+    layer = jax.checkpoint(_layer) if remat else _layer
+    return lax.scan(lambda h, w: (layer(h, w), None), x, params["w"])[0]
+
+
+MODELS = {
+    "mlp": (
+        _mlp,
+        {"w": random(0, WIDTH, 8), "b": jnp.zeros(8), "out": random(1, 8, WIDTH) * 0.5},
+    ),
+    "scanned": (_scanned, {"w": random(0, LAYERS, WIDTH, WIDTH) * 0.5}),
+    "scanned-remat": (
+        functools.partial(_scanned, remat=True),
+        {"w": random(0, LAYERS, WIDTH, WIDTH) * 0.5},
+    ),
+}
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.05),
+    "momentum": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
+    "adamw": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.02, 5, STEPS), eps=1e-6),
+    ),
+    "lion": lambda: optax.lion(0.01),
+    "every-second": lambda: optax.MultiSteps(optax.adam(0.02), 2),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.02),
+}
+
+
+def make_step(model, optimizer, store=lambda state, given: state):
+    """A whole step; arithmetic in float32 registers, state in whatever dtype it is stored."""
+
+    def step(state, x, y):
+        params, opt_state = jsa.tree.astype(state, jnp.float32)
+
+        def loss_fn(params):
+            return jnp.mean((model(params, x) - y) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), opt_state
+        new = jax.tree.map(lambda a, b: a.astype(b.dtype), new, state)
+        return store(new, state), loss
+
+    return step
+
+
+def batches():
+    return zip(random(7, STEPS, 8, WIDTH), random(8, STEPS, 8, WIDTH) * 0.1, strict=True)
+
+
+def train(step, state):
+    """Train for 20 steps; return the state, the losses and how often the step was compiled."""
+    step = jax.jit(chex.assert_max_traces(step, n=1), donate_argnums=0)
+    chex.clear_trace_counter()
+    given, losses = structure(state), []
+    for x, y in batches():
+        state, loss = step(state, x, y)
+        assert structure(state) == given
+        losses.append(float(loss))
+    assert step._cache_size() == 1
+    return state, losses
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_loop_compiles_once(name, dtype):
+    model, params = MODELS["mlp"]
+    optimizer = OPTIMIZERS[name]()
+    plain = params, optimizer.init(params)
+    state = jsa.as_scaled_array(copy(plain), dtype=dtype)
+    state, losses = train(jsa.scalify(make_step(model, optimizer)), state)
+    assert all(np.isfinite(losses)) and losses[-1] < losses[0]
+    if dtype == "float32":
+        _, want = train(make_step(model, optimizer), copy(plain))
+        np.testing.assert_allclose(losses, want, rtol=1e-4)
+
+
+# A scanned model's gradients have a scale a layer: its parameters may have them, too.
+
+ONE_A_LAYER = {"scalar": None, "one-a-layer": 0}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("axis", ONE_A_LAYER)
+@pytest.mark.parametrize("name", ["scanned", "scanned-remat"])
+def test_match_scales_keeps_the_state_of_a_scanned_model(name, axis, dtype):
+    model, params = MODELS[name]
+    optimizer = OPTIMIZERS["adamw"]()
+    plain = params, optimizer.init(params)
+    state = jsa.as_scaled_array(copy(plain), "rms", dtype=dtype, axis=ONE_A_LAYER[axis])
+    state = jsa.tree.map(
+        lambda x: ScaledArray(x.data, jnp.maximum(x.scale, 2.0**-10)) if _is_scaled(x) else x,
+        state,
+    )
+    step = make_step(model, optimizer, store=jsa.match_scales)
+    state, losses = train(jsa.scalify(step), state)
+    assert all(np.isfinite(losses)) and losses[-1] < losses[0]
+    if dtype == "float32":
+        _, want = train(make_step(model, optimizer), copy(plain))
+        np.testing.assert_allclose(losses, want, rtol=1e-4)
+
+
+def _is_scaled(x):
+    return isinstance(x, ScaledArray)
+
+
+@pytest.mark.parametrize("name", ["scanned", "scanned-remat"])
+def test_scales_a_layer_are_stable_without_help(name):
+    """Parameters and moments with `(L, 1, 1)`, as the gradients have, come back as they were."""
+    model, params = MODELS[name]
+    optimizer = OPTIMIZERS["adamw"]()
+    state = jsa.as_scaled_array((params, optimizer.init(params)), axis=0)
+    train(jsa.scalify(make_step(model, optimizer)), state)
+
+
+def test_the_second_structure_is_the_last():
+    """Scalar scales given to a scanned model become `(L, 1, 1)` once, and then stay."""
+    model, params = MODELS["scanned"]
+    optimizer = OPTIMIZERS["adamw"]()
+    state = jsa.as_scaled_array((params, optimizer.init(params)))
+    step = jax.jit(jsa.scalify(make_step(model, optimizer)))
+    x, y = next(batches())
+    first, _ = step(state, x, y)
+    second, _ = step(first, x, y)
+    assert structure(first) != structure(state) and structure(second) == structure(first)
+
+
+MATCHES = {
+    "scalar": (4.0, 0.5),
+    "layers-to-scalar": ([[[1.0]], [[4.0]], [[0.25]]], 2.0),
+    "scalar-to-layers": (2.0, [[[1.0]], [[4.0]], [[0.25]]]),
+    "leading-to-full": ([1.0, 4.0, 0.25], [[[1.0]], [[2.0]], [[8.0]]]),
+    "full-to-leading": ([[[1.0]], [[2.0]], [[8.0]]], [1.0, 4.0, 0.25]),
+}
+
+
+def _as_given(scale, kind):
+    if kind == "static":
+        return scale if isinstance(scale, float) else None
+    return jnp.asarray(scale, jnp.float32)
+
+
+@pytest.mark.parametrize("kinds", ["dynamic-dynamic", "static-dynamic", "dynamic-static"])
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("name", MATCHES)
+def test_match_scales(name, where, kinds):
+    scales = [_as_given(s, k) for s, k in zip(MATCHES[name], kinds.split("-"), strict=True)]
+    if None in scales:
+        return
+    shape = (LAYERS, WIDTH, WIDTH)
+    new, like = (
+        {"w": ScaledArray(random(i, *shape), s), "n": jnp.int32(i)} for i, s in enumerate(scales)
+    )
+    want = jsa.asarray(new)
+    if where == "outside":
+        got = jsa.match_scales(new, like)
+    elif "static" in kinds:
+        return  # a step's results are static only where all of its arguments are
+    else:
+        got = jax.jit(jsa.scalify(jsa.match_scales))(new, like)
+        # Inside, every scale that is not scalar has the rank of its data.
+        like["w"] = ScaledArray(like["w"].data, align_scale(like["w"].scale, 3))
+    assert structure(got) == structure(like)
+    np.testing.assert_array_equal(got["w"].scale, like["w"].scale)
+    np.testing.assert_array_equal(np.asarray(got["w"]), want["w"])
+
+
+def test_match_scales_says_what_differs():
+    x = jsa.as_scaled_array(jnp.ones(2))
+    with pytest.raises(ValueError, match="b"):
+        jsa.match_scales({"a": x}, {"b": x})
+
+
+# Donation.
+
+
+def _donated(step, *args):
+    text = jax.jit(step, donate_argnums=0).lower(*args).as_text()
+    return text.count("tf.aliasing_output") + text.count("jax.buffer_donor")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_donation_aliases_every_buffer(name):
+    model, params = MODELS[name]
+    optimizer = OPTIMIZERS["adamw"]()
+    axis = None if name == "mlp" else 0
+    state = jsa.as_scaled_array((params, optimizer.init(params)), axis=axis)
+    step = jsa.scalify(make_step(model, optimizer))
+    x, y = next(batches())
+    assert _donated(step, state, x, y) == len(jax.tree.leaves(state))
+    assert len(set(buffers(state))) == len(buffers(state))
+    new, _ = jax.jit(step, donate_argnums=0)(state, x, y)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert len(set(buffers(new))) == len(buffers(new))
+
+
+def _states():
+    x = jnp.ones(3)
+    tree = {"a": x, "b": x, "c": jnp.ones(3), "d": jnp.zeros(3)}
+    scale = jnp.float32(2.0)
+    dynamic = jsa.as_scaled_array({"a": jnp.full(3, 4.0), "b": jnp.full(3, 2.0)}, scale)
+    return {
+        "as_scaled_array": dict(jsa.as_scaled_array(tree), a=None),
+        "one-scale-for-all": dynamic,
+        "rms": jsa.as_scaled_array({"a": jnp.ones(3), "b": jnp.ones(3)}, "rms"),
+        "thaw_scales": jsa.thaw_scales(jsa.freeze_scales(dynamic)),
+        "match_scales": jsa.match_scales(
+            dynamic, {k: ScaledArray(v.data, scale) for k, v in dynamic.items()}
+        ),
+        "match_scales-inside": jax.jit(jsa.scalify(jsa.match_scales))(
+            dynamic, {k: ScaledArray(v.data, scale) for k, v in dynamic.items()}
+        ),
+        "dynamic_rescale": jsa.dynamic_rescale(dynamic),
+        "scalify": jsa.scalify(lambda x: (x, x * 2, x + x, -x))(dynamic["a"]),
+        "jit": jax.jit(jsa.scalify(lambda x: (x, x * 2, x + x, -x)))(dynamic["a"]),
+    }
+
+
+@pytest.mark.parametrize("name", _states())
+def test_no_scale_buffer_is_shared(name):
+    """A buffer that two leaves share cannot be donated twice."""
+    state = _states()[name]
+    scales = [x.scale for x in jsa.tree.leaves(state)]
+    pointers = [s.unsafe_buffer_pointer() for s in scales]
+    assert len(set(pointers)) == len(pointers)
+
+
+# What compiles again, and what does not.
+
+
+def _count_traces(fun):
+    count = []
+
+    @jax.jit
+    def counted(*args):
+        count.append(1)
+        return fun(*args)
+
+    return counted, count
+
+
+def test_a_change_of_the_config_traces_again():
+    fun, traces = _count_traces(jsa.scalify(lambda x: jnp.sum(x * 3)))
+    x = jsa.as_scaled_array(jnp.ones(3))
+    for config, count in (
+        (jsa.ScalifyConfig(), 1),
+        (jsa.ScalifyConfig(), 1),
+        (jsa.ScalifyConfig(missing_rule="error"), 2),
+        (jsa.ScalifyConfig(rounding_mode=jsa.Pow2RoundMode.UP), 3),
+        (jsa.ScalifyConfig(missing_rule="error"), 3),
+    ):
+        with config:
+            out = fun(x)
+        assert len(traces) == count and float(out) == 9
+    with jax.enable_x64(True), jsa.ScalifyConfig(scale_dtype=jnp.float64):
+        assert fun(x).scale.dtype == jnp.float64
+
+
+def test_an_explicit_config_does_not_trace_again():
+    config = jsa.ScalifyConfig(missing_rule="error")
+    fun, traces = _count_traces(jsa.scalify(jnp.negative, config=config))
+    x = jsa.as_scaled_array(jnp.ones(3))
+    fun(x), fun(x)
+    assert len(traces) == 1
+
+
+def test_the_values_of_scales_do_not_trace_again():
+    fun, traces = _count_traces(jsa.scalify(lambda x: jnp.tanh(x) * 2 + 1))
+    data = jnp.ones((2, 3))
+    for scale in (0.0, 1.0, 2.0**100, np.float32(4.0), jnp.float32(2.0)):
+        fun(ScaledArray(data * 0, jnp.asarray(scale, jnp.float32)))
+    assert len(traces) == 1
+    fun(ScaledArray(data, 2.0)), fun(ScaledArray(data, 2.0))
+    assert len(traces) == 2
+    fun(ScaledArray(data, 4.0))
+    assert len(traces) == 3
+
+
+def test_freezing_compiles_once_more():
+    model, params = MODELS["mlp"]
+    optimizer = OPTIMIZERS["adamw"]()
+    state = jsa.as_scaled_array((params, optimizer.init(params)))
+    step, traces = _count_traces(jsa.scalify(make_step(model, optimizer, store=jsa.match_scales)))
+    for i, (x, y) in enumerate(batches()):
+        if i == 2:
+            state = jsa.freeze_scales(jsa.dynamic_rescale(state))
+            given = structure(state)
+        state, _ = step(state, x, y)
+        if i == 5:
+            break
+    assert structure(state) == given and len(traces) <= 3
