@@ -28,8 +28,11 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PYTEST_FLAGS ?= -q -n 2 --dist loadfile
-SAMPLE = tests/test_array.py tests/test_pow2.py tests/test_primitives.py tests/test_transform.py \
-	tests/test_facts.py tests/test_nn_dot.py tests/test_optimizer.py
+SAMPLE = tests/test_array.py tests/test_calls.py tests/test_control_flow.py tests/test_derivatives.py \
+	tests/test_facts.py tests/test_flags.py tests/test_nn_dot.py tests/test_optimizer.py \
+	tests/test_pow2.py tests/test_pow2_properties.py tests/test_primitives.py tests/test_range.py \
+	tests/test_sharding.py tests/test_state.py tests/test_testing.py tests/test_transform.py \
+	tests/examples/test_scanned_layers.py
 
 .PHONY: demo test test-full test-newest test-lowest lint format table3 bench coverage clean
 

@@ -129,3 +129,32 @@ def bind_jit(
 def no_name_stack() -> Any:
     """Trace a body that several calls share: names of the first caller do not belong to it."""
     return source_info_util.reset_name_stack()
+
+
+def expanded_jaxpr(prim: Any) -> Any:
+    """The closed jaxpr of a `call_hi_primitive`, on its flat operands, one level expanded."""
+
+    def expanded(*flat: Any) -> list[Any]:
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, flat)))
+
+    return jax.make_jaxpr(expanded)(*prim.in_avals_flat)
+
+
+def derivative_rule(eqn: jex_core.JaxprEqn) -> str | None:
+    """Tell which derivative an equation has been given by the user: "jvp", "vjp" or None."""
+    prim = eqn.params.get("_prim")
+    name = eqn.primitive.name if prim is None else type(prim).__name__
+    if name in ("custom_jvp_call", "custom_linear_solve", "CustomJVPTraced"):
+        return "jvp"
+    if name in ("custom_vjp_call", "CustomVJPTraced"):
+        return "vjp"
+    return None
+
+
+def hi_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """The jaxprs inside a `call_hi_primitive`."""
+    prim = params.get("_prim")
+    if prim is None:
+        return []
+    found = [getattr(prim.params.get("traced"), "jaxpr", None), prim.params.get("jaxpr")]
+    return [j for j in found if j is not None]

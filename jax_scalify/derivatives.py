@@ -22,15 +22,13 @@ from jax_scalify import _compat, dtypes
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.registry import sub_jaxprs
 
-_CUSTOM_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_linear_solve"}
-
 ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
 
 
 def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence[Any]) -> list[Any]:
     """Interpret a closed jaxpr on operands, so that its custom derivatives are respected."""
-    names = _primitive_names(closed.jaxpr)
-    if not names & _CUSTOM_DERIVATIVES:
+    rules = _user_rules(closed.jaxpr)
+    if not rules:
         return scale_call(closed, operands)
     # What the user's function closes over may be differentiated as well.
     traced = [i for i, c in enumerate(closed.consts) if _compat.is_traced(c)]
@@ -48,7 +46,7 @@ def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence
     def scaled(*arguments: Any) -> list[Any]:
         return scale_call(jaxpr_of(arguments), arguments[:count])
 
-    wrap = _with_vjp if "custom_vjp_call" in names else _with_jvp
+    wrap = _with_vjp if "vjp" in rules else _with_jvp
     return wrap(scale_call, plain, scaled)(*operands, *(closed.consts[i] for i in traced))
 
 
@@ -71,9 +69,9 @@ def _constant_scales_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[0]
 
 
-def _primitive_names(jaxpr: Any) -> set[str]:
-    names = {eqn.primitive.name for eqn in jaxpr.eqns}
-    return names.union(*(_primitive_names(s) for eqn in jaxpr.eqns for s in sub_jaxprs(eqn.params)))
+def _user_rules(jaxpr: Any) -> set[str]:
+    rules = {rule for eqn in jaxpr.eqns if (rule := _compat.derivative_rule(eqn))}
+    return rules.union(*(_user_rules(s) for eqn in jaxpr.eqns for s in sub_jaxprs(eqn.params)))
 
 
 def _is_floating(x: Any) -> bool:
@@ -93,9 +91,8 @@ def _of_floating(fun: Callable, values: Any, floating: list[int]) -> tuple[Calla
 
 
 def _scalify_plain(scale_call: ScaleCall, fun: Callable, operands: Sequence[Any]) -> list[Any]:
-    return scale_call(
-        jax.make_jaxpr(fun)(*(x.data if is_scaled(x) else x for x in operands)), operands
-    )
+    closed = jax.make_jaxpr(fun)(*(x.data if is_scaled(x) else x for x in operands))
+    return with_user_derivatives(scale_call, closed, operands)
 
 
 def _inverse(x: ScaledArray) -> Any:
@@ -132,14 +129,24 @@ def _with_jvp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
             else tangents[i]
             for i in floating
         ]
+        tree = None
 
-        def plain_jvp(*arguments: Any) -> list[Any]:
-            values, slopes = arguments[: len(primals)], arguments[len(primals) :]
+        def residuals_of(*values: Any) -> list[Any]:
+            nonlocal tree
             of_floating, xs = _of_floating(plain, values, floating)
-            return jax.jvp(of_floating, xs, slopes)[1]
+            residuals, tree = jax.tree.flatten(jax.linearize(of_floating, *xs)[1])
+            return residuals
 
-        outputs = scaled(*primals)
-        slopes = iter(_scalify_plain(scale_call, plain_jvp, [*primals, *moved]))
+        def slope(*arguments: Any) -> list[Any]:
+            count = len(arguments) - len(floating)
+            return jax.tree.unflatten(tree, arguments[:count])(*arguments[count:])
+
+        outputs = call(*primals)
+        residuals = _scalify_plain(scale_call, residuals_of, primals)
+        closed = jax.make_jaxpr(slope)(
+            *(x.data if is_scaled(x) else x for x in [*residuals, *moved])
+        )
+        slopes = iter(scale_call(closed, [*residuals, *moved]))
         return outputs, [
             _in_units_of(next(slopes), out, inverse=True)
             if _is_floating(out)
@@ -154,7 +161,7 @@ def _with_vjp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
     call = jax.custom_vjp(scaled)
 
     def forward(*primals: Any) -> Any:
-        outputs = scaled(*primals)
+        outputs = call(*primals)
         return outputs, (primals, outputs)
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:

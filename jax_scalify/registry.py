@@ -163,7 +163,7 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
         for value in params.values()
         for item in (value if isinstance(value, (tuple, list)) else (value,))
     ]
-    jaxprs = [getattr(v, "jaxpr", v) for v in values]
+    jaxprs = [getattr(v, "jaxpr", v) for v in [*values, *_compat.hi_jaxprs(params)]]
     return [j for j in jaxprs if hasattr(j, "eqns")]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -112,7 +112,7 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
             out = jex_core.jaxpr_as_fun(closed)(*operands)
         else:
             call = functools.partial(_scale_call, config=active)
-            out = with_user_derivatives(call, closed, operands)
+            out = with_user_derivatives(call, closed, _with_constant_scales(operands, active))
         return jax.tree.unflatten(out_tree, out)
 
     return scalified
@@ -132,16 +132,24 @@ def _sets_scaling(jaxpr: Any) -> bool:
 def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
     table = ScaleTable(config.scale_dtype)
+    inputs = [_enter(x, table) for x in operands]
+    outputs = evaluate(closed, inputs, table, config)
+    keep_static = not any(v.is_scaled and not v.array.scale.is_static for v in inputs)
+    return _own_scales([_leave(v, table, keep_static) for v in outputs], operands)
+
+
+def _with_constant_scales(operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:
+    """The operands, of dynamic scales that cannot be differentiated by."""
     dynamic = [
-        align_scale(x.scale, x.ndim).astype(table.dtype)
+        align_scale(x.scale, x.ndim).astype(config.scale_dtype)
         for x in operands
         if is_scaled(x) and not x.is_static
     ]
     scales = iter(constant_scales(dynamic) if dynamic else ())
-    inputs = [_enter(x, scales, table) for x in operands]
-    outputs = evaluate(closed, inputs, table, config)
-    keep_static = not any(v.is_scaled and not v.array.scale.is_static for v in inputs)
-    return _own_scales([_leave(v, table, keep_static) for v in outputs], operands)
+    return [
+        ScaledArray(x.data, next(scales)) if is_scaled(x) and not x.is_static else x
+        for x in operands
+    ]
 
 
 def _own_scales(outputs: list[Any], operands: Sequence[Any]) -> list[Any]:
@@ -157,10 +165,14 @@ def _own_scales(outputs: list[Any], operands: Sequence[Any]) -> list[Any]:
     return owned
 
 
-def _enter(operand: Any, dynamic_scales: Iterator[Any], table: ScaleTable) -> Value:
+def _enter(operand: Any, table: ScaleTable) -> Value:
     if not is_scaled(operand):
         return Value.of(operand)
-    scale = Scale.of(operand.scale) if operand.is_static else table.atom(next(dynamic_scales))
+    scale = (
+        Scale.of(operand.scale)
+        if operand.is_static
+        else table.atom(align_scale(operand.scale, operand.ndim).astype(table.dtype))
+    )
     return Value.of(ScaledArray(jnp.asarray(operand.data), scale))
 
 

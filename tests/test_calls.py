@@ -339,7 +339,9 @@ def test_per_example_gradients():
 # Structure: tree functions put anything into both fields.
 
 
-@pytest.mark.parametrize("placeholder", [0, 0.5, None, True, "x", object()], ids=str)
+@pytest.mark.parametrize(
+    "placeholder", [0, 0.5, None, True, "x", object()], ids=lambda p: type(p).__name__
+)
 @pytest.mark.parametrize("scale", [2.0, jnp.float32(2.0)], ids=["static", "dynamic"])
 def test_placeholders_keep_the_structure(placeholder, scale):
     tree = {"w": ScaledArray(jnp.asarray(X), scale)}

@@ -184,6 +184,15 @@ def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list
 
 @register_scale_rule("eval_jaxpr", "composite")
 @takes_values
-def body_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **_: Any) -> list[Value]:
+def body_rule(
+    ctx: RuleContext, *args: Value, jaxpr: Any = None, call_jaxpr: Any = None, **_: Any
+) -> list[Value]:
     """The body, in place."""
-    return ctx.scale_jaxpr(jaxpr, list(args))
+    return ctx.scale_jaxpr(jaxpr or call_jaxpr, list(args))
+
+
+@register_scale_rule("call_hi_primitive")
+@takes_values
+def call_hi_primitive_rule(ctx: RuleContext, *args: Value, _prim: Any) -> list[Value]:
+    """What it expands to, in place: inside `scalify` derivatives have been taken already."""
+    return ctx.scale_jaxpr(_compat.expanded_jaxpr(_prim), list(args))

@@ -41,6 +41,26 @@ def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
     ]
 
 
+def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
+    """Keep a carry's scale from step to step, where the data has the range of float32.
+
+    A bound on growth that is above 1 would drive the scale away, and the data to 0.
+    """
+    old, new, out = iter(before), iter(after), []
+    for form in forms:
+        count = len(form.avals()) + form.has_scale
+        was, now = [next(old) for _ in range(count)], [next(new) for _ in range(count)]
+        if form.has_scale and jnp.finfo(form.dtype).bits >= 32 and form.shape:
+            scale = jnp.where(was[1] == 0, now[1], was[1])
+            ratio = now[1] / jnp.where(scale == 0, 1, scale)
+            ratio = ratio.reshape(
+                ratio.shape + (1,) * (now[0].ndim - ratio.ndim) * bool(ratio.ndim)
+            )
+            now = [now[0] * ratio.astype(form.dtype), scale]
+        out += now
+    return out
+
+
 @register_scale_rule("scan")
 @takes_values
 def scan_rule(
@@ -86,7 +106,7 @@ def scan_rule(
         rest = iter(sliced)
         x_arrays = [next(rest) if a is None else a for arrays in whole for a in arrays]
         out = body([*captured, *carry, *x_arrays], [*carry_forms, *y_forms], ctx.table.dtype)
-        return out[: len(carry)], out[len(carry) :]
+        return _hold(carry_forms, carry, out[: len(carry)]), out[len(carry) :]
 
     start = pack(carry_forms, init, ctx.table)
     carry, ys = lax.scan(step, start, scanned, length, reverse=reverse, unroll=unroll)
@@ -131,7 +151,7 @@ def while_rule(
     captured = pack(cond_forms, cond_consts, ctx.table), pack(body_forms, body_consts, ctx.table)
     out = lax.while_loop(
         lambda carry: test([*captured[0], *carry], plain, ctx.table.dtype)[0],
-        lambda carry: body([*captured[1], *carry], forms, ctx.table.dtype),
+        lambda carry: _hold(forms, carry, body([*captured[1], *carry], forms, ctx.table.dtype)),
         pack(forms, init, ctx.table),
     )
     return unpack(forms, out, ctx.table)
@@ -199,7 +219,7 @@ def debug_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
 for _reason, _names in (
     (
         "its body is evaluated on plain values",
-        "remat_opt linear_call shard_map custom_vmap_call custom_partitioning call_hi_primitive "
+        "remat_opt linear_call shard_map custom_vmap_call custom_partitioning "
         "run_state custom_lin stage",
     ),
     (

@@ -106,6 +106,10 @@ class Form:
         x = promote(value, table, full=True)
         if not self.has_scale:
             return [jnp.asarray(x.data)]
+        if not self.shape and not jnp.issubdtype(self.dtype, jnp.complexfloating):
+            # The exponent of a number is its scale: it must not drift from step to step of a loop.
+            data, exponent = table.split(jnp.asarray(x.data))
+            x = ScaledArray(data, x.scale * exponent)
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
         return [jnp.asarray(x.data), jnp.broadcast_to(scale, self.scale_shape)]
 
