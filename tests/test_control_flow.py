@@ -173,6 +173,17 @@ def test_a_body_is_interpreted_at_most_twice(monkeypatch):
     assert 3 <= len(calls) <= 6  # three matmuls, in two loops
 
 
+@pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
+def test_refs_hold_plain_values():
+    def fun(x):
+        ref = jax.new_ref(x)
+        ref[0] = ref[0] * 2 + 1
+        return ref[...]
+
+    x = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(4))
+    np.testing.assert_array_equal(value(jax.jit(jsa.scalify(fun))(x)), [9, 4, 4])
+
+
 def _barriers(fun, *args):
     return jax.jit(fun).lower(*args).as_text().count("optimization_barrier")
 

@@ -228,4 +228,6 @@ for _reason, _names in (
     ),
     ("a `Ref` holds plain values", "get swap addupdate freeze new_ref dce_sink"),
 ):
-    register_scale_rule(*_names.split(), dequantises=_reason)(dequantising_rule)
+    register_scale_rule(*_names.split(), family="control flow", dequantises=_reason)(
+        dequantising_rule
+    )

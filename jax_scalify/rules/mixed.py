@@ -13,7 +13,9 @@ from jax_scalify.pow2 import ONE
 from jax_scalify.registry import RuleContext, register_scale_rule, sub_jaxprs
 from jax_scalify.rules.common import filled, uniform_over
 
-_TYPED = frozenset("pure_callback io_callback ffi_call call_exported".split())
+_TYPED = frozenset(
+    "pure_callback io_callback ffi_call call_exported get swap addupdate freeze new_ref".split()
+)
 
 
 def dequantising_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
@@ -28,7 +30,7 @@ def dequantising_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
     def bind(wide: bool) -> Any:
         return ctx.bind(*(plain(x, a, wide) for x, a in zip(args, ctx.in_avals)), **params)
 
-    # A jaxpr, and what is outside the program, expect the dtypes that they were made for.
+    # A jaxpr, a `Ref` and what is outside the program expect the dtypes they were made for.
     if sub_jaxprs(params) or ctx.primitive.name in _TYPED:
         out = bind(wide=False)
     else:
