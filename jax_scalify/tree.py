@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_scalify import array as array_lib
 from jax_scalify.array import ScaledArray
@@ -83,3 +84,56 @@ def shardings(tree: Any, data_shardings: Any) -> Any:
             scale = leaf.scale if leaf.is_static else replicated(spec)
             out.append(ScaledArray(spec, scale))
     return jax.tree.unflatten(treedef, out)
+
+
+def _described(leaf: Any) -> str:
+    """Dtype, shape and scale of a leaf: what a compiled function is specialised on."""
+    if not array_lib.is_scaled(leaf):
+        return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+    scale = f"static {leaf.scale}" if leaf.is_static else f"scale {list(jnp.shape(leaf.scale))}"
+    return f"{leaf.dtype}{list(leaf.shape)}, {scale}"
+
+
+def check_same_structure(new: Any, like: Any) -> Any:
+    """Return a tree, if a function that was compiled for another one takes it as it is.
+
+    The state that a training step returns should have the structure, shapes, dtypes and kinds of
+    scales of the one that it was given: otherwise the next step compiles again. At the end of a
+    jitted step, outside of `scalify`, this check costs nothing when it has been compiled.
+
+    Args:
+        new: the tree to be checked.
+        like: the tree that it should be like.
+
+    Raises:
+        ValueError: listing every leaf that differs, and how.
+
+    Example:
+        >>> state = {"w": jsa.as_scaled_array(jnp.ones(2))}
+        >>> jsa.tree.check_same_structure({"w": jnp.ones(2)}, state)
+        Traceback (most recent call last):
+        ValueError: `new` differs from `like`, so that it compiles again:
+          ['w']: float32[2], was float32[2], scale []
+        `jsa.match_scales(new, like)` brings scales to those of `like`.
+    """
+    trees = [
+        {
+            jax.tree_util.keystr(path): _described(leaf)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf(None))[0]
+        }
+        for tree in (new, like)
+    ]
+    after, before = trees
+    lines = [
+        f"  {path or 'the leaf'}: {after.get(path, 'missing')}, was {before.get(path, 'missing')}"
+        for path in {**before, **after}
+        if after.get(path) != before.get(path)
+    ]
+    if not lines and structure(new) != structure(like):
+        lines = [f"  {structure(new)}, was {structure(like)}"]
+    if lines:
+        raise ValueError(
+            "`new` differs from `like`, so that it compiles again:\n" + "\n".join(lines) + "\n"
+            "`jsa.match_scales(new, like)` brings scales to those of `like`."
+        )
+    return new

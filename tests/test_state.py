@@ -347,3 +347,33 @@ def test_freezing_compiles_once_more():
         if i == 5:
             break
     assert structure(state) == given and len(traces) <= 3
+
+
+def test_a_changed_leaf_is_named():
+    like = {"w": jsa.as_scaled_array(jnp.ones((3, 2))), "count": jnp.int32(0)}
+    same = {"w": jsa.as_scaled_array(jnp.zeros((3, 2)), 2.0), "count": jnp.int32(1)}
+    assert jsa.tree.check_same_structure(same, like) is same
+    stacked = ScaledArray(jnp.ones((3, 2)), jnp.ones((3, 1)))
+    for leaf, shown in (
+        (stacked, r"\['w'\]: float32\[3, 2\], scale \[3, 1\], was float32\[3, 2\], scale \[\]"),
+        (like["w"].astype(jnp.float16), r"\['w'\]: float16"),
+        (ScaledArray(jnp.ones((3, 2)), 1.0), "static 1.0"),
+        (jnp.ones((3, 2)), r"\['w'\]: float32\[3, 2\], was"),
+    ):
+        with pytest.raises(ValueError, match=shown):
+            jsa.tree.check_same_structure({**like, "w": leaf}, like)
+    with pytest.raises(ValueError, match=r"\['count'\]: missing, was int32"):
+        jsa.tree.check_same_structure({"w": like["w"]}, like)
+    with pytest.raises(ValueError, match="PyTreeDef"):
+        jsa.tree.check_same_structure((like["w"],), [like["w"]])
+
+
+def test_the_check_runs_inside_a_jitted_step():
+    @jax.jit
+    def step(x):
+        return jsa.tree.check_same_structure(jsa.scalify(lambda v: v * 2)(x), x)
+
+    x = jsa.as_scaled_array(jnp.ones(2))
+    np.testing.assert_array_equal(np.asarray(step(x)), 2)
+    with pytest.raises(ValueError, match="compiles again"):
+        jax.jit(lambda x: jsa.tree.check_same_structure(jsa.scalify(jnp.sum)(x), x))(x)
