@@ -173,6 +173,17 @@ def test_a_body_is_interpreted_at_most_twice(monkeypatch):
     assert 3 <= len(calls) <= 6  # three matmuls, in two loops
 
 
+def test_the_scale_of_a_carry_does_not_run_away():
+    """The branch that is not taken grows: by the law of `select_n`, the scale with it."""
+
+    def fun(x):
+        return lax.fori_loop(0, 60, lambda i, h: jnp.where(h == 0, h * 10, h * 0.9), x)
+
+    out = jax.jit(jsa.scalify(fun))(ScaledArray(jnp.ones(3), jnp.float32(4)))
+    assert float(out.scale) == 4
+    np.testing.assert_allclose(value(out), 4 * 0.9**60, rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
 def test_refs_hold_plain_values():
     def fun(x):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import _compat, dtypes
-from jax_scalify.array import ScaledArray
+from jax_scalify.array import ScaledArray, align_scale, rescale_data
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.mixed import dequantising_rule
 from jax_scalify.rules.subtrace import (
@@ -44,19 +44,18 @@ def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
 def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
     """Keep a carry's scale from step to step, where the data has the range of float32.
 
-    A bound on growth that is above 1 would drive the scale away, and the data to 0.
+    A rule's scale is an estimate: compounded over the steps, an error would drive the data to 0 or
+    infinity while the value stays where it is. The scale of a number is its exponent, which cannot
+    drift. Narrow data has to follow its scale, or layers of small weights would flush it.
     """
     old, new, out = iter(before), iter(after), []
     for form in forms:
         count = len(form.avals()) + form.has_scale
         was, now = [next(old) for _ in range(count)], [next(new) for _ in range(count)]
-        if form.has_scale and jnp.finfo(form.dtype).bits >= 32 and form.shape:
+        if form.has_scale and form.shape and jnp.finfo(form.dtype).bits >= 32:
             scale = jnp.where(was[1] == 0, now[1], was[1])
             ratio = now[1] / jnp.where(scale == 0, 1, scale)
-            ratio = ratio.reshape(
-                ratio.shape + (1,) * (now[0].ndim - ratio.ndim) * bool(ratio.ndim)
-            )
-            now = [now[0] * ratio.astype(form.dtype), scale]
+            now = [rescale_data(now[0], align_scale(ratio, now[0].ndim)), scale]
         out += now
     return out
 
