@@ -47,6 +47,7 @@ class RuleInfo:
 
 _rules: dict[Primitive | str, Rule] = {}
 _infos: dict[str, RuleInfo] = {}
+_registrations = 0
 
 
 def register_scale_rule(
@@ -83,6 +84,8 @@ def register_scale_rule(
         )
 
     def register(rule: Rule) -> Rule:
+        global _registrations
+        _registrations += 1
         module = rule.__module__ or ""
         own = module.rpartition(".")[2] if module.startswith("jax_scalify.") else "custom"
         law = (rule.__doc__ or "").strip().partition("\n")[0]
@@ -100,6 +103,11 @@ def register_scale_rule(
 def registered_rules() -> list[RuleInfo]:
     """Return what is registered, sorted by family and name."""
     return sorted(_infos.values())
+
+
+def rules_version() -> int:
+    """Return a number that changes with every registration: what was interpreted before is old."""
+    return _registrations
 
 
 def find_rule(primitive: Primitive) -> Rule | None:

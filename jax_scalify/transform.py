@@ -112,7 +112,7 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
             out = jex_core.jaxpr_as_fun(closed)(*operands)
         else:
             call = functools.partial(_scale_call, config=active)
-            out = with_user_derivatives(call, closed, _with_constant_scales(operands, active))
+            out = with_user_derivatives(call, closed, _with_constant_scales(operands))
         return jax.tree.unflatten(out_tree, out)
 
     return scalified
@@ -138,13 +138,9 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
     return _own_scales([_leave(v, table, keep_static) for v in outputs], operands)
 
 
-def _with_constant_scales(operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:
+def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:
     """The operands, of dynamic scales that cannot be differentiated by."""
-    dynamic = [
-        align_scale(x.scale, x.ndim).astype(config.scale_dtype)
-        for x in operands
-        if is_scaled(x) and not x.is_static
-    ]
+    dynamic = [x.scale for x in operands if is_scaled(x) and not x.is_static]
     scales = iter(constant_scales(dynamic) if dynamic else ())
     return [
         ScaledArray(x.data, next(scales)) if is_scaled(x) and not x.is_static else x

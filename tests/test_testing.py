@@ -1,28 +1,18 @@
 """`check_scale_rule` passes good rules, and names what is wrong with bad ones."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray, registry
 from jax_scalify.testing import check_scale_rule
+from tests.opaque import opaque_primitive
 
 X = np.float16([[1.0, -2.5, 0.25], [3.0, 0.5, -1.0]])
 
 
-def make_primitive(name, fun):
-    primitive = Primitive(name)
-    primitive.def_impl(jax.jit(fun))
-    primitive.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
-    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
-    return primitive
-
-
-triple_p = make_primitive("triple", lambda x: x * 3)
+triple_p = opaque_primitive("triple", lambda x: x * 3)
 WAYS = ("eager", "jit", "scan")  # the primitive has no batching rule
 
 

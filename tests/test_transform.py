@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify import registry as registry_lib
+from tests.opaque import opaque_primitive
 
 X = np.array([1.0, -2.0, 3.0], np.float32)
 MASK = np.array([True, False, True])
@@ -327,16 +326,7 @@ def test_masked_softmax(dtype, mask, how):
 # Missing rules.
 
 
-def _primitive(name, fun):
-    """A primitive of the user's own: `fun`, opaque to JAX."""
-    primitive = Primitive(name)
-    primitive.def_impl(jax.jit(fun))
-    primitive.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
-    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
-    return primitive
-
-
-mystery_p = _primitive("mystery", lambda x: jnp.cos(x) * x)
+mystery_p = opaque_primitive("mystery", lambda x: jnp.cos(x) * x)
 
 
 def mystery(x):
@@ -368,6 +358,24 @@ def test_missing_rule_silent():
         warnings.simplefilter("error")
         out = jsa.scalify(mystery, config=jsa.ScalifyConfig(missing_rule="silent"))(scaled(X))
     np.testing.assert_allclose(np.asarray(out), X * np.cos(X), rtol=1e-6)
+
+
+def test_a_new_rule_counts_inside_a_jit_that_was_interpreted_before():
+    """The body of a `jit` is interpreted once, but not with rules that were replaced since."""
+    inner = jax.jit(mystery)
+    x = scaled(X, 8.0)
+    fun = jsa.scalify(lambda x: inner(x), config=jsa.ScalifyConfig(missing_rule="silent"))
+    assert float(fun(x).scale) == 1
+
+    @jsa.register_scale_rule(mystery_p)
+    def mystery_rule(ctx, x, **params):
+        return ScaledArray(ctx.bind(ctx.dequantise(x)) / 4, 4.0)
+
+    try:
+        assert float(fun(x).scale) == 4
+    finally:
+        registry_lib._rules.pop(mystery_p)
+        registry_lib._infos.pop("mystery")
 
 
 def test_a_rule_that_dequantises_is_reported_with_its_reason(monkeypatch):

@@ -16,7 +16,7 @@ import jax
 from jax_scalify import _compat
 from jax_scalify.array import ScaledArray
 from jax_scalify.pow2 import Atom, Scale, ScaleTable
-from jax_scalify.registry import RuleContext, register_scale_rule
+from jax_scalify.registry import RuleContext, register_scale_rule, rules_version
 from jax_scalify.rules.subtrace import Form, takes_values
 from jax_scalify.values import Value
 
@@ -80,13 +80,11 @@ class _Interpreted:
 _interpreted: weakref.WeakKeyDictionary[Any, dict[Any, _Interpreted]] = weakref.WeakKeyDictionary()
 
 
-def _values(known: Sequence[_Known], arrays: Sequence[Any], atoms: Sequence[Scale], depth: int = 0):
-    rest, out = list(arrays), []
-    for k in known:
-        count = len(k.form.avals())
-        out.append(k.value(rest[:count], atoms, depth))
-        rest = rest[count:]
-    return out, rest
+def _values(
+    known: Sequence[_Known], arrays: Sequence[Any], atoms: Sequence[Scale], depth: int = 0
+) -> list[Value]:
+    rest = iter(arrays)
+    return [k.value([next(rest) for _ in k.form.avals()], atoms, depth) for k in known]
 
 
 def _interpret(
@@ -101,8 +99,7 @@ def _interpret(
             table.atom(array, nonzero=atom.nonzero)
             for array, atom in zip(arrays[len(arrays) - len(atoms) :], atoms, strict=True)
         ]
-        values, _ = _values(known, arrays, scales)
-        outputs = ctx.scale_jaxpr(jaxpr, values, table)
+        outputs = ctx.scale_jaxpr(jaxpr, _values(known, arrays, scales), table)
         slots = _Slots([s.factors[0][0] for s in scales])
         results[:] = [_Known.of(o, slots, o.depth) for o in outputs]
         packed = [a for k, o in zip(results, outputs, strict=True) for a in k.arrays(o, table)]
@@ -149,9 +146,10 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
     operands += [atom.array for atom in atoms]
     key = (
         tuple((k.form.key(), k.scale) for k in known),
-        tuple((a.array.shape, a.nonzero) for a in atoms),
-        ctx.table.dtype,
+        tuple(atom.nonzero for atom in atoms),
+        tuple(map(jax.typeof, operands)),
         ctx.config,
+        rules_version(),
     )
     bodies = _interpreted.setdefault(jaxpr, {})
     if key not in bodies:
@@ -169,8 +167,7 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
             terms = [_monomial(m, scales) for m in members]
             known_members = frozenset((t.factors, t.exponent) for t in terms)
         scales.append(ctx.table.atom(array, known_members, nonzero))
-    values, _ = _values(body.results, arrays, scales, max((v.depth for v in inputs), default=0))
-    return values
+    return _values(body.results, arrays, scales, max((v.depth for v in inputs), default=0))
 
 
 @register_scale_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")

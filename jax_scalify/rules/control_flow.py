@@ -11,7 +11,7 @@ from jax import lax
 from jax_scalify import _compat, dtypes
 from jax_scalify.array import ScaledArray, align_scale, rescale_data
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.mixed import dequantising_rule
+from jax_scalify.rules.mixed import own_dtype_rule
 from jax_scalify.rules.subtrace import (
     Body,
     Form,
@@ -50,8 +50,7 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
     """
     old, new, out = iter(before), iter(after), []
     for form in forms:
-        count = len(form.avals()) + form.has_scale
-        was, now = [next(old) for _ in range(count)], [next(new) for _ in range(count)]
+        was, now = ([next(a) for _ in range(form.array_count)] for a in (old, new))
         if form.has_scale and form.shape and jnp.finfo(form.dtype).bits >= 32:
             scale = jnp.where(was[1] == 0, now[1], was[1])
             ratio = now[1] / jnp.where(scale == 0, 1, scale)
@@ -117,7 +116,7 @@ def _stacked(ctx: RuleContext, forms: list[Form], arrays: list[Any], length: int
     rest, values = iter(arrays), []
     for form in forms:
         form = dataclasses.replace(form, shape=(length, *form.shape))
-        own = [next(rest) for _ in range(len(form.avals()) + form.has_scale)]
+        own = [next(rest) for _ in range(form.array_count)]
         if form.has_scale:
             shape = form.scale_shape or (1,) * (len(form.shape) - 1)
             own[1] = jnp.reshape(own[1], (length, *shape))
@@ -227,6 +226,4 @@ for _reason, _names in (
     ),
     ("a `Ref` holds plain values", "get swap addupdate freeze new_ref dce_sink"),
 ):
-    register_scale_rule(*_names.split(), family="control flow", dequantises=_reason)(
-        dequantising_rule
-    )
+    register_scale_rule(*_names.split(), family="control flow", dequantises=_reason)(own_dtype_rule)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import dtypes
@@ -13,37 +12,35 @@ from jax_scalify.pow2 import ONE
 from jax_scalify.registry import RuleContext, register_scale_rule, sub_jaxprs
 from jax_scalify.rules.common import filled, uniform_over
 
-_TYPED = frozenset(
-    "pure_callback io_callback ffi_call call_exported get swap addupdate freeze new_ref".split()
-)
+
+def _evaluate(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any], wide: bool) -> list:
+    plain = []
+    for x, aval in zip(args, ctx.in_avals, strict=True):
+        if dtypes.is_scalable(aval.dtype):
+            dtype = dtypes.compute_dtype(aval.dtype) if wide else aval.dtype
+            x = filled(dtypes.cast(ctx.dequantise(x, dtype), dtype), aval.shape)
+        plain.append(x)
+    out = ctx.bind(*plain, **params)
+    out = out if ctx.primitive.multiple_results else [out]
+    return [
+        ScaledArray(dtypes.cast(o, aval.dtype), ONE) if dtypes.is_scalable(aval.dtype) else o
+        for o, aval in zip(out, ctx.out_avals, strict=True)
+    ]
 
 
 def dequantising_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
     """`scale = 1`, on plain values: in at least float32, where the primitive takes it."""
+    if sub_jaxprs(params):  # which expects the dtypes that it was made for
+        return _evaluate(ctx, args, params, wide=False)
+    try:
+        return _evaluate(ctx, args, params, wide=True)
+    except TypeError:  # a parameter may fix a dtype as well
+        return _evaluate(ctx, args, params, wide=False)
 
-    def plain(x: Any, aval: Any, wide: bool) -> Any:
-        if not dtypes.is_scalable(aval.dtype):
-            return x
-        dtype = dtypes.compute_dtype(aval.dtype) if wide else aval.dtype
-        return filled(dtypes.cast(ctx.dequantise(x, dtype), dtype), aval.shape)
 
-    def bind(wide: bool) -> Any:
-        return ctx.bind(*(plain(x, a, wide) for x, a in zip(args, ctx.in_avals)), **params)
-
-    # A jaxpr, a `Ref` and what is outside the program expect the dtypes they were made for.
-    if sub_jaxprs(params) or ctx.primitive.name in _TYPED:
-        out = bind(wide=False)
-    else:
-        try:
-            out = bind(wide=True)
-        except TypeError:  # a parameter may fix a dtype as well
-            out = bind(wide=False)
-    return [
-        ScaledArray(dtypes.cast(o, aval.dtype), ONE) if dtypes.is_scalable(aval.dtype) else o
-        for o, aval in zip(
-            out if ctx.primitive.multiple_results else [out], ctx.out_avals, strict=True
-        )
-    ]
+def own_dtype_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
+    """`scale = 1`, on plain values of the operands' own dtype."""
+    return _evaluate(ctx, args, params, wide=False)
 
 
 def _register(reason: str, *primitives: Any) -> None:
@@ -63,15 +60,9 @@ _register("a product and a sum of matrices in one", "symmetric_product")
 _register("the ends of the interval are plain numbers", lax.rng_uniform_p)
 
 
-@register_scale_rule(
+register_scale_rule(
     lax.nextafter_p, lax.bitcast_convert_type_p, dequantises="it is about the bits of the value"
-)
-def bits_rule(ctx: RuleContext, *args: ScaledArray, **params: Any) -> Any:
-    """`scale = 1`, on plain values of the operands' own dtype, whose bits count."""
-    plain = [ctx.dequantise(x, x.dtype) for x in args]
-    shapes = [aval.shape for aval in ctx.in_avals]
-    out = ctx.bind(*(filled(jnp.asarray(p), s) for p, s in zip(plain, shapes)), **params)
-    return ScaledArray(out, ONE) if dtypes.is_scalable(out.dtype) else out
+)(own_dtype_rule)
 
 
 @register_scale_rule(

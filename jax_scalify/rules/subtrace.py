@@ -95,6 +95,11 @@ class Form:
         """Whether a scale array goes with the data."""
         return self.kind == "scaled" and self.static is None
 
+    @property
+    def array_count(self) -> int:
+        """Number of arrays that stand for a value."""
+        return len(self.avals()) + self.has_scale
+
     def pack(self, value: Value, table: ScaleTable) -> list[Any]:
         """The arrays that stand for a value in this form."""
         if self.kind == "constant":
@@ -170,12 +175,8 @@ def pack(forms: Sequence[Form], values: Sequence[Value], table: ScaleTable) -> l
 
 def unpack(forms: Sequence[Form], arrays: Sequence[Any], table: ScaleTable) -> list[Value]:
     """The values that a sequence of arrays stands for."""
-    rest, values = list(arrays), []
-    for form in forms:
-        count = len(form.avals()) + form.has_scale
-        values.append(form.unpack(rest[:count], table))
-        rest = rest[count:]
-    return values
+    rest = iter(arrays)
+    return [f.unpack([next(rest) for _ in range(f.array_count)], table) for f in forms]
 
 
 @dataclasses.dataclass(frozen=True)
