@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
 from jax_scalify import _compat, dtypes
+from jax_scalify.algebra import Scale, ScaleTable
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import ScalifyConfig
-from jax_scalify.pow2 import Scale, ScaleTable
 from jax_scalify.values import Value
 
 Rule = Callable[..., Any]

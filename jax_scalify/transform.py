@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify import _compat, dtypes, pow2, primitives
+from jax_scalify import _compat, algebra, dtypes, pow2, primitives
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
+from jax_scalify.algebra import Scale, ScaleTable
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
-from jax_scalify.pow2 import Scale, ScaleTable
 from jax_scalify.registry import (
     RuleContext,
     describe,
@@ -223,14 +223,14 @@ def _captured(const: Any) -> Value:
     sizes = np.abs(wide)
     sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
     ordinary = sizes[sizes < min(_MASK, float(finfo.max))]
-    scale = pow2.ONE
+    scale = algebra.ONE
     if ordinary.size:
         rms = float(ordinary.max()) * float(np.sqrt(np.mean(np.square(ordinary / ordinary.max()))))
         limit = pow2.MAX_EXPONENT
         scale = Scale(max(-limit, min(limit, pow2.floor_exponent(rms))))
     if sizes.size > ordinary.size:
         mask = constant_scale(sizes.max(), values.dtype)
-        scale = pow2.join(scale, mask) if ordinary.size else mask
+        scale = algebra.join(scale, mask) if ordinary.size else mask
     data = wide / scale.value
     if not np.iscomplexobj(data):
         low, high = float(finfo.min), float(finfo.max)
@@ -348,7 +348,7 @@ def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:
     if name == "div":
         return scales[0] / scales[1]
     if name == "max":
-        return pow2.join(*scales)
+        return algebra.join(*scales)
     if name in ("integer_pow", "square"):
         return scales[0] ** eqn.params.get("y", 2)
     if name in ("convert_element_type", "copy", "stop_gradient"):

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import dtypes
+from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import Scale
 
 # Primitives that act on each element by itself, and take 0-d operands beside arrays.
 ELEMENTWISE = frozenset(

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import jax_scalify as jsa
-from jax_scalify import ScaledArray, pow2
-from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
+from jax_scalify import ScaledArray, algebra, pow2
+from jax_scalify.algebra import ONE, ZERO, Scale, ScaleTable
 
 settings.register_profile("package", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("package")
@@ -48,16 +48,16 @@ def test_identities_are_found_while_tracing():
     table = ScaleTable()
     a, b, c = (table.atom(jnp.float32(2.0**e)) for e in (1, 5, -3))
     assert a / a == ONE and a * b == b * a and (a * b) / b == a
-    assert pow2.join(a, a) == a
-    assert pow2.join(a, a * Scale(-3)) == a
-    assert pow2.join(a, ZERO) == a and pow2.join(ZERO, ZERO) == ZERO
-    joined = pow2.join(a, b)
-    assert pow2.join(b, a) == joined and pow2.join(a, b, a) == joined
-    assert pow2.join(joined, a) == joined and pow2.join(joined, b * Scale(-1)) == joined
-    assert pow2.join(pow2.join(joined, c), a) == pow2.join(pow2.join(c, b), a)
-    assert pow2.join(a * c, b * c) == joined * c
-    assert pow2.join(a * Scale(2), b * Scale(2)) == joined * Scale(2)
-    assert pow2.alignment(joined, joined) == ONE
+    assert algebra.join(a, a) == a
+    assert algebra.join(a, a * Scale(-3)) == a
+    assert algebra.join(a, ZERO) == a and algebra.join(ZERO, ZERO) == ZERO
+    joined = algebra.join(a, b)
+    assert algebra.join(b, a) == joined and algebra.join(a, b, a) == joined
+    assert algebra.join(joined, a) == joined and algebra.join(joined, b * Scale(-1)) == joined
+    assert algebra.join(algebra.join(joined, c), a) == algebra.join(algebra.join(c, b), a)
+    assert algebra.join(a * c, b * c) == joined * c
+    assert algebra.join(a * Scale(2), b * Scale(2)) == joined * Scale(2)
+    assert algebra.alignment(joined, joined) == ONE
 
 
 def test_the_same_array_is_the_same_atom():
@@ -71,13 +71,13 @@ def test_zero_is_any_scale():
     table = ScaleTable()
     zero, a = table.atom(jnp.float32(0)), table.atom(jnp.float32(8))
     assert float((a * zero).array) == 0 and float((a / zero).array) == 8
-    assert float(pow2.join(a, zero).array) == 8
+    assert float(algebra.join(a, zero).array) == 8
     assert float((zero**-1).array) == 1
     assert ZERO**-1 == ONE and ZERO * a == ZERO and a / ZERO == a and ZERO**0 == ONE
     for scale in (ZERO, zero):
         root, rest = scale.root(2)
         assert float(np.asarray(root.array)) == 0 and float(np.asarray(rest.array)) in (1, 2)
-    ratio = pow2.alignment(zero, pow2.join(zero, table.atom(jnp.float32(0))))
+    ratio = algebra.alignment(zero, algebra.join(zero, table.atom(jnp.float32(0))))
     assert np.isfinite(float(ratio.array))
 
 
@@ -100,7 +100,7 @@ def test_scales_leave_neither_end_of_the_range():
     table = ScaleTable()
     a = table.atom(jnp.float32(2.0**100))
     assert float(((a * a) ** -1).array) == 0.0  # the value underflows, as it does in float32
-    large = pow2.join(table.atom(jnp.float32(2.0**126)) * Scale(1), table.atom(jnp.float32(1)))
+    large = algebra.join(table.atom(jnp.float32(2.0**126)) * Scale(1), table.atom(jnp.float32(1)))
     assert float((large**-1).array) > 0
 
 

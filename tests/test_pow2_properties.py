@@ -21,9 +21,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import jax_scalify as jsa
-from jax_scalify import pow2
+from jax_scalify import algebra, pow2
+from jax_scalify.algebra import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.array import ScaledArray, rescale_data
-from jax_scalify.pow2 import MAX_EXPONENT, ONE, ZERO, Scale, ScaleTable
+from jax_scalify.pow2 import MAX_EXPONENT
 from jax_scalify.rules.common import multiply
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -192,7 +193,7 @@ def expressions():
 
 
 # What the operations are on scales, on their exponents, and on a bound on everything on the way.
-SYMBOLIC = dict(mul=operator.mul, div=operator.truediv, join=pow2.join, meet=pow2.meet)
+SYMBOLIC = dict(mul=operator.mul, div=operator.truediv, join=algebra.join, meet=algebra.meet)
 SYMBOLIC |= dict(static=Scale, power=operator.pow, settled=Scale.settled)
 SYMBOLIC |= dict(root=lambda s, degree: s.root(degree)[0], rest=lambda s, degree: s.root(degree)[1])
 NUMERIC = dict(mul=operator.add, div=operator.sub, join=np.maximum, meet=np.minimum)
@@ -247,13 +248,13 @@ def test_joins_that_share_terms_and_factors(dtype, draw):
     # One table, so that each join may find the ones before it.
     for shift in draw(st.lists(st.integers(-4, 4), min_size=3, max_size=3)):
         (a, x), (b, y), (c, z) = pairs
-        joined, top = pow2.join(a * Scale(shift), b), np.maximum(x + shift, y)
+        joined, top = algebra.join(a * Scale(shift), b), np.maximum(x + shift, y)
         assert_same(joined.array, powers(top))
         assert_same((joined / a).array, powers(top - x))
-        nested = pow2.join(joined, c * Scale(-shift), a * Scale(2 * shift))
+        nested = algebra.join(joined, c * Scale(-shift), a * Scale(2 * shift))
         top = np.maximum(top, np.maximum(z - shift, x + 2 * shift))
         assert_same(nested.array, powers(top))
-        assert_same(pow2.join(b * Scale(1), nested * Scale(1)).array, powers(top + 1))
+        assert_same(algebra.join(b * Scale(1), nested * Scale(1)).array, powers(top + 1))
         pairs = pairs[1:] + pairs[:1]
 
 
@@ -268,13 +269,13 @@ def check_roots(scale, value):
 def test_algebra_at_the_ends_of_the_range(dtype, draw):
     values = draw_exponents(draw, -MAX_EXPONENT, MAX_EXPONENT)
     scales = atoms_of(ScaleTable(dtype), values)
-    joined, top = pow2.join(*scales), functools.reduce(np.maximum, values)
+    joined, top = algebra.join(*scales), functools.reduce(np.maximum, values)
     assert_same(joined.array, powers(top))
-    assert_same(pow2.meet(*scales).array, powers(functools.reduce(np.minimum, values)))
+    assert_same(algebra.meet(*scales).array, powers(functools.reduce(np.minimum, values)))
     for scale, value in zip(scales, values, strict=True):
         assert_same((scale**-1).array, powers(-value))
         check_roots(scale, powers(value, np.float64))
-        ratio, exponent = exact(pow2.alignment(scale, joined).array), value - top
+        ratio, exponent = exact(algebra.alignment(scale, joined).array), value - top
         flushed = (exponent < -MAX_EXPONENT) & (dtype == "float32")
         assert_same(ratio, np.where(flushed, 0, powers(exponent, np.float64)))
 
@@ -297,14 +298,18 @@ def test_zero_is_any_scale(dtype, draw):
     inverse = np.where(y == 0, 1, 1 / y)
     cases = [(a * b, x * y), (a / b, x * inverse), (b**-1, inverse), (b**-2, inverse**2)]
     cases += [(a**3, x**3), (b**0, 1), (a * ZERO, 0), (a / ZERO, x), (ZERO / b, 0)]
-    cases += [(pow2.join(a, b), np.maximum(x, y)), (pow2.join(a, ZERO), x), (pow2.meet(ZERO, a), x)]
+    cases += [
+        (algebra.join(a, b), np.maximum(x, y)),
+        (algebra.join(a, ZERO), x),
+        (algebra.meet(ZERO, a), x),
+    ]
     for scale, expected in cases:
         assert_same(scale.array, expected)
     check_roots(a, x)
     check_roots(a**6, x**6)
-    joined = pow2.join(a, b)
+    joined = algebra.join(a, b)
     for scale, value in ((a, x), (b, y)):
-        ratio = exact(pow2.alignment(scale, joined).array)
+        ratio = exact(algebra.alignment(scale, joined).array)
         assert np.all(np.isfinite(ratio))  # 0 / 0 meets data that is 0
         assert_same(ratio * exact(joined.array), value)
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes, pow2
+from jax_scalify import algebra, dtypes, pow2
+from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import Scale
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.common import (
     align,
@@ -55,7 +55,7 @@ def _extremum_rule(sign: int) -> Rule:
             which = harmless.index(True)
             scale = args[which ^ 1].scale
             if sign < 0 and ctx.inputs[which ^ 1].nonneg:  # 0 <= min(x, c) <= c
-                scale = pow2.meet(scale, _bound(numbers[which], args[which]))
+                scale = algebra.meet(scale, _bound(numbers[which], args[which]))
         else:
             scale = shared_scale(ctx, {0: lhs, 1: rhs})
         data = same_dtype(*(align(ctx, i, x, scale) for i, x in enumerate(args)))
@@ -84,9 +84,9 @@ def clamp_rule(
         scale = shared_scale(ctx, {0: low, 1: x, 2: high})
     else:
         bounds = _bound(numbers[0], low), _bound(numbers[1], high)
-        scale = pow2.meet(x.scale, pow2.join(*bounds))
+        scale = algebra.meet(x.scale, algebra.join(*bounds))
         if numbers[0] > 0 or numbers[1] < 0:
-            scale = pow2.join(scale, pow2.meet(*bounds))
+            scale = algebra.join(scale, algebra.meet(*bounds))
     args = [align(ctx, i, a, scale) for i, a in enumerate((low, x, high))]
     shape = ctx.out_avals[0].shape
     args = [a if i != 1 and not np.ndim(a) else filled(a, shape) for i, a in enumerate(args)]
@@ -143,8 +143,8 @@ def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -
     fill = params["fill_value"]
     if fill is None or fill == 0 or not np.isfinite(fill):
         return ScaledArray(ctx.bind(x.data, indices, **params), x.scale)
-    scale = pow2.join(x.scale, constant_floor(fill, x.dtype))
-    data = multiply(x.data, pow2.alignment(x.scale, scale), x.dtype)
+    scale = algebra.join(x.scale, constant_floor(fill, x.dtype))
+    data = multiply(x.data, algebra.alignment(x.scale, scale), x.dtype)
     taken = ctx.bind(data, indices, **{**params, "fill_value": 0})
     inside = jnp.ones(ctx.in_avals[0].shape, bool)
     inside = ctx.bind(inside, indices, **{**params, "fill_value": False})
@@ -203,7 +203,7 @@ def complex_rule(ctx: RuleContext, re: ScaledArray, im: ScaledArray, **params: A
 @register_scale_rule(lax.rem_p, family="remainder")
 def rem_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = min(lhs.scale, rhs.scale)`, in at least float32: no divisor becomes 0."""
-    scale = pow2.meet(lhs.scale, rhs.scale)
+    scale = algebra.meet(lhs.scale, rhs.scale)
     data = same_dtype(*(multiply(x.data, x.scale / scale) for x in (lhs, rhs)))
     data = [lax.convert_element_type(d, dtypes.compute_dtype(d.dtype)) for d in data]
     return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), scale)

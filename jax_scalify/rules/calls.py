@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from jax_scalify import _compat
+from jax_scalify.algebra import Atom, Scale, ScaleTable
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import Atom, Scale, ScaleTable
 from jax_scalify.registry import RuleContext, register_scale_rule, rules_version
 from jax_scalify.rules.subtrace import Form, takes_values
 from jax_scalify.values import Value

@@ -10,9 +10,9 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify import dtypes, pow2
+from jax_scalify import algebra, dtypes
+from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import Scale
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, multiply, uniform_over
 from jax_scalify.rules.summing import finish, growth
@@ -79,7 +79,7 @@ def ragged_all_to_all_rule(
 ) -> ScaledArray:
     """`scale` = the largest of operand and output buffer, of all devices."""
     x, out = uniform_over(x), uniform_over(out)
-    scale = _largest(ctx, pow2.join(x.scale, out.scale), params)
+    scale = _largest(ctx, algebra.join(x.scale, out.scale), params)
     data = [
         filled(multiply(a.data, a.scale / scale, ctx.out_dtype), aval.shape)
         for a, aval in zip((x, out), ctx.in_avals, strict=False)

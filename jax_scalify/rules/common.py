@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes, pow2
+from jax_scalify import algebra, dtypes, pow2
+from jax_scalify.algebra import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.registry import RuleContext
 from jax_scalify.values import Value
 
@@ -120,7 +120,7 @@ def shared_scale(
     """Return the largest vote; without votes 0 if every operand is 0, else 1."""
     scales = votes(ctx, operands, additive=additive)
     if scales:
-        return pow2.join(*scales)
+        return algebra.join(*scales)
     numbers = [ctx.inputs[i].constant for i in operands]
     return ZERO if all(n is None or n == 0 for n in numbers) else Scale(0)
 
@@ -135,7 +135,7 @@ def align(ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any
     if number is None or number.dtype.kind == "c":
         if x.scale.is_zero:
             return x.data if dtype is None else dtypes.cast(x.data, dtype)
-        return multiply(x.data, pow2.alignment(x.scale, scale), dtype)
+        return multiply(x.data, algebra.alignment(x.scale, scale), dtype)
     if number == 0 or not np.isfinite(np.float64(number)):
         return x.data if dtype is None else dtypes.cast(x.data, dtype)
     return align_constant(number, x.dtype, scale)

@@ -9,9 +9,9 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify import dtypes, pow2
+from jax_scalify import algebra, dtypes
+from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import ONE
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, multiply, uniform_over
 
@@ -61,9 +61,9 @@ def cholesky_update_rule(
 ) -> ScaledArray:
     """`scale = max(r.scale, w.scale)`: the result is of degree 1 in both together."""
     r, w = uniform_over(r), uniform_over(w)
-    scale = pow2.join(r.scale, w.scale)
+    scale = algebra.join(r.scale, w.scale)
     data = [
-        filled(multiply(x.data, pow2.alignment(x.scale, scale), x.dtype), aval.shape)
+        filled(multiply(x.data, algebra.alignment(x.scale, scale), x.dtype), aval.shape)
         for x, aval in zip((r, w), ctx.in_avals, strict=True)
     ]
     return ScaledArray(ctx.bind(*data, **params), scale)
@@ -87,7 +87,7 @@ def tridiagonal_solve_rule(
 ) -> ScaledArray:
     """`scale = b.scale / max(scales of the diagonals)`."""
     *diagonals, b = (uniform_over(x) for x in diagonals_and_b)
-    joined = pow2.join(*(x.scale for x in diagonals))
-    data = [multiply(x.data, pow2.alignment(x.scale, joined), x.dtype) for x in diagonals]
+    joined = algebra.join(*(x.scale for x in diagonals))
+    data = [multiply(x.data, algebra.alignment(x.scale, joined), x.dtype) for x in diagonals]
     arrays = [filled(d, v.shape) for d, v in zip((*data, b.data), ctx.in_avals, strict=True)]
     return ScaledArray(ctx.bind(*arrays, **params), b.scale / joined)

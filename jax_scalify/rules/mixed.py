@@ -7,8 +7,8 @@ from typing import Any
 from jax import lax
 
 from jax_scalify import dtypes
+from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import ONE
 from jax_scalify.registry import RuleContext, register_scale_rule, sub_jaxprs
 from jax_scalify.rules.common import filled, uniform_over
 

@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import dtypes
+from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import ONE
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, multiply
 from jax_scalify.rules.nonlinear import wide_rule

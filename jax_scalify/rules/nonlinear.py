@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jax_scalify import dtypes, pow2
+from jax_scalify import algebra, dtypes
+from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import ONE
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import multiply
 
@@ -41,5 +41,5 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
 @register_scale_rule(lax.floor_p, lax.ceil_p, lax.round_p, family="rounding")
 def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max(1, scale)`, of dequantised values."""
-    scale = pow2.join(ONE, x.scale)
+    scale = algebra.join(ONE, x.scale)
     return ScaledArray(multiply(evaluate_wide(ctx, (x,), params), scale**-1, ctx.out_dtype), scale)

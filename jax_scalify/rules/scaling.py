@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jax_scalify import algebra, dtypes, pow2, primitives
 from jax_scalify import array as array_lib
-from jax_scalify import dtypes, pow2, primitives
+from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.pow2 import Scale
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, multiply, uniform_over
 from jax_scalify.rules.subtrace import takes_values
@@ -26,7 +26,9 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
     if value.constant is not None:
         number = float(value.constant)
         limit = pow2.MAX_EXPONENT
-        return Scale(max(-limit, min(limit, pow2.floor_exponent(number)))) if number else pow2.ZERO
+        return (
+            Scale(max(-limit, min(limit, pow2.floor_exponent(number)))) if number else algebra.ZERO
+        )
     plain = ctx.dequantise(value.array) if value.is_scaled else value.plain()
     plain = jnp.abs(plain).astype(ctx.table.dtype)
     return ctx.table.atom(

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import dtypes
+from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import ONE
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, uniform_over, windowed_axes
 

@@ -17,8 +17,8 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jax_scalify import dtypes
+from jax_scalify.algebra import Scale, ScaleTable
 from jax_scalify.array import ScaledArray, align_scale
-from jax_scalify.pow2 import Scale, ScaleTable
 from jax_scalify.registry import RuleContext
 from jax_scalify.rules.common import promote
 from jax_scalify.values import Value

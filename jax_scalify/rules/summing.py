@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import dtypes, pow2
+from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.pow2 import Scale
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import (
     NONNEGATIVE_LIMIT,

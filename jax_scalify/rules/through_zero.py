@@ -6,9 +6,9 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify import pow2
+from jax_scalify import algebra
+from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
-from jax_scalify.pow2 import ONE
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import multiply
 from jax_scalify.rules.nonlinear import evaluate_wide
@@ -21,6 +21,6 @@ from jax_scalify.rules.nonlinear import evaluate_wide
 )  # fmt: skip
 def through_zero_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = min(1, scale)`: f(x) is near x for small x, which stays representable."""
-    scale = pow2.meet(ONE, x.scale)
+    scale = algebra.meet(ONE, x.scale)
     out = evaluate_wide(ctx, (x,), params)
     return ScaledArray(multiply(out, scale**-1, ctx.out_dtype), scale)

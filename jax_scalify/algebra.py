@@ -1,0 +1,428 @@
+"""The algebra of scales.
+
+Inside the transform a scale is a `Scale`: a static power of two times a monomial of *atoms*, the
+arrays that are only known at run time. Products, quotients and even roots of scales are computed
+symbolically while tracing, so that a chain of them costs nothing and equal scales are known to be
+equal. An array is made of a scale only where data has to be multiplied by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import _compat
+from jax_scalify.pow2 import (
+    MAX_EXPONENT,
+    exponent_layout,
+    floor_exponent,
+    is_power_of_two,
+    round_down,
+)
+
+_MAX_FACTORS = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Atom:
+    """A scale that is known at run time only: an array of powers of two (or 0).
+
+    Its array has shape `()`, or the rank of the data with every dim 1 or equal to the data's.
+    """
+
+    table: ScaleTable
+    array: jax.Array
+    index: int
+    members: frozenset[tuple] = frozenset()  # the monomials of which this atom is the maximum
+    nonzero: bool = False  # known not to be 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """`2**exponent * prod(atom**power)`; the exponent `-inf` is the scale 0, "any scale will do".
+
+    Supports `*`, `/`, integer `**` and powers of two as plain numbers. `scale.array` (and any
+    `jax.numpy` function) makes an array of it.
+    """
+
+    exponent: float
+    factors: tuple[tuple[Atom, int], ...] = ()
+
+    @classmethod
+    def of(cls, value: Any) -> Scale:
+        """Make a static scale of a concrete power of two or 0."""
+        if isinstance(value, Scale):
+            return value
+        if float(value) == 0.0:
+            return ZERO
+        if not is_power_of_two(value):
+            raise ValueError(f"`scale` must be a power of two or 0, got {value!r}.")
+        return cls(floor_exponent(value))
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is known while tracing."""
+        return not self.factors
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the scale is the static 0."""
+        return self.exponent == -math.inf
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the scale is the static 1."""
+        return self.exponent == 0 and not self.factors
+
+    @property
+    def is_nonzero(self) -> bool:
+        """Whether the scale is known not to be 0 at run time."""
+        return not self.is_zero and all(atom.nonzero for atom, _ in self.factors)
+
+    @property
+    def may_leave_range(self) -> bool:
+        """Whether a dynamic scale may be beyond the largest one: a product, power or multiple."""
+        return self.exponent > 0 or sum(abs(power) for _, power in self.factors) > 1
+
+    @property
+    def value(self) -> float:
+        """The static scale as a Python float."""
+        if not self.is_static:
+            raise ValueError("The value of a dynamic scale is not known while tracing.")
+        return 0.0 if self.is_zero else math.ldexp(1.0, int(self.exponent))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`()`, or a shape of the data's rank whose dims are 1 or the data's."""
+        return np.broadcast_shapes(*(atom.array.shape for atom, _ in self.factors))
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the scale."""
+        return len(self.shape)
+
+    @property
+    def array(self) -> Any:
+        """The scale as an array of the scale dtype; a static one as a NumPy scalar."""
+        if self.is_static:
+            return np.float32(self.value)
+        return self.factors[0][0].table.request(self)
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.array)
+
+    def __mul__(self, other: Any) -> Scale:
+        other = as_operand(other)
+        if self.is_zero or other.is_zero:
+            return ZERO
+        powers = dict(self.factors)
+        for atom, power in other.factors:
+            powers[atom] = powers.get(atom, 0) + power
+        return Scale(self.exponent + other.exponent, _sorted_factors(powers))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Scale:
+        return self * as_operand(other) ** -1
+
+    def __rtruediv__(self, other: Any) -> Scale:
+        return as_operand(other) * self**-1
+
+    def __pow__(self, power: int) -> Scale:
+        if power == 0 or (self.is_zero and power < 0):  # where 0 is inverted it is read as 1
+            return ONE
+        return Scale(self.exponent * power, tuple((atom, power * p) for atom, p in self.factors))
+
+    def root(self, degree: int) -> tuple[Scale, Scale]:
+        """Split into `(root, rest)` with `root**degree * rest == self` and `rest` small."""
+        if self.is_zero:
+            return ZERO, ONE
+        whole = {atom: p // degree for atom, p in self.factors if p % degree == 0}
+        broken = tuple((atom, p) for atom, p in self.factors if p % degree)
+        if not broken:
+            quotient, rest = divmod(int(self.exponent), degree)
+            return Scale(quotient, _sorted_factors(whole)), Scale(rest)
+        table = broken[0][0].table
+        root, rest = table.root(Scale(self.exponent, broken), degree)
+        return root * Scale(0, _sorted_factors(whole)), rest
+
+    def settled(self) -> Scale:
+        """Compute a monomial of many factors: each join downstream would multiply them again."""
+        if len(self.factors) <= _MAX_FACTORS:
+            return self
+        return self.factors[0][0].table.settled(self)
+
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
+        """Send a scale that is not scalar through a structural function; a scalar one is kept."""
+        if self.ndim == 0:
+            return self
+        return self.factors[0][0].table.atom(function(self.array))
+
+
+ONE = Scale(0)
+ZERO = Scale(-math.inf)
+
+
+def as_operand(value: Any) -> Scale:
+    """Read a `Scale` or a concrete power of two."""
+    return value if isinstance(value, Scale) else Scale.of(value)
+
+
+def _sorted_factors(powers: dict[Atom, int]) -> tuple[tuple[Atom, int], ...]:
+    return tuple(sorted(((a, p) for a, p in powers.items() if p), key=lambda f: f[0].index))
+
+
+def join(*scales: Scale) -> Scale:
+    """Return the maximum: the power of two that `sqrt(a**2 + b**2)` rounds down to.
+
+    Monomials that differ by a static factor are compared while tracing, and the maximum of the
+    same set is the same atom, so that it is computed once.
+    """
+    largest: dict[tuple, float] = {}
+    for scale in scales:
+        if not scale.is_zero:
+            largest[scale.factors] = max(scale.exponent, largest.get(scale.factors, -math.inf))
+    terms = [Scale(exponent, factors) for factors, exponent in largest.items()]
+    if not terms:
+        return ZERO
+    if len(terms) == 1:
+        return terms[0]
+    return next(t for t in terms if t.factors).factors[0][0].table.maximum(terms)
+
+
+def meet(*scales: Scale) -> Scale:
+    """Return the minimum. A static 0 has no say; one that only the run time knows counts as 1."""
+    inverses = [scale**-1 for scale in scales if not scale.is_zero]
+    return join(*inverses) ** -1 if inverses else ZERO
+
+
+def alignment(scale: Scale, joined: Scale) -> Scale:
+    """Return `scale / joined` for a maximum that `scale` is one of; 0 / 0 is any finite number."""
+    ratio = scale / joined
+    if ratio.is_static:
+        return ratio
+    return ratio.factors[0][0].table.alignment(ratio)
+
+
+class ScaleTable:
+    """The atoms of one trace, and what has been computed of them already.
+
+    One table belongs to one trace level, so that nothing memoised leaks out of a loop body.
+    """
+
+    def __init__(self, dtype: Any = jnp.float32):
+        """Start an empty table for scales of the given dtype."""
+        self.dtype = jnp.dtype(dtype)
+        self._counter = itertools.count()
+        self._atoms: dict[int, Atom] = {}
+        self._memo: dict[Any, Any] = {}
+        self._splits: dict[int, tuple[Any, Any, Scale]] = {}
+
+    def atom(
+        self, array: jax.Array, members: frozenset = frozenset(), nonzero: bool = False
+    ) -> Scale:
+        """Make a scale of an array of powers of two; the same array gives the same atom."""
+        atom = self._atoms.get(id(array))
+        if atom is None:
+            atom = Atom(self, array, next(self._counter), members, nonzero)
+            self._atoms[id(array)] = atom
+        return Scale(0, ((atom, 1),))
+
+    def _memoised(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def request(self, scale: Scale) -> jax.Array:
+        """Make the array of a monomial that data is multiplied by, one kernel for all users."""
+        if len(scale.factors) == 1:
+            return self.product(scale)
+        return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
+
+    def settled(self, scale: Scale) -> Scale:
+        """Compute a monomial and go on with one atom, within the range of scales."""
+
+        def make() -> Scale:
+            largest = np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype)
+            array = _compat.pin(lax.min(self.product(scale), largest))
+            return self.atom(array, nonzero=scale.is_nonzero)
+
+        return self._memoised(("settled", scale), make)
+
+    def output(self, scale: Scale) -> jax.Array:
+        """Make the array of a scale that leaves the trace, within the range of scales."""
+        if scale.is_static:
+            return jnp.array(scale.value, self.dtype)
+        array = jnp.asarray(scale.array)
+        if scale.may_leave_range:
+            array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
+        return array
+
+    def product(self, scale: Scale) -> jax.Array:
+        """Make the array of a monomial."""
+        if scale.exponent == 0 and len(scale.factors) == 1 and scale.factors[0][1] == 1:
+            return scale.factors[0][0].array
+
+        def make() -> jax.Array:
+            above = [(atom, 1) for atom, power in scale.factors for _ in range(power)]
+            below = [(atom, -1) for atom, power in scale.factors for _ in range(-power)]
+            # Alternately, so that a product stays in range where its value does.
+            pairs = itertools.zip_longest(above, below)
+            out = self._chain(tuple(term for pair in pairs for term in pair if term is not None))
+            exponent = int(scale.exponent)
+            while exponent:
+                step = max(-MAX_EXPONENT, min(MAX_EXPONENT, exponent))
+                out = lax.mul(out, np.array(math.ldexp(1.0, step), self.dtype))
+                exponent -= step
+            return out
+
+        return self._memoised(("product", scale), make)
+
+    def _chain(self, terms: tuple[tuple[Atom, int], ...]) -> jax.Array:
+        """The product of atoms and reciprocals; products share what they begin with."""
+        *first, (atom, power) = terms
+        factor = atom.array if power > 0 else self._reciprocal(atom)
+        if not first:
+            return factor
+        return self._memoised(
+            ("chain", terms), lambda: _broadcast(lax.mul)(self._chain(tuple(first)), factor)
+        )
+
+    def _reciprocal(self, atom: Atom, guarded: bool = True) -> jax.Array:
+        """1 / atom, on the bits: XLA gives every float division a kernel of its own.
+
+        Where 0 is inverted it is read as 1; unguarded, it gives the largest power of two.
+        """
+
+        def make() -> jax.Array:
+            integer, nmant = exponent_layout(self.dtype)
+            bias = jnp.finfo(self.dtype).maxexp - 1
+            bits = lax.bitcast_convert_type(atom.array, integer)
+            inverse = lax.sub(np.array(2 * bias << nmant, integer), bits)
+            if guarded and not atom.nonzero:
+                one = jnp.full_like(bits, np.array(bias << nmant, integer))
+                inverse = lax.select(lax.eq(bits, np.array(0, integer)), one, inverse)
+            return lax.bitcast_convert_type(inverse, self.dtype)
+
+        return self._memoised(("reciprocal", atom, guarded), make)
+
+    def alignment(self, ratio: Scale) -> Scale:
+        """Make the ratio of a scale to a maximum that is at least as large."""
+        below = [a for a, power in ratio.factors if power == -1 and a.members]
+        if not below:
+            return ratio
+        joined = below[-1]
+
+        def make() -> Scale:
+            top = (ratio * Scale(0, ((joined, 1),))).array
+            inverse = self._reciprocal(joined, guarded=False)
+            return self.atom(_broadcast(lax.mul)(top.astype(self.dtype), inverse))
+
+        return self._memoised(("alignment", ratio), make)
+
+    def maximum(self, terms: list[Scale]) -> Scale:
+        """Return the maximum of monomials of which none is known to dominate another."""
+        common = Scale(0, _common_factors(terms))
+        terms = sorted((t / common for t in terms), key=_monomial_key)
+        members = _members(terms)
+        for term in terms:  # one of them is itself the maximum of all the others
+            if _members([term]) == members:
+                return term * common
+
+        def make() -> tuple[Scale, float]:
+            array = jnp.asarray(terms[0].array, self.dtype)
+            for term in terms[1:]:
+                array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
+            if any(t.may_leave_range for t in terms):
+                array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
+            nonzero = any(t.is_nonzero for t in terms)
+            return self.atom(_compat.pin(array), members, nonzero=nonzero), low
+
+        # Maxima that differ by a power of two are one atom, which has the value of the first.
+        low = min(exponent for _, exponent in members)
+        key = frozenset((factors, exponent - low) for factors, exponent in members)
+        made, its_low = self._memoised(("maximum", key), make)
+        return made * Scale(low - its_low) * common
+
+    def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
+        """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
+
+        def make() -> tuple[Scale, Scale]:
+            array = scale.array
+            integer, nmant = exponent_layout(self.dtype)
+            # exponent = biased - bias; one more multiple of the bias keeps the division positive
+            offset = np.array((jnp.finfo(self.dtype).maxexp - 1) * (degree - 1), integer)
+            shift, count = np.array(nmant, integer), np.array(degree, integer)
+            bits = lax.bitcast_convert_type(array, integer)
+            biased = lax.add(lax.shift_right_logical(bits, shift), offset)
+            quotient = lax.div(biased, count)
+            root = lax.bitcast_convert_type(lax.shift_left(quotient, shift), self.dtype)
+            if not scale.is_nonzero:
+                is_zero = lax.eq(bits, np.array(0, integer))
+                root = lax.select(is_zero, jnp.zeros_like(root), root)
+            power = lax.shift_left(np.array(1, integer), lax.rem(biased, count))
+            rest = lax.convert_element_type(power, self.dtype)
+            return self.atom(_compat.pin(root), nonzero=scale.is_nonzero), self.atom(
+                rest, nonzero=True
+            )
+
+        return self._memoised(("root", scale, degree), make)
+
+    def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
+        """Split a traced array into data in [1, 2) and a scale, element by element."""
+        known = self._splits.get(id(value))
+        if known is None:
+            scale = self.atom(_compat.pin(round_down(value, self.dtype)))
+            compute = jnp.promote_types(value.dtype, jnp.float32)
+            data = lax.mul(value.astype(compute), (ONE / scale).array.astype(compute))
+            known = (value, data.astype(value.dtype), scale)  # keeps `value`, hence its id, alive
+            self._splits[id(value)] = known
+        return known[1:]
+
+
+def _monomial_key(scale: Scale) -> tuple:
+    return (tuple((a.index, p) for a, p in scale.factors), scale.exponent)
+
+
+def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
+    """Factors that every term has: max(a*c, b*c) = max(a, b) * c."""
+    common = dict(terms[0].factors)
+    for term in terms[1:]:
+        powers = dict(term.factors)
+        common = {
+            atom: min(p, powers[atom])
+            for atom, p in common.items()
+            if powers.get(atom, 0) > 0 and p > 0
+        }
+    return _sorted_factors(common)
+
+
+def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
+    """The monomials below a maximum, those of nested maxima included, dominated ones dropped."""
+    largest: dict[tuple, float] = {}
+    for term in terms:
+        atom = term.factors[0][0] if len(term.factors) == 1 and term.factors[0][1] == 1 else None
+        nested = atom.members if atom is not None and atom.members else None
+        for factors, exponent in nested or [(term.factors, 0)]:
+            exponent += term.exponent
+            largest[factors] = max(exponent, largest.get(factors, -math.inf))
+    return frozenset(largest.items())
+
+
+def _broadcast(operation: Callable) -> Callable:
+    """A binary `lax` operation on scales of shape `()` or of keep-dims shapes."""
+
+    def apply(a: Any, b: Any) -> jax.Array:
+        if a.shape == b.shape or not a.shape or not b.shape:
+            return operation(a, b)
+        return operation(*jnp.broadcast_arrays(a, b))
+
+    return apply
