@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes
+from jax_scalify import dtypes, pow2
 from jax_scalify.array import ScaledArray, as_scaled_array, asarray, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.transform import scalify
@@ -23,7 +23,7 @@ WAYS = ("eager", "jit", "vmap", "scan", "grad", "grad_outside")
 def check_scale_rule(
     fun: Callable,
     *args: Any,
-    ways: Sequence[str] = ("eager", "jit", "vmap", "scan"),
+    ways: str | Sequence[str] = ("eager", "jit", "vmap", "scan"),
     scales: Sequence[float] = (2.0**-20, 1.0, 2.0**20, 0.0),
     static_scale: float | None = 8.0,
     reference: Callable | None = None,
@@ -58,14 +58,19 @@ def check_scale_rule(
 
     Raises:
         AssertionError: naming the invariant, the way of calling and the scales.
-        ValueError: for an unknown way, or if no argument is floating.
+        ValueError: for an unknown way, a scale that is not a power of two, no floating argument.
 
     Example:
         >>> jsa.testing.check_scale_rule(jnp.negative, np.float16([[1.0, -2.5]]))
     """
+    ways = (ways,) if isinstance(ways, str) else ways
     unknown = [w for w in ways if w not in WAYS]
     if unknown:
         raise ValueError(f"`ways` must be among {list(WAYS)}, got {unknown}.")
+    known = [s for s in (*scales, static_scale) if s is not None]
+    wrong = [s for s in known if s != 0 and not pow2.is_power_of_two(s)]
+    if wrong:
+        raise ValueError(f"`scales` and `static_scale` must be powers of two or 0, got {wrong}.")
     data = [np.asarray(a) for a in args]
     floating = [i for i, d in enumerate(data) if dtypes.is_scalable(d.dtype)]
     if not floating:

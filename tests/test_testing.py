@@ -73,3 +73,10 @@ def test_what_cannot_be_checked_is_refused():
         check_scale_rule(jnp.negative, X, ways=("pmap",))
     with pytest.raises(ValueError, match="`args` must hold a floating array"):
         check_scale_rule(jnp.negative, np.arange(3))
+    for refused in (dict(scales=(1.0, 3.0)), dict(static_scale=0.3)):
+        with pytest.raises(ValueError, match="must be powers of two"):
+            check_scale_rule(jnp.negative, X, **refused)
+
+
+def test_one_way_may_be_given_by_its_name():
+    check_scale_rule(jnp.negative, X, ways="jit")
