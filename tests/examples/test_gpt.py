@@ -180,6 +180,20 @@ def test_every_primitive_of_a_preset_has_a_rule(name):
         step.make_evaluate.__wrapped__(config, preset).trace(state.params, tokens)
 
 
+def test_shared_functions_stay_shared():
+    config = dataclasses.replace(SMALL, layers=4)
+    tokens = np.zeros((config.batch, config.context + 1), np.int32)
+
+    def count_functions(name):
+        preset = get_preset(name)
+        state = step.init_state(config, preset, seed=0)
+        return step.make_update(config, preset).lower(state, tokens).as_text().count("func.func")
+
+    plain, ours = count_functions("fp32"), count_functions("fp32-scaled")
+    print(f"functions: plain {plain}, ours {ours}")  # `pytest -rP` shows it
+    assert ours <= 1.1 * plain
+
+
 def test_scales_do_not_change_the_result_in_float32(corpus):
     results = [make_run(corpus, preset=name).train() for name in ("fp32", "fp32-scaled")]
     assert results[0].validation_loss == pytest.approx(results[1].validation_loss, rel=1e-5)
