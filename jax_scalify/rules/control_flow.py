@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import _compat, dtypes
+from jax_scalify.algebra import ScaleTable
 from jax_scalify.array import ScaledArray, align_scale, rescale_data
-from jax_scalify.registry import RuleContext, register_scale_rule
+from jax_scalify.registry import RuleContext, register_scale_rule, sub_jaxprs
+from jax_scalify.rules.common import promote, uniform_over
 from jax_scalify.rules.mixed import own_dtype_rule
 from jax_scalify.rules.subtrace import (
     Body,
@@ -201,10 +203,75 @@ def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> lis
 def custom_linear_solve_rule(
     ctx: RuleContext, *args: Value, const_lengths: Any, jaxprs: Any, **_: Any
 ) -> list[Value]:
-    """The solver, in place: inside `scalify` derivatives have been taken already."""
-    before = const_lengths.matvec + const_lengths.vecmat
-    consts = args[before : before + const_lengths.solve]
-    return ctx.scale_jaxpr(jaxprs.solve, [*consts, *args[sum(const_lengths) :]])
+    """The solver, in place; one that iterates can still be transposed, for outer derivatives."""
+    rest = list(args)
+    consts = {}
+    for name, count in const_lengths._asdict().items():
+        consts[name], rest = rest[:count], rest[count:]
+    if not _iterates(jaxprs.solve.jaxpr):
+        return ctx.scale_jaxpr(jaxprs.solve, [*consts["solve"], *rest])
+    return _iterative_solve(ctx, consts, jaxprs._asdict(), rest)
+
+
+def _iterates(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name in ("while", "scan") or any(map(_iterates, sub_jaxprs(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _iterative_solve(
+    ctx: RuleContext, consts: dict[str, list[Value]], jaxprs: dict[str, Any], rhs: list[Value]
+) -> list[Value]:
+    """The same solve on the data of scaled values.
+
+    As functions of data alone all maps have to agree on the scales of both sides: the solution
+    takes, for each operand, the scale by which `matvec` undoes what it does to that of `rhs`.
+    """
+    forms = [Form.of(v).scaled() for v in rhs]
+    sides = [Value.of(uniform_over(promote(v, ctx.table, full=True))) for v in rhs]
+    packed = pack(forms, sides, ctx.table)
+    data, rhs_scales = packed[::2], [jnp.where(s == 0, 1, s) for s in packed[1::2]]
+
+    def on_data(name: str, in_scales: list[Any], out_scales: list[Any] | None) -> Any:
+        const_forms = [Form.of(v) for v in consts[name]]
+        captured = pack(const_forms, consts[name], ctx.table)
+        body = interpret(ctx, jaxprs[name], [*const_forms, *forms])
+        weakest = [f.scaled() if i < len(rhs) else f for i, f in enumerate(body.forms)]
+
+        def call(xs: Any) -> Any:
+            arrays = [a for pair in zip(xs, in_scales, strict=True) for a in pair]
+            out = body([*captured, *arrays], weakest, ctx.table.dtype)
+            if out_scales is None:
+                return out[1 : 2 * len(xs) : 2]
+            pairs = zip(out[: 2 * len(xs) : 2], out[1 : 2 * len(xs) : 2], out_scales, strict=True)
+            results = [rescale_data(x, have / want) for x, have, want in pairs]
+            aux = unpack(weakest[len(xs) :], out[2 * len(xs) :], ScaleTable(ctx.table.dtype))
+            return (results, [v.plain() for v in aux]) if aux else results
+
+        return call
+
+    images = on_data("matvec", rhs_scales, None)([jnp.zeros_like(d) for d in data])
+    scales = [s * (s / jnp.where(y == 0, s, y)) for s, y in zip(rhs_scales, images, strict=True)]
+    solve = on_data("solve", rhs_scales, scales)
+    transpose_solve = None
+    if jaxprs["transpose_solve"] is not None:
+        # Cotangents have the inverse units: data of the solution's in, data of the side's out.
+        inverse = [[1 / s for s in units] for units in (scales, rhs_scales)]
+        transpose_solve = on_data("transpose_solve", *inverse)
+    matvec = on_data("matvec", scales, rhs_scales)
+    has_aux = len(jaxprs["solve"].out_avals) > len(rhs)
+    out = lax.custom_linear_solve(
+        matvec,
+        data,
+        lambda _, b: solve(b),
+        None if transpose_solve is None else lambda _, b: transpose_solve(b),
+        has_aux=has_aux,
+    )
+    solution, aux = out if has_aux else (out, [])
+    atoms = [ctx.table.atom(s) for s in scales]
+    scaled = [Value.of(ScaledArray(x, s)) for x, s in zip(solution, atoms, strict=True)]
+    return [*scaled, *map(Value.of, aux)]
 
 
 @register_scale_rule("debug_callback", "debug_print")
