@@ -69,6 +69,21 @@ def _constant_scales_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[0]
 
 
+@jax.custom_jvp
+def _once_differentiable(residuals: list[Any]) -> list[Any]:
+    """Return what a remat computes the user's functions from again: their rules would be lost."""
+    return residuals
+
+
+@functools.partial(_once_differentiable.defjvp, symbolic_zeros=True)
+def _once_differentiable_jvp(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "A scalified function was differentiated twice from outside, through a `jax.checkpoint` "
+        "around a function with a derivative rule of its own (as `jax.nn.relu` has). Take the "
+        "derivatives inside, `scalify(jax.hessian(f))(x)`, or leave out `jax.checkpoint`."
+    )
+
+
 def _user_rules(jaxpr: Any) -> set[str]:
     rules = {rule for eqn in jaxpr.eqns if (rule := _compat.derivative_rule(eqn))}
     return rules.union(*(_user_rules(s) for eqn in jaxpr.eqns for s in sub_jaxprs(eqn.params)))
@@ -91,7 +106,7 @@ def _of_floating(fun: Callable, values: Any, floating: list[int]) -> tuple[Calla
 
 
 def _scalify_plain(scale_call: ScaleCall, fun: Callable, operands: Sequence[Any]) -> list[Any]:
-    closed = jax.make_jaxpr(fun)(*(x.data if is_scaled(x) else x for x in operands))
+    closed = jax.make_jaxpr(fun)(*map(_data, operands))
     return with_user_derivatives(scale_call, closed, operands)
 
 
@@ -102,18 +117,32 @@ def _inverse(x: ScaledArray) -> Any:
     return 1 / jnp.where(x.scale == 0, 1, x.scale)
 
 
-def _in_units_of(x: Any, like: Any, inverse: bool) -> Any:
-    """Bring a derivative to the dtype of some data, divided (or multiplied) by its scale."""
+def _data(x: Any) -> Any:
+    return x.data if is_scaled(x) else x
+
+
+def _with_data(x: Any, data: Any) -> Any:
+    return ScaledArray(data, x.scale) if is_scaled(x) else data
+
+
+def _in_units_of(x: Any, like: Any, inverse: bool = False) -> Any:
+    """Bring a derivative to data of the dtype of `like`, in units of its scale (or inverse)."""
     if not is_scaled(like):
         return x.to_array(like.dtype) if is_scaled(x) else x
     compute = dtypes.compute_dtype(like.dtype)
     unit = jnp.asarray(_inverse(like))
-    unit = align_scale(unit if inverse else 1 / unit, like.ndim)
+    unit = align_scale(1 / unit if inverse else unit, like.ndim)
     if is_scaled(x):
         x = ScaledArray(x.data, align_scale(x.scale, x.ndim) * unit).to_array(compute)
     else:
         x = x.astype(compute) * unit.astype(dtypes.real_dtype(compute))
-    data = dtypes.cast(x, like.dtype)
+    return dtypes.cast(x, like.dtype)
+
+
+def _as_tangent(data: Any, like: Any) -> Any:
+    """The tangent or cotangent of an operand or a result: none of its scale."""
+    if not is_scaled(like):
+        return data
     return ScaledArray(data, like.scale if like.is_static else jnp.zeros_like(like.scale))
 
 
@@ -143,12 +172,23 @@ def _with_jvp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
 
         outputs = call(*primals)
         residuals = _scalify_plain(scale_call, residuals_of, primals)
-        closed = jax.make_jaxpr(slope)(
-            *(x.data if is_scaled(x) else x for x in [*residuals, *moved])
-        )
-        slopes = iter(scale_call(closed, [*residuals, *moved]))
+        closed = jax.make_jaxpr(slope)(*map(_data, [*residuals, *moved]))
+        if _user_rules(closed.jaxpr):
+            residuals = _once_differentiable(residuals)
+
+        def slope_on_data(*data: Any) -> list[Any]:
+            operands = [_with_data(x, d) for x, d in zip(moved, data, strict=True)]
+            slopes = scale_call(closed, [*residuals, *operands])
+            likes = [out for out in outputs if _is_floating(out)]
+            return [_in_units_of(x, like) for x, like in zip(slopes, likes, strict=True)]
+
+        # What is linear is its own derivative, at 0 as anywhere. Taken in this way, the scales of
+        # its results come from the 0: JAX sees that they do not depend on the tangents, also where
+        # a remat or a loop returns both.
+        data = list(map(_data, moved))
+        slopes = iter(jax.jvp(slope_on_data, [jnp.zeros_like(d) for d in data], data)[1])
         return outputs, [
-            _in_units_of(next(slopes), out, inverse=True)
+            _as_tangent(next(slopes), out)
             if _is_floating(out)
             else np.zeros(out.shape, jax.dtypes.float0)
             for out in outputs
@@ -181,7 +221,8 @@ def _with_vjp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
         results = _scalify_plain(scale_call, plain_vjp, [*primals, *slopes])
         gradients: list[Any] = [None] * len(primals)
         for i, gradient in zip(floating, results, strict=True):
-            gradients[i] = _in_units_of(gradient, primals[i], inverse=False)
+            data = _in_units_of(gradient, primals[i], inverse=True)
+            gradients[i] = _as_tangent(data, primals[i])
         return tuple(gradients)
 
     call.defvjp(forward, backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 # XLA flushes subnormals: no computed scale leaves [2**-126, 2**126].
 MAX_EXPONENT = 126
@@ -55,8 +57,15 @@ def round_down(value: jax.Array, dtype: Any = None) -> jax.Array:
 
     Works on the bits: 0 and subnormals give 0, inf and nan give the largest power of two. In a
     narrower `dtype`, what is too small for a scale gives the smallest one.
+
+    The result is a constant to derivatives, and where one is taken, 0 gives 1: a value `0 * 0`
+    would hide that its data may move.
     """
-    dtype = jnp.dtype(value.dtype if dtype is None else dtype)
+    return _round_down(value, jnp.dtype(value.dtype if dtype is None else dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _round_down(value: jax.Array, dtype: np.dtype) -> jax.Array:
     if jnp.finfo(value.dtype).bits < jnp.finfo(dtype).bits:
         value = value.astype(dtype)
     integer, nmant = exponent_layout(value.dtype)
@@ -69,6 +78,15 @@ def round_down(value: jax.Array, dtype: Any = None) -> jax.Array:
         return power
     smallest = np.array(math.ldexp(1.0, -MAX_EXPONENT), value.dtype)
     return jnp.where(power == 0, power, jnp.maximum(power, smallest)).astype(dtype)
+
+
+@functools.partial(_round_down.defjvp, symbolic_zeros=True)
+def _round_down_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+    (value,) = primals
+    power = _round_down(value, dtype)
+    if not isinstance(tangents[0], SymbolicZero):
+        power = jnp.where(power == 0, 1, power)
+    return power, SymbolicZero(jax.typeof(power))
 
 
 def round_down_number(value: Any) -> np.ndarray:

@@ -511,6 +511,45 @@ def test_the_gradient_of_a_gradient_inside_of_a_scalified_function():
     assert_close(got, plainly(_grad(_grad(fun)), X))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("way", ["grad", "jvp"])
+def test_a_rule_inside_a_checkpoint_counts(way, jit):
+    fun = jax.checkpoint(lambda x: total(square_jvp(x) * x))
+    way = {**REVERSE, **FORWARD}[way]
+    got = way(outside(fun))
+    assert_close((jax.jit(got) if jit else got)(jnp.asarray(X)), plainly(way(fun), X))
+
+
+def test_a_rule_that_would_be_lost_in_a_second_derivative_is_refused():
+    fun = jax.checkpoint(lambda x: total(square_jvp(x) * x))
+    with pytest.raises(NotImplementedError, match="(?s)twice from outside.*inside"):
+        jax.hessian(outside(fun))(jnp.asarray(X))
+    got = jax.jit(jsa.scalify(jax.hessian(fun)))(ScaledArray(jnp.asarray(X), jnp.float32(1)))
+    assert_close(got, plainly(jax.hessian(fun), X))
+
+
+AT_ZERO = {
+    "product": (lambda c, x: c * x, 12),
+    "sum": (lambda c, x: x + c, 3),
+    "loop": (lambda c, x: lax.fori_loop(0, 3, lambda i, c: c * x[0], c), 64),
+    "rescaled": (lambda c, x: jsa.rebalance_scale(c * x, 8.0), 12),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", AT_ZERO)
+def test_a_number_that_is_zero_has_a_derivative(name, jit):
+    """Its scale may be anything, but 0 * 0 could not move."""
+    fun, expected = AT_ZERO[name]
+    x = ScaledArray(jnp.ones(3), jnp.float32(4))
+
+    def loss(c):
+        return jnp.sum(jsa.asarray(jsa.scalify(fun)(c, x)))
+
+    assert (jax.jit(jax.grad(loss)) if jit else jax.grad(loss))(0.0) == expected
+    assert jax.jvp(jax.jit(loss) if jit else loss, (0.0,), (1.0,))[1] == expected
+
+
 # Implicit functions.
 
 
