@@ -12,6 +12,7 @@ from jax_scalify.array import (
     thaw_scales,
 )
 from jax_scalify.config import Pow2RoundMode, ScalifyConfig
+from jax_scalify.custom_scale import custom_scale
 from jax_scalify.primitives import (
     dynamic_rescale,
     get_data_and_scale,
@@ -36,6 +37,7 @@ __all__ = [
     "ScalifyConfig",
     "as_scaled_array",
     "asarray",
+    "custom_scale",
     "dynamic_rescale",
     "freeze_scales",
     "get_data_and_scale",

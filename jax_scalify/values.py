@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core as jex_core
 
 from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
@@ -51,6 +53,9 @@ _KEEPS_NONNEGATIVE = (
     )
 )
 
+
+# Equations that apply the function that they hold to all of their operands.
+_CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call custom_scale".split())
 
 # How NumPy computes what XLA would be asked to compile for two numbers.
 _IN_NUMPY = {
@@ -185,6 +190,28 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
     if name in _KEEPS_NONNEGATIVE or name == "integer_pow":
         return bool(numbers) and all(v.nonneg for v in numbers)
     return False
+
+
+def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
+    """Tell for each result of a jaxpr whether it cannot be negative, given this of its operands."""
+    known = dict(zip(jaxpr.invars, nonneg, strict=True))
+
+    def value_of(atom: Any) -> Value:
+        if isinstance(atom, jex_core.Literal):
+            return Value.of(np.asarray(atom.val, atom.aval.dtype))
+        flag = known.get(atom, False) or atom.aval.dtype == np.bool_
+        return Value(shape=atom.aval.shape, dtype=atom.aval.dtype, nonneg=flag)
+
+    for eqn in jaxpr.eqns:
+        operands = [value_of(v) for v in eqn.invars]
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if eqn.primitive.name in _CALLS:
+            body = getattr(inner, "jaxpr", inner)
+            flags = nonnegative_results(body, [v.nonneg for v in operands])
+        else:
+            flags = [is_nonnegative(eqn, operands)] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, flags, strict=True))
+    return [value_of(v).nonneg for v in jaxpr.outvars]
 
 
 def fold_constants(eqn: Any, constants: list[Any]) -> Any:
