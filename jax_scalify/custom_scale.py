@@ -58,7 +58,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
 
     def __init__(self, fun: Callable | None = None, *, static_argnames: Sequence[str] | str = ()):
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-        self._static = names
+        self.static_argnames = names
         self._rule: Callable | None = None
         self._vjp_rule: Callable | None = None
         if fun is not None:
@@ -77,7 +77,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         self._fun = fun
         self._name = getattr(fun, "__name__", type(fun).__name__)
         self._signature = inspect.signature(fun)
-        unknown = [n for n in self._static if n not in self._signature.parameters]
+        unknown = [n for n in self.static_argnames if n not in self._signature.parameters]
         if unknown:
             raise TypeError(
                 f"`static_argnames` of `{self._name}` must be among "
@@ -108,12 +108,12 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         params = self._signature.parameters.values()
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in params):
             return rule
-        names = [p.name for p in params if p.name not in self._static]
+        names = [p.name for p in params if p.name not in self.static_argnames]
         positional = [None] * (len(names) + more)
         try:
-            inspect.signature(rule).bind(*positional, **dict.fromkeys(self._static))
+            inspect.signature(rule).bind(*positional, **dict.fromkeys(self.static_argnames))
         except TypeError as error:
-            wanted = [*names, *["cotangent"] * more, *(f"{n}=" for n in self._static)]
+            wanted = [*names, *["cotangent"] * more, *(f"{n}=" for n in self.static_argnames)]
             raise TypeError(
                 f"The rule given to `{self._name}.{method}` must take ({', '.join(wanted)}), got "
                 f"{inspect.signature(rule)}: {error}."
@@ -122,9 +122,9 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
-        if self._static:
+        if self.static_argnames:
             bound.apply_defaults()
-        static = {n: bound.arguments.pop(n) for n in self._static if n in bound.arguments}
+        static = {n: bound.arguments.pop(n) for n in self.static_argnames if n in bound.arguments}
         operands = tuple(bound.arguments.values())
         by_name = [p.kind for p in self._signature.parameters.values()]
         if inspect.Parameter.VAR_POSITIONAL in by_name or inspect.Parameter.VAR_KEYWORD in by_name:

@@ -1,5 +1,69 @@
-"""Layers with formats of their own for both passes."""
+"""Functions of neural networks with scale rules for both passes."""
 
+from jax_scalify.nn.activations import (
+    elu,
+    geglu,
+    gelu,
+    glu,
+    leaky_relu,
+    relu,
+    sigmoid,
+    silu,
+    softplus,
+    squared_relu,
+    swiglu,
+    swish,
+    tanh,
+)
+from jax_scalify.nn.attention import dot_product_attention
 from jax_scalify.nn.dot import dot_general
+from jax_scalify.nn.layers import dropout, embed, residual_add
+from jax_scalify.nn.losses import (
+    cross_entropy,
+    sigmoid_binary_cross_entropy,
+    softmax_cross_entropy,
+    softmax_cross_entropy_with_integer_labels,
+    squared_error,
+)
+from jax_scalify.nn.normalization import (
+    batch_norm,
+    group_norm,
+    layer_norm,
+    rms_norm,
+    standardize,
+)
+from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
 
-__all__ = ["dot_general"]
+__all__ = [
+    "batch_norm",
+    "cross_entropy",
+    "dot_general",
+    "dot_product_attention",
+    "dropout",
+    "elu",
+    "embed",
+    "geglu",
+    "gelu",
+    "glu",
+    "group_norm",
+    "layer_norm",
+    "leaky_relu",
+    "log_softmax",
+    "logsumexp",
+    "relu",
+    "residual_add",
+    "rms_norm",
+    "sigmoid",
+    "sigmoid_binary_cross_entropy",
+    "silu",
+    "softmax",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_with_integer_labels",
+    "softplus",
+    "squared_error",
+    "squared_relu",
+    "standardize",
+    "swiglu",
+    "swish",
+    "tanh",
+]

@@ -1,0 +1,111 @@
+"""How these functions get their rules: evaluated in float32, the scale where the law puts it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_scalify import dtypes
+from jax_scalify.algebra import Scale
+from jax_scalify.array import ScaledArray, is_scaled
+from jax_scalify.custom_scale import custom_scale
+from jax_scalify.rules.common import NONNEGATIVE_LIMIT, multiply
+
+
+def scale_rules(
+    *, scale: Callable[..., Scale], slopes: Callable[..., Any], static_argnames: Any = ()
+) -> Callable[[Callable], Any]:
+    """Make a `custom_scale` function of one that is exact in float32.
+
+    Args:
+        scale: the scale of the result, by the function's arguments.
+        slopes: by the same arguments the scale of the derivative: one for all floating arguments,
+            or a tuple of one for each. That of the gradient is the cotangent's times it.
+        static_argnames: of the function; both laws get them by keyword.
+    """
+
+    def define(fun: Callable) -> Any:
+        function = custom_scale(fun, static_argnames=static_argnames)
+        static = function.static_argnames
+        dynamic = [n for n in inspect.signature(fun).parameters if n not in static]
+
+        def in_order(*args: Any, **static: Any) -> jax.Array:
+            return fun(**dict(zip(dynamic, args)), **static)
+
+        @function.defscale
+        def forward(*args: Any, **static: Any) -> ScaledArray:
+            dtype = next(x.dtype for x in args if is_scaled(x))
+            value = in_order(*map(_wide, args), **static)
+            return _at_scale(value, scale(*args, **static), dtype)
+
+        @function.defscale_vjp
+        def backward(*operands: Any, **static: Any) -> tuple[Any, ...]:
+            *args, cotangent = operands
+            floating = [i for i, x in enumerate(args) if is_scaled(x)]
+
+            def of_floating(*xs: Any) -> jax.Array:
+                full = list(args)
+                for i, x in zip(floating, xs, strict=True):
+                    full[i] = x
+                return in_order(*full, **static)
+
+            value, pull = jax.vjp(of_floating, *(_wide(args[i]) for i in floating))
+            gradients = pull(cotangent.data.astype(value.dtype))
+            factors = slopes(*args, **static)
+            if isinstance(factors, Scale):
+                factors = (factors,) * len(floating)
+            out: list[Any] = [None] * len(args)
+            for i, gradient, factor in zip(floating, gradients, factors, strict=True):
+                data = multiply(gradient, factor**-1, args[i].dtype)
+                out[i] = ScaledArray(data, cotangent.scale * factor)
+            return tuple(out)
+
+        return function
+
+    return define
+
+
+def elementwise(
+    scale: Callable[[Scale], Scale], slope: Callable[[Scale], Scale]
+) -> Callable[[Callable], Any]:
+    """The rules of a function of one array, by the laws of its scale; the rest is static."""
+
+    def define(fun: Callable) -> Any:
+        names = list(inspect.signature(fun).parameters)[1:]
+        return scale_rules(
+            scale=lambda x, **_: scale(x.scale),
+            slopes=lambda x, **_: slope(x.scale),
+            static_argnames=names,
+        )(fun)
+
+    return define
+
+
+def of_input(exponent: int) -> Callable[[Scale], Scale]:
+    """A multiple of the operand's scale."""
+    return lambda scale: scale * Scale(exponent)
+
+
+def fixed(exponent: int) -> Callable[[Scale], Scale]:
+    """A static scale."""
+    return lambda scale: Scale(exponent)
+
+
+def count_scale(count: int, dtype: Any) -> Scale:
+    """`count`, rounded down; for narrow data at most 2**10, as one term may make up a sum."""
+    exponent = max(count, 1).bit_length() - 1
+    narrow = jnp.finfo(dtype).maxexp < 126
+    return Scale(min(exponent, NONNEGATIVE_LIMIT) if narrow else exponent)
+
+
+def _wide(x: Any) -> Any:
+    """The value of an operand, in at least float32."""
+    return x.to_array(dtypes.compute_dtype(x.dtype)) if is_scaled(x) else x
+
+
+def _at_scale(value: jax.Array, scale: Scale, dtype: Any) -> ScaledArray:
+    return ScaledArray(multiply(value, scale**-1, dtype), scale)

@@ -1,0 +1,77 @@
+"""Attention."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jax_scalify.nn.softmax import softmax
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> jax.Array:
+    """`softmax(query @ key.T * scale + bias) @ value`, as `jax.nn.dot_product_attention`.
+
+    Scales: by the rules of its parts. A masked score is the smallest finite number, so that a mask
+    gives the same, finite result in every dtype; a query that may look at nothing sees all alike.
+
+    Args:
+        query: `(batch, time, heads, channels)`, or without `batch`.
+        key: `(batch, source, groups, channels)`; `groups` divides `heads`: 1 for multi-query,
+            fewer than `heads` for grouped-query attention.
+        value: of the shape of `key`.
+        bias: added to the scores; broadcasts to `(batch, heads, time, source)`.
+        mask: bool, broadcasts likewise: True where a query may look.
+        scale: factor of the scores; by default `1 / sqrt(channels)`.
+        is_causal: no query looks at later sources.
+
+    Returns:
+        An array of the shape and dtype of `query`.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+
+    Example:
+        >>> x = jnp.ones((1, 4, 2, 8), jnp.float16)
+        >>> x = jsa.as_scaled_array(x, scale=4.0)
+        >>> print(jsa.scalify(jsa.nn.dot_product_attention)(x, x, x).shape)
+        (1, 4, 2, 8)
+    """
+    if query.ndim == 3:
+        lift = [None if a is None else a[None] for a in (query, key, value)]
+        return dot_product_attention(*lift, bias, mask, scale=scale, is_causal=is_causal)[0]
+    if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
+        raise ValueError(
+            "`query`, `key` and `value` must have shapes (batch, time, heads, channels) and "
+            f"(batch, source, groups, channels), got {query.shape}, {key.shape}, {value.shape}."
+        )
+    batch, time, heads, channels = query.shape
+    source, groups = key.shape[1:3]
+    if key.shape[0] != batch or key.shape[3] != channels or heads % groups:
+        raise ValueError(
+            f"`key` must have the batch and the channels of `query` {query.shape} and a number of "
+            f"heads that divides its {heads}, got {key.shape}."
+        )
+    factor = 1 / math.sqrt(channels) if scale is None else scale
+    grouped = query.reshape(batch, time, groups, heads // groups, channels)
+    scores = jnp.einsum("btgrc,bsgc->bgrts", grouped, key) * jnp.asarray(factor, query.dtype)
+    scores = scores.reshape(batch, heads, time, source)
+    if bias is not None:
+        scores = (scores + bias).astype(scores.dtype)
+    if is_causal:
+        causal = jnp.tril(jnp.ones((time, source), bool))
+        mask = causal if mask is None else mask & causal
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    weights = softmax(scores).reshape(batch, groups, heads // groups, time, source)
+    return jnp.einsum("bgrts,bsgc->btgrc", weights, value).reshape(query.shape)

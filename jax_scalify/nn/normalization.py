@@ -1,0 +1,153 @@
+"""Normalisation: the chain of scales ends here, in a static 1."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_scalify.algebra import ONE, ZERO, Scale, join
+from jax_scalify.nn._rules import scale_rules
+from jax_scalify.primitives import set_scaling
+
+
+def _root(epsilon: float) -> Scale:
+    """`sqrt(epsilon)`, rounded: a deviation that is not smaller, whatever the scale."""
+    return Scale(round(math.log2(epsilon) / 2)) if epsilon else ZERO
+
+
+@scale_rules(
+    scale=lambda x, *, axis, epsilon, center: ONE,
+    slopes=lambda x, *, axis, epsilon, center: join(x.scale, _root(epsilon)) ** -1,
+    static_argnames=("axis", "epsilon", "center"),
+)
+def standardize(
+    x: jax.Array,
+    axis: int | tuple[int, ...] = -1,
+    epsilon: float = 1e-5,
+    center: bool = True,
+) -> jax.Array:
+    """`(x - mean) / sqrt(variance + epsilon)`; without `center`, `x / sqrt(mean(x**2) + epsilon)`.
+
+    The statistics are taken in at least float32.
+
+    Scales: a static 1, and the cotangent's divided by `max(scale of x, sqrt(epsilon))`: the
+    derivative is `1 / std`.
+
+    Args:
+        x: array of a floating dtype.
+        axis: the axis or axes that are normalised together.
+        epsilon: added to the variance, inside of the root.
+        center: whether the mean is taken out.
+
+    Example:
+        >>> x = jsa.as_scaled_array(jnp.float16([1.0, 3.0]), scale=2.0**20)
+        >>> print(jsa.scalify(jsa.nn.standardize)(x).data)
+        [-1.  1.]
+    """
+    value = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if center:
+        value = value - jnp.mean(value, axis, keepdims=True)
+    variance = jnp.mean(jnp.square(value), axis, keepdims=True)
+    return (value * lax.rsqrt(variance + epsilon)).astype(x.dtype)
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    epsilon: float = 1e-6,
+) -> jax.Array:
+    """Layer normalisation (Ba et al., 2016): `standardize(x) * scale + bias`, at a static scale 1.
+
+    Args:
+        x: array of a floating dtype.
+        scale: multiplies the result, of a shape that broadcasts to that of `x`.
+        bias: added to it, likewise.
+        axis: the axis or axes that are normalised together.
+        epsilon: added to the variance.
+
+    Example:
+        >>> x = jsa.as_scaled_array(jnp.float16([1.0, 3.0]), scale=4.0)
+        >>> print(jsa.scalify(jsa.nn.layer_norm)(x).scale)
+        1.0
+    """
+    return _affine(standardize(x, axis, epsilon), scale, bias)
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    epsilon: float = 1e-6,
+) -> jax.Array:
+    """`x / sqrt(mean(x**2) + epsilon) * scale` (Zhang & Sennrich, 2019), at a static scale 1.
+
+    Arguments as those of `layer_norm`.
+    """
+    return _affine(standardize(x, axis, epsilon, center=False), scale, None)
+
+
+def group_norm(
+    x: jax.Array,
+    num_groups: int,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+) -> jax.Array:
+    """Normalise groups of channels of `x` `(batch, ..., channels)` (Wu & He, 2018).
+
+    Other arguments as those of `layer_norm`; `scale` and `bias` have shape `(channels,)`.
+
+    Raises:
+        ValueError: if the channels do not divide into `num_groups`.
+    """
+    channels = x.shape[-1]
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"`num_groups` must divide the {channels} channels, got {num_groups}.")
+    grouped = x.reshape((*x.shape[:-1], num_groups, channels // num_groups))
+    axes = (*range(1, x.ndim - 1), x.ndim)
+    return _affine(standardize(grouped, axes, epsilon).reshape(x.shape), scale, bias)
+
+
+def batch_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    axis: int | tuple[int, ...] | None = None,
+    epsilon: float = 1e-5,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalise over the batch (Ioffe & Szegedy, 2015), and return the statistics it was done with.
+
+    Args:
+        x: array `(batch, ..., channels)` of a floating dtype.
+        scale: multiplies the result, of shape `(channels,)`.
+        bias: added to it, likewise.
+        axis: what is normalised together; by default every axis but the last.
+        epsilon: added to the variance.
+
+    Returns:
+        The result, and mean and variance of shape `(channels,)`, in at least float32, for running
+        statistics. These have no derivative.
+    """
+    axis = tuple(range(x.ndim - 1)) if axis is None else axis
+    value = lax.stop_gradient(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean, variance = jnp.mean(value, axis), jnp.var(value, axis)
+    return _affine(standardize(x, axis, epsilon), scale, bias), mean, variance
+
+
+def _affine(x: jax.Array, scale: Any, bias: Any) -> jax.Array:
+    """Parameters stay near what they start from, 1 and 0: the result keeps its static scale."""
+    if scale is None and bias is None:
+        return x
+    out = x if scale is None else x * scale
+    out = out if bias is None else out + bias
+    return set_scaling(out.astype(x.dtype), 1.0)

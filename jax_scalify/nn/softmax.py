@@ -1,0 +1,83 @@
+"""Softmax, its logarithm and its normaliser."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from jax_scalify.algebra import ONE, Scale, join
+from jax_scalify.nn._rules import count_scale, scale_rules
+
+
+def class_count(x: Any, axis: Any) -> int:
+    """The number of elements along an axis, some axes or all."""
+    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    return math.prod(x.shape[a] for a in axes)
+
+
+def log_scale(count: int) -> Scale:
+    """`log(count)`, rounded down, at least 1: the logarithm of a sum of terms that are alike."""
+    return Scale(math.floor(math.log2(max(math.log(max(count, 1)), 1))))
+
+
+@scale_rules(
+    scale=lambda x, where, *, axis: ONE / count_scale(class_count(x, axis), x.dtype),
+    slopes=lambda x, where, *, axis: ONE / count_scale(class_count(x, axis), x.dtype),
+    static_argnames="axis",
+)
+def softmax(
+    x: jax.Array, axis: int | tuple[int, ...] | None = -1, where: jax.Array | None = None
+) -> jax.Array:
+    """`exp(x) / sum(exp(x))`, as `jax.nn.softmax`.
+
+    Scales: a static `1/n` for n classes (not below 2**-10 for float16, where one confident class
+    would overflow), and the cotangent's `/ n`.
+
+    Args:
+        x: logits, an array of a floating dtype.
+        axis: the axis or axes of the classes.
+        where: bool array that broadcasts to `x`: the classes that count. Others give 0.
+
+    Source: Blake et al., "Unit Scaling", 2023, table A.2.
+
+    Example:
+        >>> x = jsa.as_scaled_array(jnp.zeros(8, jnp.float16), scale=1.0)
+        >>> print(jsa.scalify(jsa.nn.softmax)(x).scale)
+        0.125
+    """
+    return jax.nn.softmax(x, axis, where)
+
+
+@scale_rules(
+    scale=lambda x, where, *, axis: join(log_scale(class_count(x, axis)), x.scale),
+    slopes=lambda x, where, *, axis: ONE,
+    static_argnames="axis",
+)
+def log_softmax(
+    x: jax.Array, axis: int | tuple[int, ...] | None = -1, where: jax.Array | None = None
+) -> jax.Array:
+    """`x - logsumexp(x)`, as `jax.nn.log_softmax`.
+
+    Scales: `max(log(n), scale of x)` for n classes, and the cotangent's: it is `ct - p * sum(ct)`.
+    """
+    return jax.nn.log_softmax(x, axis, where)
+
+
+@scale_rules(
+    scale=lambda a, where, *, axis, keepdims: join(log_scale(class_count(a, axis)), a.scale),
+    slopes=lambda a, where, *, axis, keepdims: ONE / count_scale(class_count(a, axis), a.dtype),
+    static_argnames=("axis", "keepdims"),
+)
+def logsumexp(
+    a: jax.Array,
+    axis: int | tuple[int, ...] | None = None,
+    keepdims: bool = False,
+    where: jax.Array | None = None,
+) -> jax.Array:
+    """`log(sum(exp(a)))`, as `jax.nn.logsumexp`.
+
+    Scales: `max(log(n), scale of a)` for n terms, and the cotangent's `/ n`: it is `p * ct`.
+    """
+    return jax.nn.logsumexp(a, axis, keepdims=keepdims, where=where)
