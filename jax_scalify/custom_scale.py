@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -27,13 +26,14 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
 
     The rules take the arguments of the function, each floating array as a `ScaledArray` whose
     data has the array's shape and dtype, everything else as it is. A scale is a power of two that
-    supports `*`, `/`, integer `**` and any `jax.numpy` function; `x.to_array(jnp.float32)` is the
-    plain value. A rule returns what the function returns, with a `ScaledArray` of the same shape
-    and dtype for each floating result (a Python float as its scale is a static one). No rule
-    should choose a scale by looking at data.
+    supports `*`, `/` and integer `**`; `jnp.asarray(x.scale)` is an array of it, and
+    `x.to_array(jnp.float32)` the plain value. A rule returns what the function returns, with a
+    `ScaledArray` of the same shape and dtype for each floating result (a Python float as its scale
+    is a static one). No rule should choose a scale by looking at data.
 
     Args:
-        fun: a function of arrays, or pytrees of arrays. What it closes over has no derivative.
+        fun: a function of arrays, or pytrees of arrays. Rules get its arguments, defaults included,
+            and nothing that it closes over; by this its derivative is the plain one.
         static_argnames: names of arguments that are not arrays (an axis, a flag). Rules get them
             by keyword.
 
@@ -73,7 +73,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
     def _set_function(self, fun: Callable) -> None:
         if not callable(fun):
             raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun, updated=())  # not the rules of a `custom_scale`
         self._fun = fun
         self._name = getattr(fun, "__name__", type(fun).__name__)
         self._signature = inspect.signature(fun)
@@ -122,18 +122,10 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
-        if self.static_argnames:
-            bound.apply_defaults()
-        static = {n: bound.arguments.pop(n) for n in self.static_argnames if n in bound.arguments}
-        operands = tuple(bound.arguments.values())
-        by_name = [p.kind for p in self._signature.parameters.values()]
-        if inspect.Parameter.VAR_POSITIONAL in by_name or inspect.Parameter.VAR_KEYWORD in by_name:
-            operands, keywords = bound.args, bound.kwargs
-            if keywords:
-                raise TypeError(f"`{self._name}` takes positional arrays only, got {keywords}.")
-            fun = functools.partial(self._fun, **static)
-        else:
-            fun = _by_name(self._fun, tuple(bound.arguments), static)
+        given = set(bound.arguments)
+        bound.apply_defaults()
+        static = {n: bound.arguments.pop(n) for n in self.static_argnames}
+        fun, operands = self._in_order(bound.arguments, static, given)
         leaves, tree = jax.tree.flatten(operands)
         for leaf in leaves:
             if dtypes.leaf_dtype(leaf) is None:
@@ -141,85 +133,123 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
                     f"`{self._name}` takes arrays, got {type(leaf).__name__}; name arguments that "
                     "are not arrays in `static_argnames`."
                 )
-        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        operands = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in leaves])
         if self._rule is None and self._vjp_rule is None:
-            return fun(*jax.tree.unflatten(tree, arrays))
+            return fun(*operands)
         rule = None if self._rule is None else functools.partial(self._rule, **static)
-        call = _Call(self._name, fun, rule, tree)
+        call, arrays = _traced(self._name, fun, rule, operands)
         if self._vjp_rule is None:
             return call(arrays)
-        vjp_rule = functools.partial(self._vjp_rule, **static)
-        return _with_vjp(call, vjp_rule)(arrays)
+        return _with_vjp(call, functools.partial(self._vjp_rule, **static), arrays)
 
+    def _in_order(
+        self, arguments: dict[str, Any], static: dict[str, Any], given: set[str]
+    ) -> tuple[Callable, tuple[Any, ...]]:
+        """The function of its dynamic arguments in order, `*args` one by one, and these."""
+        slots, operands, several = [], [], False
+        for name, value in arguments.items():
+            kind = self._signature.parameters[name].kind
+            keyword = kind is inspect.Parameter.KEYWORD_ONLY and several
+            if keyword or kind is inspect.Parameter.VAR_KEYWORD:
+                if name in given:
+                    raise TypeError(
+                        f"`{self._name}` cannot take arrays by `{name}`: rules get arrays by "
+                        "position. Name it in `static_argnames`, or make it positional."
+                    )
+                continue
+            several = kind is inspect.Parameter.VAR_POSITIONAL
+            operands += value if several else [value]
+            slots += [(name, several)] * (len(value) if several else 1)
 
-def _by_name(fun: Callable, names: tuple[str, ...], static: dict[str, Any]) -> Callable:
-    """The function of its dynamic arguments in order."""
-    return lambda *operands: fun(**dict(zip(names, operands, strict=True)), **static)
+        def fun(*operands: Any) -> Any:
+            full = dict(static)
+            for (name, several), x in zip(slots, operands, strict=True):
+                full[name] = (*full.get(name, ()), x) if several else x
+            bound = inspect.BoundArguments(self._signature, full)  # type: ignore[arg-type]
+            return self._fun(*bound.args, **bound.kwargs)
+
+        return fun, tuple(operands)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """A call of a function with a rule, on flat arrays."""
+    """A function with a rule, traced: of what it closes over, and of its flat arguments."""
 
-    name: str
-    fun: Callable
-    rule: Callable | None
-    tree: Any
+    jaxpr: Any
+    applied: AppliedRule
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        out_tree = None
-
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal out_tree
-            out, out_tree = jax.tree.flatten(self.fun(*jax.tree.unflatten(self.tree, arrays)))
-            return out
-
-        closed = jax.make_jaxpr(flat)(*arrays)
-        opened = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
-        applied = AppliedRule(self.name, self.rule, self.tree, out_tree, len(closed.consts))
-        out = custom_scale_p.bind(*closed.consts, *arrays, jaxpr=opened, applied=applied)
-        return jax.tree.unflatten(out_tree, out)
+        out = custom_scale_p.bind(*arrays, jaxpr=self.jaxpr, applied=self.applied)
+        return jax.tree.unflatten(self.applied.out_tree, out)
 
 
-def _with_vjp(call: _Call, vjp_rule: Callable) -> Callable:
-    """The call, its derivative a call of the plain derivative with the cotangents' rule."""
+def _traced(
+    name: str, fun: Callable, rule: Callable | None, operands: tuple[Any, ...]
+) -> tuple[_Call, list[Any]]:
+    """The call of a function, and its arrays."""
+    arrays, tree = jax.tree.flatten(operands)
+    out_tree = None
+
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal out_tree
+        out, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, arrays)))
+        return out
+
+    closed = jax.make_jaxpr(flat)(*arrays)
+    opened = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
+    applied = AppliedRule(name, rule, tree, out_tree, len(closed.consts))
+    return _Call(opened, applied), [*closed.consts, *arrays]
+
+
+def _of_some(jaxpr: Any, operands: Sequence[Any], some: Sequence[int]) -> Callable:
+    """A jaxpr as a function of some of its operands."""
+
+    def fun(*xs: Any) -> list[Any]:
+        full = list(operands)
+        for i, x in zip(some, xs, strict=True):
+            full[i] = x
+        return jex_core.jaxpr_as_fun(jaxpr)(*full)
+
+    return fun
+
+
+def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
+    """The call, its derivative a call of the plain derivative with the cotangents' rule.
+
+    What the function closes over has the plain derivative, without a rule.
+    """
     function = jax.custom_vjp(call)
+    count, tree = call.applied.num_consts, call.applied.in_tree
+    floating = [i for i, a in enumerate(arrays) if dtypes.is_scalable(a.dtype)]
+    moving = [i for i in floating if i < count and _compat.is_traced(arrays[i])]
+
+    def slopes(arrays: Sequence[Any], some: list[int], cotangents: Any) -> dict[int, Any]:
+        xs = [arrays[i] for i in some]
+        pull = jax.vjp(_of_some(call.jaxpr, arrays, some), *xs)[1]
+        return dict(zip(some, pull(jax.tree.leaves(cotangents)), strict=True))
 
     def forward(arrays: list[Any]) -> Any:
         return call(arrays), arrays
 
-    def backward(arrays: list[Any], cotangents: Any) -> Any:
-        floating = [i for i, a in enumerate(arrays) if dtypes.is_scalable(a.dtype)]
+    def backward(arrays: list[Any], cotangents: Any) -> tuple[list[Any]]:
+        consts, args = arrays[:count], arrays[count:]
+        some = [i for i in floating if i >= count]
 
         def gradients(*operands: Any) -> Any:
             *args, cotangents = operands
-            leaves = jax.tree.leaves(tuple(args))
+            out = slopes([*consts, *jax.tree.leaves(args)], some, cotangents)
+            return jax.tree.unflatten(tree, [out.get(i + count) for i in range(tree.num_leaves)])
 
-            def of_floating(*xs: Any) -> Any:
-                full = list(leaves)
-                for i, x in zip(floating, xs, strict=True):
-                    full[i] = x
-                return call.fun(*jax.tree.unflatten(call.tree, full))
-
-            slopes = jax.vjp(of_floating, *(leaves[i] for i in floating))[1](cotangents)
-            full = [None] * len(leaves)
-            for i, slope in zip(floating, slopes, strict=True):
-                full[i] = slope
-            return jax.tree.unflatten(call.tree, full)
-
-        leaves, tree = jax.tree.flatten((*jax.tree.unflatten(call.tree, arrays), cotangents))
-        name = f"{call.name}, cotangents"
-        out = _Call(name, gradients, vjp_rule, tree)(leaves)
-        rest = iter(jax.tree.leaves(out))
-        return (
-            [
-                next(rest) if i in floating else np.zeros(a.shape, jax.dtypes.float0)
-                for i, a in enumerate(arrays)
-            ],
+        operands = (*jax.tree.unflatten(tree, args), cotangents)
+        pulled, operands = _traced(
+            f"{call.applied.name}, cotangents", gradients, vjp_rule, operands
         )
+        out = slopes(arrays, moving, cotangents)
+        out.update(zip(some, jax.tree.leaves(pulled(operands)), strict=True))
+        return ([out.get(i) for i in range(len(arrays))],)
 
     function.defvjp(forward, backward)
-    return function
+    return function(arrays)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -232,7 +262,7 @@ class AppliedRule:
         in_tree, out_tree: of arguments and results.
         num_consts: arrays before the arguments, that the function closes over.
         batched: for each enclosing `vmap`, innermost first, which arguments have its axis (in
-            front) and its size.
+            front), its size and its name.
     """
 
     name: str
@@ -240,7 +270,7 @@ class AppliedRule:
     in_tree: Any
     out_tree: Any
     num_consts: int
-    batched: tuple[tuple[tuple[bool, ...], int], ...] = ()
+    batched: tuple[tuple[tuple[bool, ...], int, Any], ...] = ()
 
 
 custom_scale_p = Primitive("custom_scale")
@@ -252,9 +282,9 @@ def _impl(*arrays: Any, jaxpr: Any, applied: AppliedRule) -> list[Any]:
     return jex_core.jaxpr_as_fun(jaxpr)(*arrays)
 
 
-@custom_scale_p.def_abstract_eval
-def _abstract(*arrays: Any, jaxpr: Any, applied: AppliedRule) -> list[Any]:
-    return list(jaxpr.out_avals)
+@custom_scale_p.def_effectful_abstract_eval
+def _abstract(*arrays: Any, jaxpr: Any, applied: AppliedRule) -> tuple[list[Any], Any]:
+    return list(jaxpr.out_avals), jaxpr.effects
 
 
 mlir.register_lowering(custom_scale_p, mlir.lower_fun(_impl, multiple_results=True))
@@ -263,13 +293,7 @@ mlir.register_lowering(custom_scale_p, mlir.lower_fun(_impl, multiple_results=Tr
 def _jvp(primals: Any, tangents: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
     """The derivative of the plain function: without a rule of its own it needs no equation."""
     moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-
-    def of_moved(*xs: Any) -> list[Any]:
-        full = list(primals)
-        for i, x in zip(moved, xs, strict=True):
-            full[i] = x
-        return jex_core.jaxpr_as_fun(jaxpr)(*full)
-
+    of_moved = _of_some(jaxpr, primals, moved)
     outputs = custom_scale_p.bind(*primals, jaxpr=jaxpr, applied=applied)
     slopes = jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
     slopes = [
@@ -282,15 +306,34 @@ def _jvp(primals: Any, tangents: Any, *, jaxpr: Any, applied: AppliedRule) -> An
 ad.primitive_jvps[custom_scale_p] = _jvp
 
 
-def _batch(args: Any, dims: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
-    (size,) = {a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None}
+def _transpose(cotangents: Any, *args: Any, jaxpr: Any, applied: AppliedRule) -> list[Any]:
+    linear = [i for i, a in enumerate(args) if ad.is_undefined_primal(a)]
+    pull = jax.linear_transpose(_of_some(jaxpr, args, linear), *(args[i].aval for i in linear))
+    slopes = dict(zip(linear, pull(list(map(ad.instantiate_zeros, cotangents))), strict=True))
+    return [slopes.get(i) for i in range(len(args))]
+
+
+ad.primitive_transposes[custom_scale_p] = _transpose
+
+
+def _batch(axis: Any, args: Any, dims: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
+    named = any(getattr(effect, "name", None) == axis.name for effect in jaxpr.effects)
+    if not named and all(d is None for d in dims):
+        out = custom_scale_p.bind(*args, jaxpr=jaxpr, applied=applied)
+        return out, [None] * len(out)
     args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
-    in_axes = [None if d is None else 0 for d in dims]
-    batched = jax.make_jaxpr(jax.vmap(jex_core.jaxpr_as_fun(jaxpr), in_axes, axis_size=size))(*args)
+    mapped = jax.vmap(
+        jex_core.jaxpr_as_fun(jaxpr),
+        [None if d is None else 0 for d in dims],
+        axis_size=axis.size,
+        axis_name=axis.name,
+        spmd_axis_name=axis.spmd_name,
+    )
     flags = tuple(d is not None for d in dims[applied.num_consts :])
-    applied = dataclasses.replace(applied, batched=(*applied.batched, (flags, size)))
-    out = custom_scale_p.bind(*args, jaxpr=batched, applied=applied)
+    batched = (*applied.batched, (flags, axis.size, axis.name))
+    applied = dataclasses.replace(applied, batched=batched)
+    out = custom_scale_p.bind(*args, jaxpr=jax.make_jaxpr(mapped)(*args), applied=applied)
     return out, [0] * len(out)
 
 
-batching.primitive_batchers[custom_scale_p] = _batch
+batching.fancy_primitive_batchers[custom_scale_p] = _batch

@@ -41,11 +41,6 @@ def split_constant(value: Any) -> tuple[float, int]:
     return math.ldexp(value, -exponent), exponent
 
 
-def sqrt_exponent(count: int) -> int:
-    """Return the exponent of `pow2_round_down(sqrt(count))` for a number of summed terms."""
-    return (count.bit_length() - 1) // 2 if count > 1 else 0
-
-
 def exponent_layout(dtype: Any) -> tuple[Any, int]:
     """Integer dtype and number of mantissa bits of a scale dtype."""
     finfo = jnp.finfo(dtype)

@@ -28,7 +28,14 @@ from jax_scalify.registry import (
 )
 from jax_scalify.rules.common import constant_scale, multiply, promote
 from jax_scalify.rules.mixed import dequantising_rule
-from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value, fold_constants, is_nonnegative
+from jax_scalify.values import (
+    ELEMENTWISE,
+    MOVEMENT,
+    Facts,
+    Value,
+    facts_of,
+    fold_constants,
+)
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
 _MASK = 9_999.0
@@ -236,7 +243,8 @@ def _captured(const: Any) -> Value:
         low, high = float(finfo.min), float(finfo.max)
         data = np.where(np.isfinite(data), np.clip(data, low, high), data)
     scaled = ScaledArray(jnp.asarray(data.astype(values.dtype)), scale)
-    return Value.of(scaled, nonneg=not np.iscomplexobj(values) and bool(np.all(values >= 0)))
+    nonneg = not np.iscomplexobj(values) and bool(np.all(values >= 0))
+    return Value.of(scaled, facts=Facts(nonneg=nonneg))
 
 
 def _live_equations(jaxpr: Any) -> list[Any]:
@@ -309,7 +317,7 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
             return inputs[0]
         if name.startswith(("reduce", "cum")) and 0 in inputs[0].shape:
             return None
-        return Value.filled(aval.shape, inputs[0].uniform, nonneg=inputs[0].nonneg)
+        return Value.filled(aval.shape, inputs[0].uniform, facts=inputs[0].facts)
     if name not in ELEMENTWISE:
         return None
     symbolic = _symbolic_scale(eqn, inputs)
@@ -320,10 +328,10 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
                 out = np.asarray(_bind_uniform(eqn, inputs))[()]
     else:
         out = _bind_uniform(eqn, inputs)
-    nonneg = is_nonnegative(eqn, inputs)
+    facts = facts_of(eqn, inputs)
     if aval.shape:
-        return Value.filled(aval.shape, out, nonneg=nonneg)
-    return Value.of(out, nonneg=nonneg, scale=symbolic)
+        return Value.filled(aval.shape, out, facts=facts)
+    return Value.of(out, facts=facts, scale=symbolic)
 
 
 def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:
@@ -377,7 +385,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             f"The scale rule of {describe(eqn, inputs)} returned {len(outputs)} results, expected "
             f"{len(eqn.outvars)}."
         )
-    nonneg = is_nonnegative(eqn, inputs)
+    facts = facts_of(eqn, inputs)
     values = []
     for o, var in zip(outputs, eqn.outvars, strict=True):
         if isinstance(o, Value):
@@ -392,7 +400,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
         depth = _fused_depth(eqn, inputs, o)
         if depth >= _MAX_FUSED_ALIGNMENTS:
             o, depth = ScaledArray(_compat.pin(o.data), o.scale), 0
-        value = Value.of(o, nonneg=nonneg, depth=depth)
+        value = Value.of(o, facts=facts, depth=depth)
         if value.shape != var.aval.shape or value.dtype != var.aval.dtype:
             raise TypeError(
                 f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "

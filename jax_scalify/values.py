@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,14 @@ _KEEPS_NONNEGATIVE = (
 # Equations that apply the function that they hold to all of their operands.
 _CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call custom_scale".split())
 
+# Equations whose results are what was given, elsewhere, in another dtype, or at another scale.
+_AS_GIVEN = frozenset(
+    """reshape squeeze transpose rev slice dynamic_slice expand_dims split unstack concatenate stack
+    convert_element_type copy copy_p neg reduce_precision optimization_barrier name stop_gradient
+    device_put sharding_constraint set_scaling rebalance_scale stop_scaling dynamic_rescale
+    match_scale on_backward saturating_cast""".split()
+)
+
 # How NumPy computes what XLA would be asked to compile for two numbers.
 _IN_NUMPY = {
     "add": np.add,
@@ -80,6 +89,27 @@ _IN_NUMPY = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of the elements of a value.
+
+    Attributes:
+        nonneg: none is negative.
+        computed: they were made of other values, and not given to the function as they are: they
+            may have something in common with those of other such values.
+    """
+
+    nonneg: bool = False
+    computed: bool = False
+
+    def join(self, other: Facts) -> Facts:
+        """What is known of a value that may be either of two."""
+        return Facts(self.nonneg and other.nonneg, self.computed or other.computed)
+
+
+NOTHING = Facts()
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Value:
     """A variable's value and the facts about it.
@@ -90,7 +120,7 @@ class Value:
             no array has been made.
         uniform: the 0-d value that every element has: a NumPy scalar for a constant, a traced
             0-d array for a scalar that was broadcast (learning rate, loss / batch size).
-        nonneg: no element is negative.
+        facts: about its elements.
         scale: for a plain 0-d value that *is* a scale, that scale.
         depth: number of alignments that XLA may fuse into one kernel with the value's computation.
     """
@@ -99,7 +129,7 @@ class Value:
     dtype: Any
     array: Any = None
     uniform: Any = None
-    nonneg: bool = False
+    facts: Facts = NOTHING
     scale: Scale | None = None
     depth: int = 0
 
@@ -108,14 +138,18 @@ class Value:
         cls,
         array: Any,
         *,
-        nonneg: bool = False,
+        facts: Facts = NOTHING,
         scale: Scale | None = None,
         depth: int = 0,
     ) -> Value:
         """Wrap a plain array, a NumPy or Python number, or a `ScaledArray`."""
         if isinstance(array, ScaledArray):
             return cls(
-                shape=array.shape, dtype=array.dtype, array=array, nonneg=nonneg, depth=depth
+                shape=array.shape,
+                dtype=array.dtype,
+                array=array,
+                facts=facts,
+                depth=depth,
             )
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
             array = np.asarray(array, dtypes.leaf_dtype(array))
@@ -126,7 +160,7 @@ class Value:
             dtype=array.dtype,
             array=array,
             uniform=array if array.ndim == 0 else None,
-            nonneg=nonneg or _is_nonnegative_constant(array),
+            facts=_with_constant(facts, array),
             scale=scale,
         )
 
@@ -136,15 +170,25 @@ class Value:
         shape: tuple[int, ...],
         uniform: Any,
         *,
-        nonneg: bool = False,
+        facts: Facts = NOTHING,
     ) -> Value:
         """A value whose elements are all equal; its array is made when somebody needs it."""
         return cls(
             shape=tuple(shape),
             dtype=uniform.dtype,
             uniform=uniform,
-            nonneg=nonneg or _is_nonnegative_constant(uniform),
+            facts=_with_constant(facts, uniform),
         )
+
+    @property
+    def nonneg(self) -> bool:
+        """Whether no element is negative."""
+        return self.facts.nonneg
+
+    @property
+    def computed(self) -> bool:
+        """Whether it was made of other values."""
+        return self.facts.computed
 
     @property
     def is_scaled(self) -> bool:
@@ -175,6 +219,15 @@ def _is_nonnegative_constant(array: Any) -> bool:
     return isinstance(array, np.generic) and real and float(array) >= 0
 
 
+def _with_constant(facts: Facts, array: Any) -> Facts:
+    return Facts(facts.nonneg or _is_nonnegative_constant(array), facts.computed)
+
+
+def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
+    """What is known of the elements of an equation's results."""
+    return Facts(is_nonnegative(eqn, inputs), _is_computed(eqn, inputs))
+
+
 def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
     """Tell whether no element of an equation's outputs can be negative."""
     name, params = eqn.primitive.name, eqn.params
@@ -192,6 +245,17 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
     return False
 
 
+def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
+    """Tell whether an equation does more than to move, cast or scale what was given."""
+    name = eqn.primitive.name
+    arrays = [v for v in inputs if v.is_scalable and v.uniform is None]
+    if name in ("mul", "div") and len(arrays) == 1:
+        return arrays[0].computed
+    if name == "broadcast_in_dim" and math.prod(inputs[0].shape) == eqn.outvars[0].aval.size:
+        return inputs[0].computed
+    return name not in _AS_GIVEN or any(v.computed for v in arrays)
+
+
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
     """Tell for each result of a jaxpr whether it cannot be negative, given this of its operands."""
     known = dict(zip(jaxpr.invars, nonneg, strict=True))
@@ -199,8 +263,9 @@ def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
     def value_of(atom: Any) -> Value:
         if isinstance(atom, jex_core.Literal):
             return Value.of(np.asarray(atom.val, atom.aval.dtype))
-        flag = known.get(atom, False) or atom.aval.dtype == np.bool_
-        return Value(shape=atom.aval.shape, dtype=atom.aval.dtype, nonneg=flag)
+        aval: Any = atom.aval
+        flag = known.get(atom, False) or aval.dtype == np.bool_
+        return Value(shape=aval.shape, dtype=aval.dtype, facts=Facts(nonneg=flag))
 
     for eqn in jaxpr.eqns:
         operands = [value_of(v) for v in eqn.invars]

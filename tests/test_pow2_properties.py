@@ -154,13 +154,6 @@ def test_constants_split_exactly_and_towards_one(dtype, draw):
     assert not any(pow2.is_power_of_two(v) for v in values[~ordinary])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.integers(0, 2**200) | st.integers(0, 200).map(lambda e: 2**e - 1))
-def test_sqrt_exponent_of_any_count(count):
-    exponent = pow2.sqrt_exponent(count)
-    assert 4**exponent <= max(count, 1) < 4 ** (exponent + 1)
-
-
 @law(20, dtypes=DTYPES[:3])
 def test_traced_numbers_split_exactly(dtype, draw):
     values = draw(numbers(dtype))

@@ -639,3 +639,25 @@ def test_constants_are_folded_as_the_compiler_would(index, dtype):
     fun = CONSTANTS[index]
     x = jnp.asarray([1.0, -3.0], dtype)
     np.testing.assert_array_equal(jsa.asarray(jsa.scalify(fun)(jsa.as_scaled_array(x))), fun(x))
+
+
+@pytest.mark.parametrize(("given", "exponent"), [(True, 4), (False, 7)])
+def test_sums_of_what_was_computed_grow_faster(given, exponent):
+    """256 given terms are independent, 256 computed ones have something in common."""
+    fun = jnp.sum if given else lambda x: jnp.sum(jnp.sin(x))
+    out = scalify(fun)(scaled(np.ones(256), 1.0))
+    assert float(out.scale) == 2.0**exponent
+
+
+@pytest.mark.parametrize("computed", [0, 1, 2])
+@pytest.mark.parametrize("where", ["here", "jit", "scan"])
+def test_products_of_two_computed_values_grow_faster(computed, where):
+    def product(x, w):
+        return (jnp.sin(x) if computed else x) @ (jnp.sin(w) if computed == 2 else w)
+
+    def scan(x, w):
+        return jax.lax.scan(lambda c, v: (c, product(*v)), 0, (x[None], w[None]))[1][0]
+
+    fun = {"here": product, "jit": jax.jit(product), "scan": scan}[where]
+    out = scalify(fun)(scaled(np.ones((2, 256)), 1.0), scaled(np.ones((256, 2)), 1.0))
+    assert float(jnp.max(out.scale)) == 2.0 ** (6 if computed == 2 else 4)

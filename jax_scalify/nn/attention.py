@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jax_scalify.nn.layers import dropout
 from jax_scalify.nn.softmax import softmax
 
 
@@ -19,6 +20,9 @@ def dot_product_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = True,
 ) -> jax.Array:
     """`softmax(query @ key.T * scale + bias) @ value`, as `jax.nn.dot_product_attention`.
 
@@ -29,17 +33,20 @@ def dot_product_attention(
         query: `(batch, time, heads, channels)`, or without `batch`.
         key: `(batch, source, groups, channels)`; `groups` divides `heads`: 1 for multi-query,
             fewer than `heads` for grouped-query attention.
-        value: of the shape of `key`.
+        value: of the shape of `key`, but for the number of channels.
         bias: added to the scores; broadcasts to `(batch, heads, time, source)`.
         mask: bool, broadcasts likewise: True where a query may look.
         scale: factor of the scores; by default `1 / sqrt(channels)`.
         is_causal: no query looks at later sources.
+        dropout_rate: probability with which a weight becomes 0; see `dropout`.
+        dropout_key: of `jax.random`, for dropout.
+        broadcast_dropout: drop the same weights in all examples and heads.
 
     Returns:
-        An array of the shape and dtype of `query`.
+        An array of the shape and dtype of `query`, with the channels of `value`.
 
     Raises:
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes do not fit, or as `dropout`.
 
     Example:
         >>> x = jnp.ones((1, 4, 2, 8), jnp.float16)
@@ -48,9 +55,19 @@ def dot_product_attention(
         (1, 4, 2, 8)
     """
     if query.ndim == 3:
-        lift = [None if a is None else a[None] for a in (query, key, value)]
-        return dot_product_attention(*lift, bias, mask, scale=scale, is_causal=is_causal)[0]
-    if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
+        return dot_product_attention(
+            query[None],
+            key[None],
+            value[None],
+            bias,
+            mask,
+            scale=scale,
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_key,
+            broadcast_dropout=broadcast_dropout,
+        )[0]
+    if query.ndim != 4 or key.ndim != 4 or key.shape[:-1] != value.shape[:-1]:
         raise ValueError(
             "`query`, `key` and `value` must have shapes (batch, time, heads, channels) and "
             f"(batch, source, groups, channels), got {query.shape}, {key.shape}, {value.shape}."
@@ -73,5 +90,12 @@ def dot_product_attention(
         mask = causal if mask is None else mask & causal
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    weights = softmax(scores).reshape(batch, groups, heads // groups, time, source)
-    return jnp.einsum("bgrts,bsgc->btgrc", weights, value).reshape(query.shape)
+    weights = softmax(scores)
+    weights = dropout(
+        weights,
+        dropout_rate,
+        dropout_key,
+        shape=(1, 1, time, source) if broadcast_dropout else None,
+    )
+    weights = weights.reshape(batch, groups, heads // groups, time, source)
+    return jnp.einsum("bgrts,bsgc->btgrc", weights, value).reshape(*query.shape[:-1], -1)

@@ -27,7 +27,12 @@ def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def dropout(
-    x: jax.Array, rate: float, key: jax.Array | None = None, *, deterministic: bool = False
+    x: jax.Array,
+    rate: float,
+    key: jax.Array | None = None,
+    *,
+    deterministic: bool = False,
+    shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
     """Set elements to 0 with probability `rate`, and divide others by `1 - rate`.
 
@@ -38,6 +43,7 @@ def dropout(
         rate: in [0, 1].
         key: of `jax.random`; not needed where nothing is random.
         deterministic: return `x` as it is, as in evaluation.
+        shape: of the random mask, which broadcasts to `x`; by default that of `x`.
 
     Raises:
         ValueError: if `rate` is not in [0, 1], or `key` is missing.
@@ -50,7 +56,7 @@ def dropout(
         return jnp.zeros_like(x)
     if key is None:
         raise ValueError("`key` is needed to choose what is dropped.")
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    keep = jax.random.bernoulli(key, 1 - rate, shape or x.shape)
     return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros_like(x))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -95,10 +96,10 @@ def clamp_rule(
 
 
 def _brought_together(
-    ctx: RuleContext, operands: dict[int, ScaledArray]
+    ctx: RuleContext, operands: dict[int, ScaledArray], factor: Scale = algebra.ONE
 ) -> tuple[list[Any], Scale]:
-    """Align operands in the result's dtype and give constants their shapes."""
-    scale = shared_scale(ctx, operands)
+    """Align operands in the result's dtype, at a multiple of the largest vote, in their shapes."""
+    scale = shared_scale(ctx, operands) * factor
     data = [
         filled(align(ctx, i, x, scale, ctx.out_dtype), ctx.in_avals[i].shape)
         for i, x in operands.items()
@@ -164,9 +165,18 @@ _SCATTERS = {
 def scatter_rule(
     ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the votes of array and updates; updates are summed in float32."""
-    data, scale = _brought_together(ctx, {0: uniform_over(x), 2: uniform_over(updates)})
-    if ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p):
+    """`scale = max` of the votes of array and updates; updates are summed in float32.
+
+    Added to n zeros, k updates have `scale * pow2(sqrt(k / n))`: a gradient that is 0 almost
+    everywhere, as that of one logit a token.
+    """
+    sums = ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p)
+    operands = {0: uniform_over(x), 2: uniform_over(updates)}
+    density = algebra.ONE
+    if sums and ctx.inputs[0].constant == 0 and x.size and updates.size:
+        density = Scale(round(math.log2(updates.size / x.size) / 2))
+    data, scale = _brought_together(ctx, operands, density)
+    if sums:
         data = [lax.convert_element_type(d, dtypes.compute_dtype(d.dtype)) for d in data]
     out = _SCATTERS[ctx.primitive](
         data[0],

@@ -64,7 +64,7 @@ class _Known:
         if not self.scale:
             return self.form.unpack(arrays, None)
         x = ScaledArray(arrays[0], _monomial(self.scale, atoms))
-        return Value.of(x, nonneg=self.form.nonneg, depth=self.depth + depth)
+        return Value.of(x, facts=self.form.facts, depth=self.depth + depth)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +122,8 @@ def _constrain(value: Value, sharding: Any) -> Value:
         return value
     if isinstance(value.array, ScaledArray):
         data = jax.lax.with_sharding_constraint(value.array.data, sharding)
-        return Value.of(ScaledArray(data, value.array.scale), nonneg=value.nonneg)
-    return Value.of(jax.lax.with_sharding_constraint(value.plain(), sharding), nonneg=value.nonneg)
+        return Value.of(ScaledArray(data, value.array.scale), facts=value.facts)
+    return Value.of(jax.lax.with_sharding_constraint(value.plain(), sharding), facts=value.facts)
 
 
 @register_scale_rule("jit", "pjit")

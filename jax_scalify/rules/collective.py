@@ -14,8 +14,7 @@ from jax_scalify import algebra, dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import filled, multiply, uniform_over
-from jax_scalify.rules.summing import finish, growth
+from jax_scalify.rules.common import Terms, filled, finish, growth, multiply, uniform_over
 
 
 def _axis_names(params: dict[str, Any]) -> tuple[Any, ...]:
@@ -52,7 +51,7 @@ def gathering_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArr
 
 @register_scale_rule("psum", "psum_invariant", "reduce_scatter")
 def psum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
-    """`scale` = the largest of all n devices `* pow2(sqrt(n))`, or `pow2(n)` for non-negative."""
+    """`scale` = the largest of all n devices `* pow2(n**p)`; p as of `reduce_sum`."""
     data, scale = _at_one_scale(ctx, x, params)
     total = ctx.bind(dtypes.cast(data, dtypes.compute_dtype(x.dtype)), **params)
     positional = [a for a in params.get("axes", ()) if isinstance(a, int)]
@@ -60,7 +59,7 @@ def psum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     names = _axis_names(params)
     count = lax.psum(1, names, axis_index_groups=groups) if names else 1
     count *= math.prod(ctx.in_avals[0].shape[a] for a in positional)
-    return finish(ctx, total, scale, growth(ctx, count, ctx.inputs[0].nonneg))
+    return finish(ctx, total, scale, growth(ctx, count, Terms.of(ctx.inputs[0])))
 
 
 @register_scale_rule("ppermute")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from jax import lax
 from jax_scalify import algebra, dtypes, pow2
 from jax_scalify.algebra import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.array import ScaledArray
+from jax_scalify.config import Pow2RoundMode
 from jax_scalify.registry import RuleContext
 from jax_scalify.values import Value
 
@@ -61,6 +63,49 @@ def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArr
     reduced = tuple(range(x.ndim)) if everything else axes
     scale = x.scale.map(lambda s: jnp.max(s, reduced, keepdims=not everything, initial=0))
     return ScaledArray(multiply(x.data, x.scale / scale, x.dtype), scale)
+
+
+class Terms(enum.Enum):
+    """What is known of the terms of a sum, and so with which power of their number it grows.
+
+    Terms with a factor that was given, as a weight is, are independent of each other. Computed
+    values have a part in common, taken to be the `n**-1/8`th part of them: the gradients of the
+    examples agree to some extent, and so do the values that attention averages. A sum of such
+    values grows like `n**(7/8)`, and one of products of two like `n**(3/4)`, in which the common
+    parts are multiplied.
+    """
+
+    INDEPENDENT = 1 / 2
+    PRODUCTS = 3 / 4
+    ALIKE = 7 / 8
+    NONNEGATIVE = 1
+
+    @classmethod
+    def of(cls, *factors: Value) -> Terms:
+        """The terms that are products of some values' elements."""
+        if all(v.nonneg for v in factors):
+            return cls.NONNEGATIVE
+        if not all(v.computed for v in factors):
+            return cls.INDEPENDENT
+        return cls.PRODUCTS if len(factors) > 1 else cls.ALIKE
+
+
+def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
+    """The factor by which a sum of `count` terms of unit RMS outgrows one of them."""
+    if count <= 1:
+        return Scale(0)
+    exponent = math.log2(count) * terms.value
+    if ctx.config.rounding_mode is Pow2RoundMode.UP:
+        exponent = math.ceil(exponent)
+    exponent = math.floor(exponent)
+    if terms is Terms.NONNEGATIVE and jnp.finfo(ctx.out_dtype).bits < 32:
+        exponent = min(exponent, NONNEGATIVE_LIMIT)
+    return Scale(exponent)
+
+
+def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale) -> ScaledArray:
+    """Divide a total by the factor that it has grown by, and cast it once."""
+    return ScaledArray(multiply(total, factor**-1, ctx.out_dtype), scale * factor)
 
 
 def windowed_axes(ctx: RuleContext, *, window_dimensions: Any, **_: Any) -> list[int]:

@@ -16,7 +16,7 @@ from jax_scalify.custom_scale import AppliedRule, custom_scale_p
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import promote
 from jax_scalify.rules.subtrace import takes_values
-from jax_scalify.values import Value, nonnegative_results
+from jax_scalify.values import Facts, Value, nonnegative_results
 
 FlatRule = Callable[..., list[Any]]
 
@@ -34,14 +34,14 @@ def custom_scale_rule(
     for value in values:
         x = promote(value, ctx.table, full=True) if value.is_scalable else value.plain()
         operands.append(ScaledArray(jnp.asarray(x.data), x.scale) if is_scaled(x) else x)
-    rule = _flat_rule(applied)
-    for batched, size in applied.batched:
-        rule = _batched_rule(rule, batched, size, ctx.table.dtype)
+    rule = _flat_rule(applied.rule, applied)
+    for batched, size, name in applied.batched:
+        rule = _batched_rule(rule, batched, size, name, ctx.table.dtype)
     results = rule(*operands)
     _check_types(applied, results, ctx.out_avals)
     nonneg = nonnegative_results(jaxpr.jaxpr, [v.nonneg for v in args])
     return [
-        Value.of(_with_symbolic_scale(x, ctx.table), nonneg=flag)
+        Value.of(_with_symbolic_scale(x, ctx.table), facts=Facts(flag, computed=True))
         for x, flag in zip(results, nonneg, strict=True)
     ]
 
@@ -51,19 +51,21 @@ def _has_scale(value: Value) -> bool:
 
 
 def _with_symbolic_scale(x: Any, table: ScaleTable) -> Any:
-    if not is_scaled(x) or isinstance(x.scale, Scale):
+    if not is_scaled(x):
         return x
-    static = type(x.scale) in (float, int)
-    return ScaledArray(
-        x.data, Scale.of(x.scale) if static else table.atom(align_scale(x.scale, x.ndim))
-    )
+    data, scale = jnp.asarray(x.data), x.scale
+    if type(scale) in (float, int):
+        scale = Scale.of(scale)
+    elif not isinstance(scale, Scale):
+        scale = table.atom(align_scale(scale, data.ndim).astype(table.dtype))
+    return ScaledArray(data, scale.settled())
 
 
-def _flat_rule(applied: AppliedRule) -> FlatRule:
+def _flat_rule(function: Callable, applied: AppliedRule) -> FlatRule:
     """The rule on flat operands; its results are checked for their structure."""
 
     def rule(*operands: Any) -> list[Any]:
-        out = applied.rule(*jax.tree.unflatten(applied.in_tree, operands))
+        out = function(*jax.tree.unflatten(applied.in_tree, operands))
         leaves, tree = jax.tree.flatten(out, is_leaf=is_scaled)
         if tree != applied.out_tree:
             raise TypeError(
@@ -82,14 +84,23 @@ def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[A
             got, wanted = type(x).__name__, "a ScaledArray" if scaled else "an array"
             raise TypeError(f"The scale rule of `{applied.name}` must return {wanted}, got {got}.")
         data = x.data if scaled else x
-        if np.shape(data) != aval.shape or data.dtype != aval.dtype:
+        shape, dtype = np.shape(data), dtypes.leaf_dtype(data)
+        if shape != aval.shape or dtype != aval.dtype:
             raise TypeError(
                 f"The scale rule of `{applied.name}` must return {aval.dtype}{list(aval.shape)}, "
-                f"got {data.dtype}{list(np.shape(data))}."
+                f"got {dtype}{list(shape)}."
+            )
+        scale = np.shape(x.scale) if scaled and not isinstance(x.scale, Scale) else ()
+        if len(scale) > len(shape) or any(s not in (1, n) for s, n in zip(scale, shape)):
+            raise TypeError(
+                f"The scale rule of `{applied.name}` must return a scale of shape () or one that "
+                f"fits {list(shape)}, got {list(scale)}."
             )
 
 
-def _batched_rule(rule: FlatRule, batched: Sequence[bool], size: int, dtype: Any) -> FlatRule:
+def _batched_rule(
+    rule: FlatRule, batched: Sequence[bool], size: int, name: Any, dtype: Any
+) -> FlatRule:
     """A rule under `vmap`: one example has a scale of its own if its operands have."""
 
     def example_scale(x: ScaledArray, has_axis: bool) -> tuple[Any, int | None]:
@@ -137,7 +148,7 @@ def _batched_rule(rule: FlatRule, batched: Sequence[bool], size: int, dtype: Any
         own = any(axis is not None for axis in in_axes[1])
 
         def run(scale_axis: int | None) -> Any:
-            mapped = jax.vmap(example, in_axes, (0, scale_axis), axis_size=size)
+            mapped = jax.vmap(example, in_axes, (0, scale_axis), axis_size=size, axis_name=name)
             return mapped(data, arrays)
 
         try:

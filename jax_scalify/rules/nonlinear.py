@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import algebra, dtypes
-from jax_scalify.algebra import ONE
+from jax_scalify.algebra import ONE, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import multiply
@@ -27,7 +27,7 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
 
 
 @register_scale_rule(
-    lax.exp_p, lax.exp2_p, lax.log_p, "log2", lax.logistic_p, lax.cos_p, lax.cosh_p, lax.erfc_p,
+    lax.exp_p, lax.exp2_p, lax.log_p, "log2", lax.cos_p, lax.cosh_p, lax.erfc_p,
     lax.lgamma_p, lax.digamma_p, lax.polygamma_p, lax.acos_p, lax.acosh_p, lax.igamma_p,
     lax.igammac_p, lax.igamma_grad_a_p, lax.regularized_incomplete_beta_p, lax.zeta_p,
     lax.bessel_i0e_p, "random_gamma", "random_gamma_grad", "one_minus_square",
@@ -43,3 +43,13 @@ def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArra
     """`scale = max(1, scale)`, of dequantised values."""
     scale = algebra.join(ONE, x.scale)
     return ScaledArray(multiply(evaluate_wide(ctx, (x,), params), scale**-1, ctx.out_dtype), scale)
+
+
+@register_scale_rule(lax.logistic_p)
+def logistic_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """Evaluated in at least float32 on plain values; scale 1/2, its value at 0.
+
+    A chain of gates, as in a recurrent network, would double the scale at every step with 1.
+    """
+    half = Scale(-1)
+    return ScaledArray(multiply(evaluate_wide(ctx, (x,), params), half**-1, ctx.out_dtype), half)

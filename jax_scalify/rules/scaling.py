@@ -15,7 +15,7 @@ from jax_scalify.config import Pow2RoundMode
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, multiply, uniform_over
 from jax_scalify.rules.subtrace import takes_values
-from jax_scalify.values import Value
+from jax_scalify.values import Facts, Value
 
 
 def _requested_scale(ctx: RuleContext, index: int) -> Scale:
@@ -81,7 +81,7 @@ def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArra
 def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
     """The plain value."""
     plain = ctx.dequantise(value.array, value.dtype) if value.is_scaled else value.plain()
-    return [Value.of(plain, nonneg=value.nonneg)]
+    return [Value.of(plain, facts=value.facts)]
 
 
 @register_scale_rule(primitives.get_data_and_scale_p)
@@ -90,8 +90,8 @@ def get_data_and_scale_rule(ctx: RuleContext, x: ScaledArray, *, scale_dtype: An
     x = uniform_over(ScaledArray(filled(x.data, ctx.out_avals[0].shape), x.scale))
     scale = jnp.asarray(x.scale.array, scale_dtype)
     return [
-        Value.of(jnp.asarray(x.data), nonneg=ctx.inputs[0].nonneg),
-        Value.of(scale, nonneg=True, scale=x.scale),
+        Value.of(jnp.asarray(x.data), facts=ctx.inputs[0].facts),
+        Value.of(scale, facts=Facts(nonneg=True), scale=x.scale),
     ]
 
 

@@ -21,7 +21,7 @@ from jax_scalify.algebra import Scale, ScaleTable
 from jax_scalify.array import ScaledArray, align_scale
 from jax_scalify.registry import RuleContext
 from jax_scalify.rules.common import promote
-from jax_scalify.values import Value
+from jax_scalify.values import NOTHING, Facts, Value
 
 
 def takes_values(rule: Any) -> Any:
@@ -44,7 +44,7 @@ class Form:
         constant: the number, of a constant.
         static: the scale, if it is static.
         scale_shape: of a dynamic scale: `()`, or the rank of the value with dims 1 or its own.
-        nonneg: no element is negative.
+        facts: about the elements.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Form:
     constant: Any = None
     static: Scale | None = None
     scale_shape: tuple[int, ...] = ()
-    nonneg: bool = False
+    facts: Facts = NOTHING
 
     @classmethod
     def of(cls, value: Value) -> Form:
@@ -61,22 +61,22 @@ class Form:
         if value.is_scaled:
             scale = value.array.scale
             known = {"static": scale} if scale.is_static else {"scale_shape": scale.shape}
-            return cls(value.shape, value.dtype, "scaled", nonneg=value.nonneg, **known)
+            return cls(value.shape, value.dtype, "scaled", facts=value.facts, **known)
         kind = "plain"
         if value.constant is not None:
             kind = "constant"
         elif value.uniform is not None and value.array is None:
             kind = "uniform"
-        return cls(value.shape, value.dtype, kind, value.constant, nonneg=value.nonneg)
+        return cls(value.shape, value.dtype, kind, value.constant, facts=value.facts)
 
     def key(self) -> tuple[Any, ...]:
         """What tells a form from others, hashable."""
         number = None if self.constant is None else self.constant.tobytes()
-        return self.shape, self.dtype, self.kind, number, self.nonneg, self.scale_shape, self.static
+        return self.shape, self.dtype, self.kind, number, self.facts, self.scale_shape, self.static
 
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
-        return Form(self.shape, self.dtype, "scaled", nonneg=self.nonneg)
+        return Form(self.shape, self.dtype, "scaled", facts=self.facts)
 
     def slice(self) -> Form:
         """The form of one step of a scanned value."""
@@ -125,37 +125,37 @@ class Form:
                 Value.filled(self.shape, self.constant) if self.shape else Value.of(self.constant)
             )
         if self.kind == "uniform":
-            return Value.filled(self.shape, arrays[0], nonneg=self.nonneg)
+            return Value.filled(self.shape, arrays[0], facts=self.facts)
         if self.kind == "plain":
-            return Value.of(arrays[0], nonneg=self.nonneg)
+            return Value.of(arrays[0], facts=self.facts)
         scale = self.static or table.atom(arrays[1])  # pyright: ignore[reportOptionalMemberAccess]
-        return Value.of(ScaledArray(arrays[0], scale), nonneg=self.nonneg)
+        return Value.of(ScaledArray(arrays[0], scale), facts=self.facts)
 
 
 def join(a: Form, b: Form) -> Form:
     """The least form that can hold a value of either form."""
-    nonneg = a.nonneg and b.nonneg
+    facts = a.facts.join(b.facts)
     if a.kind == b.kind == "constant":
         same = np.array_equal(a.constant, b.constant, equal_nan=dtypes.is_scalable(a.dtype))
         if same:
             return a
         # Two constants are scaled values, unless they are numbers whose exponent is their scale.
         kind = "scaled" if a.shape and dtypes.is_scalable(a.dtype) else "plain"
-        return Form(a.shape, a.dtype, kind, nonneg=nonneg)
+        return Form(a.shape, a.dtype, kind, facts=facts)
     if "scaled" in (a.kind, b.kind):
-        return _join_scaled(a, b, nonneg)
+        return _join_scaled(a, b, facts)
     kind = "plain" if "plain" in (a.kind, b.kind) or not a.shape else "uniform"
-    return Form(a.shape, a.dtype, kind, nonneg=nonneg)
+    return Form(a.shape, a.dtype, kind, facts=facts)
 
 
-def _join_scaled(a: Form, b: Form, nonneg: bool) -> Form:
+def _join_scaled(a: Form, b: Form, facts: Facts) -> Form:
     known = [f.static for f in (a, b) if f.kind == "scaled"]
     others = [f for f in (a, b) if f.kind != "scaled"]
     zero = all(f.kind == "constant" and f.constant == 0 for f in others)
     if zero and None not in known and len(set(known)) == 1:
-        return Form(a.shape, a.dtype, "scaled", static=known[0], nonneg=nonneg)
+        return Form(a.shape, a.dtype, "scaled", static=known[0], facts=facts)
     shape = np.broadcast_shapes(a.scale_shape, b.scale_shape)
-    return Form(a.shape, a.dtype, "scaled", scale_shape=shape, nonneg=nonneg)
+    return Form(a.shape, a.dtype, "scaled", scale_shape=shape, facts=facts)
 
 
 def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct]:

@@ -1,4 +1,4 @@
-"""Summing primitives: the scale grows by `sqrt(n)`, or by n where no term is negative.
+"""Summing primitives: the scale grows by `sqrt(n)`, or more where the terms are alike.
 
 They accumulate in at least float32, multiply by the constant reciprocal and cast once.
 """
@@ -8,74 +8,52 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes, pow2
+from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
-from jax_scalify.config import Pow2RoundMode
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import (
-    NONNEGATIVE_LIMIT,
+    Terms,
     filled,
-    multiply,
+    finish,
+    growth,
     uniform_over,
     windowed_axes,
 )
 
 
-def growth(ctx: RuleContext, count: int, nonneg: bool) -> Scale:
-    """The factor by which a sum of `count` terms of unit RMS outgrows one of them."""
-    if count <= 1:
-        return Scale(0)
-    if not nonneg:
-        exponent = pow2.sqrt_exponent(count)
-        exact = count.bit_count() == 1 and count.bit_length() % 2 == 1
-    else:
-        exponent, exact = count.bit_length() - 1, count.bit_count() == 1
-    if ctx.config.rounding_mode is Pow2RoundMode.UP and not exact:
-        exponent += 1
-    if nonneg and jnp.finfo(ctx.out_dtype).bits < 32:
-        exponent = min(exponent, NONNEGATIVE_LIMIT)
-    return Scale(exponent)
-
-
-def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale) -> ScaledArray:
-    """Divide a total by the factor that it has grown by, and cast it once."""
-    return ScaledArray(multiply(total, factor**-1, ctx.out_dtype), scale * factor)
-
-
 @register_scale_rule(lax.reduce_sum_p)
 def reduce_sum_rule(ctx: RuleContext, x: ScaledArray, *, axes: Any, **params: Any) -> ScaledArray:
-    """`scale = scale * pow2(sqrt(n))`, or `pow2(n)` for non-negative terms."""
+    """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, axes)
     count = math.prod(ctx.in_avals[0].shape[a] for a in axes)
     data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, axes=axes, **params)
     scale = x.scale.map(lambda s: lax.squeeze(s, axes))
-    return finish(ctx, total, scale, growth(ctx, count, ctx.inputs[0].nonneg))
+    return finish(ctx, total, scale, growth(ctx, count, Terms.of(ctx.inputs[0])))
 
 
 @register_scale_rule(lax.cumsum_p)
 def cumsum_rule(ctx: RuleContext, x: ScaledArray, *, axis: int, **params: Any) -> ScaledArray:
-    """`scale = scale * pow2(sqrt(n))`, or `pow2(n)` for non-negative terms."""
+    """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, (axis,))
     data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, axis=axis, **params)
-    factor = growth(ctx, ctx.in_avals[0].shape[axis], ctx.inputs[0].nonneg)
+    factor = growth(ctx, ctx.in_avals[0].shape[axis], Terms.of(ctx.inputs[0]))
     return finish(ctx, total, x.scale, factor)
 
 
 @register_scale_rule(lax.reduce_window_sum_p)
 def reduce_window_sum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
-    """`scale = scale * pow2(sqrt(n))` for windows of n, or `pow2(n)` for non-negative terms."""
+    """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if none is < 0."""
     x = uniform_over(x, windowed_axes(ctx, **params))
     data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, **params)
     count = math.prod(params["window_dimensions"])
-    return finish(ctx, total, x.scale, growth(ctx, count, ctx.inputs[0].nonneg))
+    return finish(ctx, total, x.scale, growth(ctx, count, Terms.of(ctx.inputs[0])))
 
 
 @register_scale_rule(lax.fft_p)
@@ -83,7 +61,7 @@ def fft_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(sqrt(n))` of n points; of the inverse, `scale / pow2(sqrt(n))`."""
     lengths = params["fft_lengths"]
     x = uniform_over(x, range(x.ndim - len(lengths), x.ndim))
-    factor = growth(ctx, math.prod(lengths), nonneg=False)
+    factor = growth(ctx, math.prod(lengths), Terms.INDEPENDENT)
     inverse = params["fft_type"] in (lax.FftType.IFFT, lax.FftType.IRFFT)
     return finish(ctx, ctx.bind(x.data, **params), x.scale, factor**-1 if inverse else factor)
 
@@ -111,7 +89,7 @@ def dot_general_rule(
     preferred_element_type: Any = None,
     **params: Any,
 ) -> ScaledArray:
-    """`scale = lhs.scale * rhs.scale * pow2(sqrt(K))`, or `pow2(K)` for non-negative operands.
+    """`scale = lhs.scale * rhs.scale * pow2(K**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
 
     A scale that is not scalar is carried along the batch and free dims and made uniform over the
     contracted ones.
@@ -134,8 +112,8 @@ def dot_general_rule(
     scale = _operand_scale(lhs, lhs_contract, lhs_batch, 0, rhs_free)
     scale = scale * _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
     count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
-    nonneg = ctx.inputs[0].nonneg and ctx.inputs[1].nonneg
-    return finish(ctx, total, scale, growth(ctx, count, nonneg))
+    terms = Terms.of(*ctx.inputs[:2])
+    return finish(ctx, total, scale, growth(ctx, count, terms))
 
 
 @register_scale_rule("ragged_dot_general")
@@ -148,7 +126,7 @@ def ragged_dot_general_rule(
     preferred_element_type: Any = None,
     **params: Any,
 ) -> ScaledArray:
-    """`scale = lhs.scale * rhs.scale * pow2(sqrt(K))`, one scale an operand.
+    """`scale = lhs.scale * rhs.scale * pow2(K**p)`, one scale an operand; p as of `dot_general`.
 
     Where the contracted axis is the ragged one, K is its mean length a group.
     """
@@ -168,8 +146,8 @@ def ragged_dot_general_rule(
     count = math.prod(lhs.shape[a] for a in contract)
     if set(contract) & set(ragged_dot_dimension_numbers.lhs_ragged_dimensions):
         count //= max(1, ctx.in_avals[2].shape[-1])
-    nonneg = ctx.inputs[0].nonneg and ctx.inputs[1].nonneg
-    return finish(ctx, total, lhs.scale * rhs.scale, growth(ctx, count, nonneg))
+    terms = Terms.of(*ctx.inputs[:2])
+    return finish(ctx, total, lhs.scale * rhs.scale, growth(ctx, count, terms))
 
 
 def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, low: int):
@@ -210,7 +188,7 @@ def conv_general_dilated_rule(
     preferred_element_type: Any = None,
     **params: Any,
 ) -> ScaledArray:
-    """`scale = lhs.scale * rhs.scale * pow2(sqrt(n))`, or `pow2(n)` for non-negative operands.
+    """`scale = lhs.scale * rhs.scale * pow2(n**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
 
     n counts input channels and the taps that meet no padding. A scale that is not scalar is
     carried along the batch and the output channels, and made uniform over the other axes.
@@ -235,5 +213,5 @@ def conv_general_dilated_rule(
 
     scale = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
     scale = scale * rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))
-    nonneg = ctx.inputs[0].nonneg and ctx.inputs[1].nonneg
-    return finish(ctx, total, scale, growth(ctx, _convolved_terms(ctx, params), nonneg))
+    terms = Terms.of(*ctx.inputs[:2])
+    return finish(ctx, total, scale, growth(ctx, _convolved_terms(ctx, params), terms))

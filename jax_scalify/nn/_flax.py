@@ -1,0 +1,49 @@
+"""What the Flax layers of both interfaces share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from jax_scalify.nn.attention import dot_product_attention as attend
+
+
+def is_last_axis(x: jax.Array, *axes: Any) -> bool:
+    """Whether all of Flax's axis arguments mean the last axis alone."""
+    return all(axis in (-1, x.ndim - 1, (-1,), (x.ndim - 1,)) for axis in axes)
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    is_causal: bool = False,
+    **_: Any,
+) -> jax.Array:
+    """`jsa.nn.dot_product_attention` with the arguments of Flax's, any number of batch axes."""
+    batch = query.shape[:-3]
+
+    def flat(x: Any) -> Any:
+        """All batch axes in one; a mask has the rank of the scores, and may broadcast."""
+        if x is None or len(batch) <= 1:
+            return x
+        x = jax.numpy.broadcast_to(x, (*batch, *x.shape[-3:]))
+        return x.reshape(math.prod(batch), *x.shape[-3:])
+
+    out = attend(
+        *map(flat, (query, key, value, bias)),
+        mask=None if mask is None else flat(mask.astype(bool)),
+        is_causal=is_causal,
+        dropout_rate=0.0 if deterministic else dropout_rate,
+        dropout_key=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+    )
+    return out.reshape((*query.shape[:-1], value.shape[-1]))

@@ -1,0 +1,125 @@
+"""Flax linen with layers whose scales are static: `import jax_scalify.nn.linen as nn`.
+
+Everything of `flax.linen` is here. `LayerNorm`, `RMSNorm` and the attention layers are replaced by
+ones with the same fields and parameters, the activation functions by those of `jsa.nn`; all other
+layers (`Dense`, `Embed`, `Conv`, ...) need no rules but those of their primitives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+try:
+    from flax import linen as _linen
+    from flax.linen.dtypes import promote_dtype
+except ImportError as error:  # pragma: no cover
+    raise ImportError("`jax_scalify.nn.linen` needs Flax: `pip install flax`.") from error
+
+from jax_scalify.nn._flax import dot_product_attention, is_last_axis
+from jax_scalify.nn.activations import (
+    elu,
+    gelu,
+    glu,
+    leaky_relu,
+    relu,
+    sigmoid,
+    silu,
+    softplus,
+    swish,
+    tanh,
+)
+from jax_scalify.nn.normalization import layer_norm, rms_norm
+from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
+
+__all__ = [
+    "LayerNorm",
+    "MultiHeadAttention",
+    "MultiHeadDotProductAttention",
+    "RMSNorm",
+    "SelfAttention",
+    "dot_product_attention",
+    "elu",
+    "gelu",
+    "glu",
+    "leaky_relu",
+    "log_softmax",
+    "logsumexp",
+    "relu",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "softplus",
+    "swish",
+    "tanh",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_linen, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_linen)})
+
+
+def _is_plain(module: Any, x: jax.Array, mask: Any) -> bool:
+    axes = is_last_axis(x, module.reduction_axes, module.feature_axes)
+    return axes and mask is None and module.axis_name is None
+
+
+def _promoted(module: Any, x: jax.Array, *params: Any) -> tuple[Any, ...]:
+    return tuple(promote_dtype(x, *params, dtype=module.dtype))
+
+
+class LayerNorm(_linen.LayerNorm):
+    """`flax.linen.LayerNorm` through `jsa.nn.layer_norm`.
+
+    With a mask, an axis name or other axes than the last it is Flax's own.
+    """
+
+    @_linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalise the last axis of `x`."""
+        if not _is_plain(self, x, mask):
+            return super().__call__(x, mask=mask)
+        shape, scale, bias = (x.shape[-1],), None, None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        return layer_norm(*_promoted(self, x, scale, bias), epsilon=self.epsilon)
+
+
+class RMSNorm(_linen.RMSNorm):
+    """`flax.linen.RMSNorm` through `jsa.nn.rms_norm`, under the conditions of `LayerNorm`."""
+
+    @_linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalise the last axis of `x`."""
+        if not _is_plain(self, x, mask):
+            return super().__call__(x, mask=mask)
+        scale = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
+        return rms_norm(*_promoted(self, x, scale), epsilon=self.epsilon)
+
+
+class MultiHeadDotProductAttention(_linen.MultiHeadDotProductAttention):
+    """Flax's, with `jsa.nn.dot_product_attention`."""
+
+    attention_fn: Callable[..., jax.Array] = dot_product_attention
+
+
+class MultiHeadAttention(_linen.MultiHeadAttention):
+    """Flax's, with `jsa.nn.dot_product_attention`."""
+
+    attention_fn: Callable[..., jax.Array] = dot_product_attention
+
+
+class SelfAttention(_linen.SelfAttention):
+    """Flax's, with `jsa.nn.dot_product_attention`."""
+
+    attention_fn: Callable[..., jax.Array] = dot_product_attention

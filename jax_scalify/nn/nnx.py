@@ -1,0 +1,101 @@
+"""Flax NNX with layers whose scales are static: `from jax_scalify.nn import nnx`.
+
+Everything of `flax.nnx` is here. `LayerNorm`, `RMSNorm` and `MultiHeadAttention` are replaced by
+ones with the same arguments and parameters, the activation functions by those of `jsa.nn`; all
+other layers (`Linear`, `Embed`, `Conv`, ...) need no rules but those of their primitives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+try:
+    from flax import nnx as _nnx
+except ImportError as error:  # pragma: no cover
+    raise ImportError("`jax_scalify.nn.nnx` needs Flax: `pip install flax`.") from error
+
+from jax_scalify.nn._flax import dot_product_attention, is_last_axis
+from jax_scalify.nn.activations import (
+    elu,
+    gelu,
+    glu,
+    leaky_relu,
+    relu,
+    sigmoid,
+    silu,
+    softplus,
+    swish,
+    tanh,
+)
+from jax_scalify.nn.normalization import layer_norm, rms_norm
+from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
+
+__all__ = [
+    "LayerNorm",
+    "MultiHeadAttention",
+    "RMSNorm",
+    "dot_product_attention",
+    "elu",
+    "gelu",
+    "glu",
+    "leaky_relu",
+    "log_softmax",
+    "logsumexp",
+    "relu",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "softplus",
+    "swish",
+    "tanh",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_nnx, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_nnx)})
+
+
+def _is_plain(module: Any, x: jax.Array, mask: Any) -> bool:
+    axes = is_last_axis(x, module.reduction_axes, module.feature_axes)
+    return axes and mask is None and module.axis_name is None
+
+
+class LayerNorm(_nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` through `jsa.nn.layer_norm`.
+
+    With a mask, an axis name or other axes than the last it is Flax's own.
+    """
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalise the last axis of `x`."""
+        if not _is_plain(self, x, mask):
+            return super().__call__(x, mask=mask)
+        scale = None if self.scale is None else self.scale[...]
+        bias = None if self.bias is None else self.bias[...]
+        x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
+        return layer_norm(x, scale, bias, epsilon=self.epsilon)
+
+
+class RMSNorm(_nnx.RMSNorm):
+    """`flax.nnx.RMSNorm` through `jsa.nn.rms_norm`, under the conditions of `LayerNorm`."""
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Normalise the last axis of `x`."""
+        if not _is_plain(self, x, mask):
+            return super().__call__(x, mask=mask)
+        scale = None if self.scale is None else self.scale[...]
+        x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
+        return rms_norm(x, scale, epsilon=self.epsilon)
+
+
+class MultiHeadAttention(_nnx.MultiHeadAttention):
+    """Flax's, with `jsa.nn.dot_product_attention`."""
+
+    def __init__(self, *args: Any, attention_fn: Any = dot_product_attention, **kwargs: Any):
+        super().__init__(*args, attention_fn=attention_fn, **kwargs)

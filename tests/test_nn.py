@@ -1,0 +1,213 @@
+"""`jsa.nn`: the values and gradients of `jax.nn` and optax, data near unit RMS in both passes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray, nn
+
+RNG = np.random.default_rng(0)
+ROWS, CLASSES = 8, 64
+X = RNG.normal(size=(ROWS, CLASSES))
+LABELS = jnp.asarray(RNG.integers(0, CLASSES, ROWS))
+PROBABILITIES = np.asarray(jax.nn.softmax(RNG.normal(size=X.shape)))
+WHERE = jnp.asarray(RNG.random(X.shape) > 0.3)
+QUERY = RNG.normal(size=(2, 6, 4, 8))
+KEY, VALUE = RNG.normal(size=(2, 2, 6, 2, 8))
+MASK = jnp.asarray(RNG.random((2, 1, 6, 6)) > 0.3) | jnp.eye(6, dtype=bool)
+GAMMA, BETA = RNG.normal(size=(2, CLASSES))
+IMAGES = RNG.normal(size=(4, 3, 3, 8))
+EPSILON = 1e-5
+
+
+def normalised(x, axis, center=True):
+    x = x - center * jnp.mean(x, axis, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis, keepdims=True) + EPSILON)
+
+
+def grouped(x):
+    parts = x.reshape(4, 3, 3, 2, 4)
+    return normalised(parts, (1, 2, 4)).reshape(x.shape)
+
+
+def cross_entropy(x, **_):
+    """With label smoothing 0.1, z-loss 0.01 and weights."""
+    targets = optax.smooth_labels(jax.nn.one_hot(LABELS, CLASSES, dtype=x.dtype), 0.1)
+    losses = optax.softmax_cross_entropy(x, targets) + 0.01 * jax.nn.logsumexp(x, -1) ** 2
+    weights = (jnp.arange(ROWS) < 5).astype(x.dtype)
+    return jnp.sum(losses * weights) / 5
+
+
+SMOOTHED = dict(label_smoothing=0.1, z_loss=0.01, weights=jnp.arange(ROWS) < 5)
+# Our function, its counterpart, the operands; those of the first scale, and of others scale 1.
+FUNCTIONS = {
+    "relu": (nn.relu, jax.nn.relu, [X]),
+    "leaky_relu": (nn.leaky_relu, jax.nn.leaky_relu, [X]),
+    "leaky_relu-0.5": (lambda x: nn.leaky_relu(x, 0.5), lambda x: jax.nn.leaky_relu(x, 0.5), [X]),
+    "gelu": (nn.gelu, jax.nn.gelu, [X]),
+    "gelu-exact": (
+        functools.partial(nn.gelu, approximate=False),
+        functools.partial(jax.nn.gelu, approximate=False),
+        [X],
+    ),
+    "silu": (nn.silu, jax.nn.silu, [X]),
+    "elu": (nn.elu, jax.nn.elu, [X]),
+    "squared_relu": (nn.squared_relu, lambda x: jax.nn.relu(x) ** 2, [X]),
+    "sigmoid": (nn.sigmoid, jax.nn.sigmoid, [X]),
+    "tanh": (nn.tanh, jnp.tanh, [X]),
+    "softplus": (nn.softplus, jax.nn.softplus, [X]),
+    "glu": (nn.glu, jax.nn.glu, [X]),
+    "glu-axis": (lambda x: nn.glu(x, 0), lambda x: jax.nn.glu(x, 0), [X]),
+    "swiglu": (nn.swiglu, lambda x: x[:, :32] * jax.nn.silu(x[:, 32:]), [X]),
+    "geglu": (nn.geglu, lambda x: x[:, :32] * jax.nn.gelu(x[:, 32:]), [X]),
+    "softmax": (nn.softmax, jax.nn.softmax, [X]),
+    "softmax-axes": (lambda x: nn.softmax(x, (0, 1)), lambda x: jax.nn.softmax(x, (0, 1)), [X]),
+    "softmax-where": (
+        lambda x: nn.softmax(x, where=WHERE),
+        lambda x: jax.nn.softmax(x, where=WHERE),
+        [X],
+    ),
+    "log_softmax": (nn.log_softmax, jax.nn.log_softmax, [X]),
+    "logsumexp": (nn.logsumexp, jax.nn.logsumexp, [X]),
+    "logsumexp-axis": (
+        lambda x: nn.logsumexp(x, -1, keepdims=True, where=WHERE),
+        lambda x: jax.nn.logsumexp(x, -1, keepdims=True, where=WHERE),
+        [X],
+    ),
+    "layer_norm": (
+        lambda x, g, b: nn.layer_norm(x, g, b, epsilon=EPSILON),
+        lambda x, g, b: normalised(x, -1) * g + b,
+        [X, GAMMA, BETA],
+    ),
+    "rms_norm": (
+        lambda x, g: nn.rms_norm(x, g, epsilon=EPSILON),
+        lambda x, g: normalised(x, -1, center=False) * g,
+        [X, GAMMA],
+    ),
+    "group_norm": (lambda x: nn.group_norm(x, 2, epsilon=EPSILON), grouped, [IMAGES]),
+    "batch_norm": (
+        lambda x: nn.batch_norm(x, epsilon=EPSILON)[0],
+        lambda x: normalised(x, (0, 1, 2)),
+        [IMAGES],
+    ),
+    "softmax_cross_entropy_with_integer_labels": (
+        lambda x: nn.softmax_cross_entropy_with_integer_labels(x, LABELS),
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(x, LABELS),
+        [X],
+    ),
+    "softmax_cross_entropy": (
+        nn.softmax_cross_entropy,
+        optax.softmax_cross_entropy,
+        [X, PROBABILITIES],
+    ),
+    "cross_entropy": (lambda x: nn.cross_entropy(x, LABELS, **SMOOTHED), cross_entropy, [X]),
+    "sigmoid_binary_cross_entropy": (
+        nn.sigmoid_binary_cross_entropy,
+        optax.sigmoid_binary_cross_entropy,
+        [X, PROBABILITIES],
+    ),
+    "squared_error": (
+        lambda x: nn.squared_error(x, x[::-1]),
+        lambda x: optax.squared_error(x, x[::-1]),
+        [X],
+    ),
+    "embed": (lambda x: nn.embed(x, LABELS % ROWS), lambda x: x[LABELS % ROWS], [X]),
+    "dropout": (
+        lambda x: nn.dropout(x, 0.25, jax.random.key(0)),
+        lambda x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.75, x.shape), x / 0.75, 0),
+        [X],
+    ),
+    "residual_add": (
+        lambda x: nn.residual_add(x, x[::-1]),
+        lambda x: x + x[::-1],
+        [X],
+    ),
+}
+for _name, _options in {"": {}, "-causal": dict(is_causal=True), "-mask": dict(mask=MASK)}.items():
+    FUNCTIONS[f"dot_product_attention{_name}"] = (
+        functools.partial(nn.dot_product_attention, **_options),
+        functools.partial(jax.nn.dot_product_attention, **_options),
+        [QUERY, KEY, VALUE],
+    )
+# Where a float32 result is a small difference of large ones, of which both are rounded.
+CANCELLING = {
+    "sigmoid_binary_cross_entropy": 2.0**-4,
+    "dot_product_attention": 2.0**4,
+    "dot_product_attention-causal": 2.0**4,
+    "dot_product_attention-mask": 2.0**4,
+}
+
+
+def weights_of(fun, args):
+    shape = jax.eval_shape(fun, *args).shape
+    return jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+
+
+def gradient(fun, weights, count):
+    def loss(*args):
+        return jnp.sum(fun(*args).astype(jnp.float32) * weights)
+
+    return jax.grad(loss, tuple(range(count)))
+
+
+def arrays(operands, scale, dtype=jnp.float32):
+    return [jnp.asarray(x * (scale if i == 0 else 1), dtype) for i, x in enumerate(operands)]
+
+
+def scaled(operands, scale, dtype=jnp.float32):
+    return [
+        ScaledArray(jnp.asarray(x, dtype), jnp.float32(scale if i == 0 else 1))
+        for i, x in enumerate(operands)
+    ]
+
+
+def assert_close(got, expected, tolerance):
+    for a, b in zip(got, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max() + 1e-37)
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**-4, 1.0, 2.0**4, 2.0**20])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients_are_those_of_the_plain_function(name, scale):
+    fun, plain, operands = FUNCTIONS[name]
+    args, ours = arrays(operands, scale), scaled(operands, scale)
+    slopes = [gradient(f, weights_of(plain, args), len(args)) for f in (fun, plain)]
+    values = plain(*args)
+    gradients = slopes[1](*args)
+    assert_close([jax.jit(jsa.scalify(fun))(*ours)], [values], 1e-6)
+    assert_close([fun(*args)], [values], 1e-6)
+    if name in CANCELLING and (scale < CANCELLING[name] if "sigmoid" in name else scale > 1):
+        return
+    assert_close(jax.jit(jsa.scalify(slopes[0]))(*ours), gradients, 1e-6)
+    assert_close(slopes[0](*args), gradients, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [2.0**-20, 1.0, 2.0**20])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_16_bit_data_at_any_scale(name, scale, dtype):
+    """Also where the plain function would overflow or underflow."""
+    fun, plain, operands = FUNCTIONS[name]
+    ours = scaled(operands, scale, dtype)
+    args = [x.to_array(jnp.float32) for x in ours]
+    epsilon = float(jnp.finfo(dtype).eps)
+    weights = weights_of(plain, args).astype(dtype)
+    got = jax.jit(jsa.scalify(fun))(*ours)
+    assert got.dtype == jnp.dtype(dtype)
+    chaotic = scale > 1 and ("attention" in name or "softmax" in name or "logsumexp" in name)
+    if chaotic and "entropy" not in name:
+        return  # a hard maximum: what rounding of the scores decides
+    assert_close([got.to_array(jnp.float32)], [plain(*args)], 8 * epsilon)
+    if name in CANCELLING:
+        return
+    slopes = jax.jit(jsa.scalify(gradient(fun, weights, len(args))))(*ours)
+    expected = gradient(plain, weights.astype(jnp.float32), len(args))(*args)
+    for slope, reference in zip(slopes, expected, strict=True):
+        assert slope.dtype == jnp.dtype(dtype)
+        assert_close([slope.to_array(jnp.float32)], [reference], 16 * epsilon)
