@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -40,9 +41,11 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import jax_scalify as jsa  # noqa: E402
+import jax_scalify.nn.linen as jsa_linen  # noqa: E402
 from benchmarks.scale_models import MODELS, PLAIN, Layers, Model  # noqa: E402
 from examples.gpt.report import clock  # noqa: E402
 from examples.gpt.train import write_text  # noqa: E402
+from jax_scalify import pow2, registry, values  # noqa: E402
 
 PyTree = Any
 
@@ -77,7 +80,47 @@ RESCALED = dataclasses.replace(
         for name in ("LayerNorm", "RMSNorm", "BatchNorm")
     },
 )
-LAYERS = {"rules": PLAIN, "rescale": RESCALED}
+SCALED = Layers(
+    Embed=jsa_linen.Embed,
+    LayerNorm=jsa_linen.LayerNorm,
+    RMSNorm=jsa_linen.RMSNorm,
+    gelu=jsa.nn.gelu,
+    silu=jsa.nn.silu,
+    relu=jsa.nn.relu,
+    dot_product_attention=jsa.nn.dot_product_attention,
+    softmax_cross_entropy=jsa.nn.softmax_cross_entropy_with_integer_labels,
+)
+LAYERS = {"rules": PLAIN, "nn": SCALED, "rescale": RESCALED}
+# What `--variants` takes besides: one function of `jsa.nn` less, or one rule of the primitives.
+LAYERS |= {
+    f"nn-without-{field.name}": dataclasses.replace(SCALED, **{field.name: field.default})
+    for field in dataclasses.fields(SCALED)
+    if getattr(SCALED, field.name) is not field.default
+}
+
+
+def switched_off(target: Any, name: str, replacement: Callable) -> Callable:
+    """A context in which a function of the library is another one."""
+
+    @contextlib.contextmanager
+    def context():
+        with (
+            mock.patch.object(target, name, replacement),
+            # Bodies of jits that were interpreted before do not count.
+            mock.patch.object(registry, "_registrations", -1 - next(_switches)),
+        ):
+            yield
+
+    return context
+
+
+_switches = itertools.count()
+SWITCHES = {
+    # A constant that is promoted when it meets a scaled value is an array of scale 1.
+    "rules-without-constants": (pow2, "split_constant", lambda value: (float(value), 0)),
+    "rules-without-nonnegative": (values, "is_nonnegative", lambda eqn, inputs: False),
+    "rules-without-computed": (values, "_is_computed", lambda eqn, inputs: False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +137,7 @@ class Variant:
 
 
 VARIANTS = {name: Variant(layers) for name, layers in LAYERS.items()}
+VARIANTS |= {name: Variant(PLAIN, switched_off(*switch)) for name, switch in SWITCHES.items()}
 
 
 # Measuring
@@ -522,13 +566,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
 
-    def add_names(option: str, known: Iterable[str]) -> None:
+    def add_names(option: str, known: Iterable[str], default: Sequence[str] = ()) -> None:
         what = option.removeprefix("--").removesuffix("s")
-        text = f"of {', '.join(known)} (default: all)"
-        add(option, type=names_among(known, what), nargs="+", default=[list(known)], help=text)
+        text = f"of {', '.join(known)} (default: {', '.join(default) or 'all'})"
+        default = [list(default or known)]
+        add(option, type=names_among(known, what), nargs="+", default=default, help=text)
 
     add_names("--models", MODELS)
-    add_names("--variants", VARIANTS)
+    add_names("--variants", VARIANTS, ("rules", "nn", "rescale"))
     add_names("--moments", MOMENTS)
     add("--steps", type=int, default=1000, help="of training (default: %(default)s)")
     add("--dtype", choices=("float32", "float16"), default="float32", help="(default: %(default)s)")

@@ -261,9 +261,9 @@ def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
     known = dict(zip(jaxpr.invars, nonneg, strict=True))
 
     def value_of(atom: Any) -> Value:
-        if isinstance(atom, jex_core.Literal):
-            return Value.of(np.asarray(atom.val, atom.aval.dtype))
         aval: Any = atom.aval
+        if isinstance(atom, jex_core.Literal):
+            return Value.of(np.asarray(atom.val, aval.dtype))
         flag = known.get(atom, False) or aval.dtype == np.bool_
         return Value(shape=aval.shape, dtype=aval.dtype, facts=Facts(nonneg=flag))
 

@@ -93,9 +93,37 @@ def test_nnx_layers_are_those_of_flax(name, dtype):
 def test_the_rest_of_flax_is_there(module):
     assert {"Conv", "Embed", "BatchNorm", "gelu", "LayerNorm"} <= set(dir(module))
     assert module.gelu is jsa.nn.gelu
-    assert module.Embed.__module__.startswith("flax")
+    assert module.Conv.__module__.startswith("flax")
     with pytest.raises(AttributeError):
         module.NoSuchLayer  # noqa: B018
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("interface", ["linen", "nnx"])
+def test_embeddings_are_those_of_flax(interface, dtype):
+    ids = jnp.asarray([[0, 3, 3], [1, 0, 3]])
+    if interface == "linen":
+        table = flax.linen.Embed(5, 8).init(KEY, ids)["params"]["embedding"]
+        applies = [
+            lambda t, m=m: m.Embed(5, 8, dtype=t.dtype).apply({"params": {"embedding": t}}, ids)
+            for m in (linen, flax.linen)
+        ]
+    else:
+        table = flax.nnx.Embed(5, 8, rngs=flax.nnx.Rngs(0)).embedding[...]
+
+        def apply(t, m):
+            layer = m.Embed(5, 8, dtype=t.dtype, rngs=flax.nnx.Rngs(0))
+            layer.embedding[...] = t
+            return layer(ids)
+
+        applies = [lambda t, m=m: apply(t, m) for m in (nnx, flax.nnx)]
+    ours = jsa.as_scaled_array(table.astype(dtype), scale=2.0**-8)
+    got = jax.jit(jsa.scalify(applies[0]))(ours)
+    expected = applies[1](table.astype(dtype))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+    gradients = [jax.grad(lambda t, f=f: jnp.sum(jnp.sin(f(t)).astype(t.dtype))) for f in applies]
+    got = jax.jit(jsa.scalify(gradients[0]))(ours)
+    assert_close(got, gradients[1](table), 1e-6 if dtype == jnp.float32 else 0.01)
 
 
 def test_attention_dropout_is_that_of_flax():

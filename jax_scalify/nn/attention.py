@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_scalify.nn.layers import dropout
 from jax_scalify.nn.softmax import softmax
+from jax_scalify.primitives import rebalance_scale
 
 
 def dot_product_attention(
@@ -26,8 +27,10 @@ def dot_product_attention(
 ) -> jax.Array:
     """`softmax(query @ key.T * scale + bias) @ value`, as `jax.nn.dot_product_attention`.
 
-    Scales: by the rules of its parts. A masked score is the smallest finite number, so that a mask
-    gives the same, finite result in every dtype; a query that may look at nothing sees all alike.
+    Scales: by the rules of its parts, but for the result: the values that are averaged are alike to
+    some extent, so it has the scale of `value` divided by `sources**(1/8)`. A masked score is the
+    smallest finite number, so that a mask gives the same, finite result in every dtype; a query
+    that may look at nothing sees all alike.
 
     Args:
         query: `(batch, time, heads, channels)`, or without `batch`.
@@ -98,4 +101,7 @@ def dot_product_attention(
         shape=(1, 1, time, source) if broadcast_dropout else None,
     )
     weights = weights.reshape(batch, groups, heads // groups, time, source)
-    return jnp.einsum("bgrts,bsgc->btgrc", weights, value).reshape(*query.shape[:-1], -1)
+    out = jnp.einsum("bgrts,bsgc->btgrc", weights, value)
+    # Values that are averaged are alike: their mean is as large as they are, to within 2**-1/8 an
+    # octave of sources, where the sum of products counts 2**-1/4.
+    return rebalance_scale(out.reshape(*query.shape[:-1], -1), 2.0 ** round(math.log2(source) / 8))

@@ -1,29 +1,69 @@
-"""Embedding, dropout, residual connections: plain functions, whose parts have the right rules."""
+"""Embedding, dropout, residual connections."""
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
 
+from jax_scalify import dtypes
+from jax_scalify.algebra import Scale
+from jax_scalify.array import ScaledArray
+from jax_scalify.custom_scale import custom_scale
+from jax_scalify.rules.common import multiply, uniform_over
 
+
+@custom_scale
 def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Look up rows: `table[ids]`.
+    """Look up rows: `table[ids]`, as `jnp.take`.
 
-    Scales: that of the table; the gradient is a scatter-add at the cotangent's scale.
+    Scales: that of the table. A row's gradient is the sum over all of its uses, which for words
+    and bytes follow Zipf's law: of `n` ids out of `v`, row i is used about `n / (i * log(v))`
+    times. The gradient has the cotangent's scale times the RMS of that, at least 1.
 
     Args:
         table: `(vocabulary, channels)`, of a floating dtype.
-        ids: integers of any shape, in `[0, vocabulary)`; others give nan, as `jnp.take`.
+        ids: integers of any shape, in `[0, vocabulary)`; others give nan.
 
     Returns:
         An array of shape `(*ids.shape, channels)`.
 
     Raises:
         TypeError: if `ids` are not integers.
+
+    Example:
+        >>> table = jsa.as_scaled_array(jnp.ones((4, 2), jnp.float16), scale=0.5)
+        >>> print(jsa.scalify(jsa.nn.embed)(table, jnp.array([3, 0])).scale)
+        0.5
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"`ids` must be integers, got {ids.dtype}.")
     return jnp.take(table, ids, axis=0)
+
+
+@embed.defscale
+def _embed_scale(table: ScaledArray, ids: jax.Array) -> ScaledArray:
+    table = uniform_over(table)
+    return ScaledArray(jnp.take(table.data, ids, axis=0), table.scale)
+
+
+@embed.defscale_vjp
+def _embed_scale_vjp(
+    table: ScaledArray, ids: jax.Array, cotangent: ScaledArray
+) -> tuple[ScaledArray, None]:
+    cotangent = uniform_over(cotangent)
+    rows = jnp.zeros(table.shape, dtypes.compute_dtype(table.dtype))
+    pull = jax.vjp(lambda rows: jnp.take(rows, ids, axis=0), rows)[1]
+    (total,) = pull(cotangent.data.astype(rows.dtype))
+    uses = _zipf_uses(ids.size, table.shape[0])
+    return ScaledArray(multiply(total, uses**-1, table.dtype), cotangent.scale * uses), None
+
+
+def _zipf_uses(count: int, vocabulary: int) -> Scale:
+    """The RMS over rows of how often each is used, rounded down: `sum(1 / i**2)` is `pi**2 / 6`."""
+    uses = count * math.pi / math.sqrt(6 * max(vocabulary, 1)) / math.log(max(vocabulary, 3))
+    return Scale(math.floor(math.log2(max(uses, 1))))
 
 
 def dropout(

@@ -1,8 +1,8 @@
 """Flax linen with layers whose scales are static: `import jax_scalify.nn.linen as nn`.
 
-Everything of `flax.linen` is here. `LayerNorm`, `RMSNorm` and the attention layers are replaced by
-ones with the same fields and parameters, the activation functions by those of `jsa.nn`; all other
-layers (`Dense`, `Embed`, `Conv`, ...) need no rules but those of their primitives.
+Everything of `flax.linen` is here. `LayerNorm`, `RMSNorm`, `Embed` and the attention layers are
+replaced by ones with the same fields and parameters, the activation functions by those of `jsa.nn`;
+all other layers (`Dense`, `Conv`, ...) need no rules but those of their primitives.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from jax_scalify.nn.activations import (
     swish,
     tanh,
 )
+from jax_scalify.nn.layers import embed
 from jax_scalify.nn.normalization import layer_norm, rms_norm
 from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
 
 __all__ = [
+    "Embed",
     "LayerNorm",
     "MultiHeadAttention",
     "MultiHeadDotProductAttention",
@@ -105,6 +107,15 @@ class RMSNorm(_linen.RMSNorm):
         if self.use_scale:
             scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
         return rms_norm(*_promoted(self, x, scale), epsilon=self.epsilon)
+
+
+class Embed(_linen.Embed):
+    """`flax.linen.Embed` through `jsa.nn.embed`."""
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Look up the rows of the table."""
+        (table,) = promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
+        return embed(table, inputs)
 
 
 class MultiHeadDotProductAttention(_linen.MultiHeadDotProductAttention):

@@ -1,8 +1,8 @@
 """Flax NNX with layers whose scales are static: `from jax_scalify.nn import nnx`.
 
-Everything of `flax.nnx` is here. `LayerNorm`, `RMSNorm` and `MultiHeadAttention` are replaced by
-ones with the same arguments and parameters, the activation functions by those of `jsa.nn`; all
-other layers (`Linear`, `Embed`, `Conv`, ...) need no rules but those of their primitives.
+Everything of `flax.nnx` is here. `LayerNorm`, `RMSNorm`, `Embed` and `MultiHeadAttention` are
+replaced by ones with the same arguments and parameters, the activation functions by those of
+`jsa.nn`; all other layers (`Linear`, `Conv`, ...) need no rules but those of their primitives.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from jax_scalify.nn.activations import (
     swish,
     tanh,
 )
+from jax_scalify.nn.layers import embed
 from jax_scalify.nn.normalization import layer_norm, rms_norm
 from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
 
 __all__ = [
+    "Embed",
     "LayerNorm",
     "MultiHeadAttention",
     "RMSNorm",
@@ -92,6 +94,17 @@ class RMSNorm(_nnx.RMSNorm):
         scale = None if self.scale is None else self.scale[...]
         x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
         return rms_norm(x, scale, epsilon=self.epsilon)
+
+
+class Embed(_nnx.Embed):
+    """`flax.nnx.Embed` through `jsa.nn.embed`; with an output sharding it is Flax's own."""
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Look up the rows of the table."""
+        if out_sharding is not None:
+            return super().__call__(inputs, out_sharding)
+        (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
+        return embed(table, inputs)
 
 
 class MultiHeadAttention(_nnx.MultiHeadAttention):

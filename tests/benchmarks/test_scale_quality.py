@@ -170,7 +170,7 @@ def test_plain_attention_is_that_of_jax():
     ("arguments", "message"),
     [
         (["--models", "gpt4,gpt5"], "unknown model gpt5: choose from gpt4, gpt12, llama"),
-        (["--variants", "best"], "unknown variant best: choose from rules, rescale"),
+        (["--variants", "best"], "unknown variant best: choose from rules, nn, rescale"),
         (["--moments", "later"], "unknown moment later: choose from init, trained"),
         (["--steps", "0"], "--steps must be positive, got 0"),
     ],
