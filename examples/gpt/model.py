@@ -1,7 +1,8 @@
 """A decoder-only transformer in Flax NNX: pre-norm, causal attention, GELU, learned positions.
 
-Nothing here knows about scales. Precision comes in through the constructor, as in any Flax model:
-the dtypes, a `dot_general` for the linear layers and a hook at the input of each LayerNorm.
+Nothing here knows about scales; the layers are Flax's, through an import that gives those a rule
+that need one. Precision comes in through the constructor, as in any Flax model: the dtypes, a
+`dot_general` for the linear layers and a hook at the input of each LayerNorm.
 """
 
 import math
@@ -9,10 +10,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
 from examples.gpt.config import Config
+from jax_scalify.nn import nnx
 
 Hook = Callable[[jax.Array], jax.Array]
 DotGeneral = Callable[..., jax.Array]
@@ -45,7 +46,7 @@ class Attention(nnx.Module):
         scores = self.dot_general(query, key, (((3,), (3,)), ((0, 1), (0, 1))))
         mask = jnp.tril(jnp.ones((time, time), bool))
         scores = jnp.where(mask, scores.astype(jnp.float32), jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores).astype(x.dtype)  # (batch, heads, time, time)
+        weights = nnx.softmax(scores).astype(x.dtype)  # (batch, heads, time, time)
         out = self.dot_general(weights, value, (((3,), (2,)), ((0, 1), (0, 1))))
         return self.projection(out.swapaxes(1, 2).reshape(x.shape))
 

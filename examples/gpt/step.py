@@ -80,7 +80,7 @@ def make_loss(config: Config, preset: Preset) -> Callable[[PyTree, jax.Array], j
 
     def loss_fn(params: PyTree, tokens: jax.Array) -> jax.Array:
         logits = nnx.merge(graph, params)(tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(
+        losses = jsa.nn.softmax_cross_entropy_with_integer_labels(
             logits.astype(jnp.float32), tokens[:, 1:]
         )
         return losses.mean()
