@@ -328,16 +328,26 @@ def corpus():
     return load_corpus(None, context=CONTEXT)
 
 
-def next_byte_batch(seed: int, step: int, context: int = CONTEXT) -> dict:
+def text_batch(seed: int, step: int, context: int, held_out: bool) -> np.ndarray:
+    """Return pieces of the text, `(batch, context + 1)`; of its held-out part if so asked."""
+    text = corpus()
+    if held_out:
+        text = dataclasses.replace(text, train=text.held_out)
+    return train_batch(text, seed=seed, step=step, batch=TEXT_BATCH, context=context)
+
+
+def next_byte_batch(
+    seed: int, step: int, held_out: bool = False, *, context: int = CONTEXT
+) -> dict:
     """Return bytes and those that follow them, `(batch, context)` each."""
-    tokens = train_batch(corpus(), seed=seed, step=step, batch=TEXT_BATCH, context=context)
+    tokens = text_batch(seed, step, context, held_out)
     return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def masked_batch(seed: int, step: int) -> dict:
+def masked_batch(seed: int, step: int, held_out: bool = False) -> dict:
     """Return texts of different lengths, some bytes masked, and the weight 1 where one is."""
     rng = np.random.default_rng((seed, step, 1))
-    tokens = next_byte_batch(seed, step)["inputs"]
+    tokens = text_batch(seed, step, CONTEXT, held_out)[:, :-1]
     lengths = rng.integers(CONTEXT // 2, CONTEXT, size=(TEXT_BATCH, 1), endpoint=True)
     present = np.arange(CONTEXT) < lengths
     masked = present & (rng.random(tokens.shape) < 0.15)
@@ -375,13 +385,14 @@ class Model:
         name: what the command line calls it.
         init: `init(seed) -> (params, other_state)`, in float32.
         loss: `loss(params, other_state, batch, layers, dtype) -> (loss, new_other_state)`.
-        batch: `batch(seed, step) -> batch`, a tree of NumPy arrays.
+        batch: `batch(seed, step) -> batch`, a tree of NumPy arrays; that of a text model takes
+            `held_out`, for text that it is not trained on.
     """
 
     name: str
     init: Callable[[int], tuple[PyTree, PyTree]]
     loss: Callable[..., tuple[jax.Array, PyTree]]
-    batch: Callable[[int, int], PyTree]
+    batch: Callable[..., PyTree]
 
 
 def make_model(name: str, module: Callable[..., Block], batch: Callable) -> Model:

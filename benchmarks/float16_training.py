@@ -1,0 +1,169 @@
+"""Does training with everything in float16 end where float32 ends, without any rescale?
+
+    python benchmarks/float16_training.py                       # 3 models, 3 precisions, 3 seeds
+    python benchmarks/float16_training.py --models bert --seeds 0 --steps 200
+
+Weights, activations, gradients and both of Adam's moments are stored in float16 (`float16`), and
+the linear layers multiply in E4M3 and E5M2 besides (`fp8`); the layers are Flax's own. The loss is
+that of held-out text. Every finished cell (model, precision, seed) is kept in
+`benchmarks/results/float16_training-jax<version>.json`: a run that was stopped goes on with the
+next one.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from flax import linen  # noqa: E402
+from rich import box  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import jax_scalify as jsa  # noqa: E402
+from benchmarks.scale_models import (  # noqa: E402
+    CONTEXT,
+    MODELS,
+    PLAIN,
+    TEXT_BATCH,
+    Model,
+)
+from examples.gpt.config import get_size  # noqa: E402
+from examples.gpt.report import ProgressLine  # noqa: E402
+from examples.gpt.step import (  # noqa: E402
+    TrainState,
+    astype,
+    first_bad_step,
+    keep_moments,
+    make_optimizer,
+)
+from examples.gpt.train import write_text  # noqa: E402
+
+TEXT_MODELS = ("gpt4", "llama", "bert")
+PRECISIONS = ("float32", "float16", "fp8")
+LIMITS = {"float16": 0.5, "fp8": 1.0}  # how far the loss may be from float32, in %
+MOMENT_EXPONENTS = (-6, -6)
+HELD_OUT_BATCHES = 32
+FP8 = dataclasses.replace(
+    PLAIN, Dense=functools.partial(linen.Dense, dot_general=jsa.nn.dot_general)
+)
+
+
+def make_steps(
+    model: Model, precision: str, steps: int
+) -> tuple[optax.GradientTransformation, Callable, Callable]:
+    """Return the optimizer, `update(state, batch) -> state` and `evaluate(params, batch)`."""
+    optimizer = make_optimizer(dataclasses.replace(get_size("tiny"), steps=steps))
+    narrow = precision != "float32"
+    dtype = jnp.float16 if narrow else jnp.float32
+    layers = FP8 if precision == "fp8" else PLAIN
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return model.loss(params, {}, batch, layers, dtype)[0]
+
+    def update(state: TrainState, batch: Any) -> TrainState:
+        grads = jax.grad(loss_fn)(state.params, batch)
+        grads, (params, opt_state) = astype((grads, state), jnp.float32)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        if narrow:
+            opt_state = keep_moments(opt_state, grads, MOMENT_EXPONENTS)
+        return astype(TrainState(params, opt_state), dtype)
+
+    transform = jsa.scalify if narrow else lambda fun: fun
+    return optimizer, jax.jit(transform(update), donate_argnums=0), jax.jit(transform(loss_fn))
+
+
+def train(model: Model, precision: str, seed: int, steps: int, progress: Callable) -> dict:
+    """Train one cell: its held-out loss, and the first step whose state was not finite, or -1."""
+    optimizer, update, evaluate = make_steps(model, precision, steps)
+    params = model.init(seed)[0]
+    state = TrainState(params, optimizer.init(params))
+    if precision != "float32":
+        state = astype(jsa.as_scaled_array(state, scale="rms"), jnp.float16)
+    bad, start = jnp.int32(-1), time.monotonic()
+    for step in range(steps):
+        state = update(state, model.batch(seed, step))
+        bad = first_bad_step(bad, state, step)
+        if (step + 1) % 50 == 0:
+            loss = float(evaluate(state.params, model.batch(seed, step)))
+            tokens = (step + 1) * TEXT_BATCH * CONTEXT
+            progress(step + 1, loss, tokens / (time.monotonic() - start))
+    held_out = (model.batch(0, i, held_out=True) for i in range(HELD_OUT_BATCHES))
+    losses = [float(evaluate(state.params, batch)) for batch in held_out]
+    return {"loss": statistics.fmean(losses), "first_bad_step": int(bad)}
+
+
+def summarise(cells: dict[str, dict], models: Sequence[str], seeds: Sequence[int]) -> Table:
+    """Compare each precision with float32, seed by seed."""
+    table = Table(box=box.SIMPLE)
+    for column in ("model", "precision", "loss", "gap", "worst seed", "limit", "state"):
+        table.add_column(column, justify="left" if column in ("model", "precision") else "right")
+    for model, precision in itertools.product(models, PRECISIONS):
+        found = [cells.get(f"{model}/{precision}/{seed}") for seed in seeds]
+        reference = [cells.get(f"{model}/float32/{seed}") for seed in seeds]
+        if None in found or None in reference:
+            continue
+        gaps = [100 * (a["loss"] / b["loss"] - 1) for a, b in zip(found, reference, strict=True)]
+        mean, worst = statistics.fmean(gaps), max(gaps)
+        limit = LIMITS.get(precision)
+        finite = all(cell["first_bad_step"] < 0 for cell in found)
+        table.add_row(
+            model,
+            precision,
+            f"{statistics.fmean(cell['loss'] for cell in found):.4f}",
+            f"{mean:+.2f}%",
+            f"{worst:+.2f}%",
+            "" if limit is None else f"{limit}% {'ok' if mean <= limit else 'MISSED'}",
+            "finite" if finite else "NOT FINITE",
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing, store it and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--models", nargs="+", choices=TEXT_MODELS, default=list(TEXT_MODELS))
+    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--steps", type=int, default=1000, help="(default: %(default)s)")
+    add("--fresh", action="store_true", help="train what was trained before again")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="(default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps must be positive, got {options.steps}")
+
+    console = Console()
+    path = options.out / f"float16_training-jax{jax.__version__}.json"
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    for model, seed, precision in itertools.product(
+        options.models, options.seeds, options.precisions
+    ):
+        key = f"{model}/{precision}/{seed}"
+        if not options.fresh and stored.get(key, {}).get("steps") == options.steps:
+            continue
+        with ProgressLine(key, options.steps, console) as progress:
+            cell = train(MODELS[model], precision, seed, options.steps, progress)
+        stored[key] = cell | {"steps": options.steps}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(stored, indent=1, sort_keys=True) + "\n")
+    current = {key: cell for key, cell in stored.items() if cell["steps"] == options.steps}
+    console.print(summarise(current, options.models, options.seeds))
+
+
+if __name__ == "__main__":
+    main()
