@@ -49,8 +49,8 @@ class Atom:
 class Scale:
     """`2**exponent * prod(atom**power)`; the exponent `-inf` is the scale 0, "any scale will do".
 
-    Supports `*`, `/`, integer `**` and powers of two as plain numbers. `scale.array` (and any
-    `jax.numpy` function) makes an array of it.
+    Supports `*`, `/`, integer `**`, `maximum` and powers of two as plain numbers. `scale.array`
+    and `jnp.asarray(scale)` make an array of it.
     """
 
     exponent: float
@@ -140,6 +140,10 @@ class Scale:
         if power == 0 or (self.is_zero and power < 0):  # where 0 is inverted it is read as 1
             return ONE
         return Scale(self.exponent * power, tuple((atom, power * p) for atom, p in self.factors))
+
+    def maximum(self, other: Any) -> Scale:
+        """The larger of two scales: that of a sum."""
+        return join(self, as_operand(other))
 
     def root(self, degree: int) -> tuple[Scale, Scale]:
         """Split into `(root, rest)` with `root**degree * rest == self` and `rest` small."""

@@ -26,8 +26,8 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
 
     The rules take the arguments of the function, each floating array as a `ScaledArray` whose
     data has the array's shape and dtype, everything else as it is. A scale is a power of two that
-    supports `*`, `/` and integer `**`; `jnp.asarray(x.scale)` is an array of it, and
-    `x.to_array(jnp.float32)` the plain value. A rule returns what the function returns, with a
+    supports `*`, `/`, integer `**` and `.maximum(other)`; `jnp.asarray(x.scale)` is an array of it,
+    and `x.to_array(jnp.float32)` the plain value. A rule returns what the function returns, with a
     `ScaledArray` of the same shape and dtype for each floating result (a Python float as its scale
     is a static one). No rule should choose a scale by looking at data.
 
@@ -41,7 +41,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         TypeError: if `fun` or a rule is not callable or does not take the arguments; when called,
             if a rule returns another structure, shape or dtype than the function.
 
-    Source: DESIGN after Balanca et al. 2024, section 3.3 ("custom scale propagation rules").
+    Source: Balanca et al. 2024, section 3.3, whose custom rules are for the forward pass.
 
     Example:
         >>> @jsa.custom_scale

@@ -56,8 +56,8 @@ def register_scale_rule(
     """Register a scale rule for primitives, given as objects or, where JAX exports none, by name.
 
     A rule is called as `rule(ctx, *args, **params)` when an operand of the equation is scaled.
-    Floating operands arrive as `ScaledArray` (`args[i].scale` supports `*`, `/` and integer `**`,
-    and is an array to any `jax.numpy` function), others as plain arrays; `params` are the
+    Floating operands arrive as `ScaledArray` (`args[i].scale` supports `*`, `/`, integer `**` and
+    `.maximum(other)`; `jnp.asarray` makes an array of it), others as plain arrays; `params` are the
     equation's. It returns a `ScaledArray`, or a plain array for outputs without a scale, or a
     sequence of them if the primitive has several results. An output's data must have the shape and
     dtype of the equation's output (`ctx.out_avals`), and its scale must be a power of two.

@@ -584,3 +584,20 @@ def test_results_of_rules_that_are_refused(name, call):
     with pytest.raises(TypeError, match=message) as error:
         jsa.scalify(lambda x: call(function)(x))(scaled(np.stack([X] * 3)))
     assert "`silu`" in str(error.value) and "test_custom_scale.py:" in str(error.value.__notes__)
+
+
+@pytest.mark.parametrize("scales", [(4.0, 0.5), (0.5, 4.0), (np.float32(0.5), 4.0)])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_rule_can_take_the_larger_scale(scales, batched):
+    function = jsa.custom_scale(lambda x, y: x + y)
+
+    @function.defscale
+    def rule(x, y):
+        scale = x.scale.maximum(y.scale)
+        value = x.to_array(jnp.float32) + y.to_array(jnp.float32)
+        return ScaledArray(value / jnp.asarray(scale), scale)
+
+    x, y = (ScaledArray(jnp.ones(3), s if type(s) is float else jnp.float32(s)) for s in scales)
+    out = jsa.scalify(jax.vmap(function) if batched else function)(x, y)
+    assert float(jnp.max(jnp.asarray(out.scale))) == 4
+    np.testing.assert_array_equal(np.asarray(out), 4.5)
