@@ -192,3 +192,18 @@ def test_refs_hold_plain_values():
 
     x = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(4))
     np.testing.assert_array_equal(value(jax.jit(jsa.scalify(fun))(x)), [9, 4, 4])
+
+
+@pytest.mark.parametrize("condition", ["value", "count"])
+def test_a_loop_that_stops_at_different_times_for_each_example(condition):
+    def loop(x, n):
+        def goes_on(carry):
+            return carry[0] < 10 if condition == "value" else carry[1] < n
+
+        return lax.while_loop(goes_on, lambda c: (c[0] * 2.0 + 0.5, c[1] + 1), (x, 0))
+
+    x, n = ScaledArray(jnp.array([1.0, 3.0, 20.0]), jnp.float32(0.5)), jnp.array([2, 0, 5])
+    got = jax.jit(jsa.scalify(jax.vmap(loop)))(x, n)
+    expected = jax.vmap(loop)(x.to_array(), n)
+    np.testing.assert_array_equal(value(got[0]), expected[0])
+    np.testing.assert_array_equal(got[1], expected[1])

@@ -211,3 +211,116 @@ def test_16_bit_data_at_any_scale(name, scale, dtype):
     for slope, reference in zip(slopes, expected, strict=True):
         assert slope.dtype == jnp.dtype(dtype)
         assert_close([slope.to_array(jnp.float32)], [reference], 16 * epsilon)
+
+
+# Ends and doors.
+
+
+def test_an_element_that_is_picked_keeps_its_gradient_in_float16():
+    x = ScaledArray(jnp.ones((2, 50257), jnp.float16), jnp.float32(1))
+    ids = jnp.array([[3], [4]])
+    picks = jax.grad(lambda x: (jnp.take_along_axis(x, ids, 1) * 2000.0).sum())
+    assert float(jnp.max(jsa.scalify(picks)(x).to_array())) == 2000
+    out = jsa.scalify(lambda u: jnp.zeros(1024, jnp.float16).at[3].add(u[0]))
+    assert float(jnp.max(out(ScaledArray(jnp.full(1, 4000, jnp.float16), 1.0)).to_array())) == 4000
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3), (3, 3)])
+def test_operands_with_a_scale_an_axis(shape):
+    scales = 2.0 ** jnp.arange(9)[: np.prod(shape)].reshape(shape).astype(jnp.float32)
+    x = ScaledArray(jnp.asarray(X[:3, :3], jnp.float32), scales)
+    y = ScaledArray(jnp.ones(3), jnp.array([1.0, 2.0, 4.0]))
+    functions = {
+        nn.logsumexp: (jax.nn.logsumexp, (x,)),
+        nn.softmax: (jax.nn.softmax, (x,)),
+        nn.silu: (jax.nn.silu, (x,)),
+        nn.squared_error: (lambda x, y: (x - y) ** 2, (x, y)),
+        nn.sigmoid_binary_cross_entropy: (optax.sigmoid_binary_cross_entropy, (x, y)),
+    }
+    for ours, (plain, args) in functions.items():
+        values = [a.to_array() for a in args]
+        assert_close([jsa.scalify(ours)(*args)], [plain(*values)], 1e-6)
+        slope, expected = (
+            jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a) / 512))) for f in (ours, plain)
+        )
+        slope, expected = jsa.scalify(slope)(*args), expected(*values)
+        assert_close([slope], [expected], 1e-6)
+
+
+def test_weights_of_a_loss():
+    logits, labels = jnp.asarray(X, jnp.float32), LABELS
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    weights = jnp.linspace(0, 0.25, ROWS)
+    expected = jnp.sum(losses * weights) / jnp.sum(weights)
+    assert_close([nn.cross_entropy(logits, labels, weights=weights)], [expected], 1e-6)
+    assert nn.cross_entropy(logits, labels, weights=jnp.zeros(ROWS)) == 0
+    with pytest.raises(ValueError, match="`weights` must have the shape of `labels`"):
+        nn.cross_entropy(logits, labels, weights=weights[:, None])
+    many = ScaledArray(jnp.zeros((100_000, 4), jnp.float16), jnp.float32(1))
+    mean = jsa.scalify(
+        lambda x: nn.cross_entropy(x, jnp.zeros(100_000, int), weights=jnp.ones(100_000))
+    )
+    assert float(mean(many)) == pytest.approx(np.log(4), rel=1e-3)
+
+
+def test_a_row_without_classes_has_no_loss():
+    logits, where = jnp.ones((2, 3)), jnp.array([[False] * 3, [True] * 3])
+    for fun in (nn, optax):
+        loss = functools.partial(
+            fun.softmax_cross_entropy_with_integer_labels, labels=jnp.array([0, 2]), where=where
+        )
+        np.testing.assert_allclose(loss(logits), [0, np.log(3)], rtol=1e-6)
+        gradient = jax.grad(lambda x, f=loss: f(x).sum())(logits)
+        np.testing.assert_allclose(gradient, [[0, 0, 0], [1 / 3, 1 / 3, -2 / 3]], atol=1e-6)
+
+
+def test_other_dtypes():
+    logits = ScaledArray(jnp.ones((3, 4), jnp.float16), jnp.float32(2))
+    onehot = jax.nn.one_hot(jnp.arange(3), 4, dtype=int)
+    for labels in (onehot, onehot.astype(jnp.float32), onehot.astype(bool)):
+        for fun in (nn.softmax_cross_entropy, nn.sigmoid_binary_cross_entropy):
+            grad = jsa.scalify(jax.grad(lambda x, f=fun, y=labels: f(x, y).sum().astype(x.dtype)))
+            assert grad(logits).dtype == jnp.float16
+
+
+def test_plain_arrays_stay_plain():
+    x = jnp.asarray(X, jnp.float32)
+    for fun in (nn.layer_norm, nn.softmax, nn.gelu):
+        assert isinstance(jsa.scalify(fun)(x), jax.Array)
+
+
+REFUSED = {
+    "integers-norm": (TypeError, "`x` must be floating point", lambda: nn.rms_norm(LABELS)),
+    "integers-dropout": (
+        TypeError,
+        "`x` must be floating point",
+        lambda: nn.dropout(LABELS, 0.5, jax.random.key(0)),
+    ),
+    "rate": (ValueError, "`rate` must be in", lambda: nn.dropout(X, 1.5)),
+    "key": (ValueError, "`key` is needed", lambda: nn.dropout(X, 0.5)),
+    "mask": (
+        TypeError,
+        "`mask` must be bool",
+        lambda: nn.dot_product_attention(QUERY, KEY, VALUE, mask=jnp.zeros((6, 6))),
+    ),
+    "labels": (
+        TypeError,
+        "`labels` must be integers",
+        lambda: nn.softmax_cross_entropy_with_integer_labels(X, jnp.ones(ROWS)),
+    ),
+    "groups": (ValueError, "`num_groups` must divide", lambda: nn.group_norm(IMAGES, 3)),
+    "residual": (ValueError, "must agree in shape", lambda: nn.residual_add(X, X[:1])),
+    "halves": (ValueError, "even size", lambda: nn.swiglu(X[:, :3])),
+    "heads": (
+        ValueError,
+        "`key` must have the batch",
+        lambda: nn.dot_product_attention(QUERY[:, :, :3], KEY, VALUE),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_at_the_door(name):
+    error, message, call = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()

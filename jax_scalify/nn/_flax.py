@@ -25,16 +25,27 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    *,
     is_causal: bool = False,
     **_: Any,
 ) -> jax.Array:
-    """`jsa.nn.dot_product_attention` with the arguments of Flax's, any number of batch axes."""
+    """`jsa.nn.dot_product_attention` with the arguments of Flax's, any number of batch axes.
+
+    Scores and softmax are in at least float32 and nothing is sown: `precision` and `module` are
+    there for the call of Flax's layers.
+    """
+    if dtype is not None:
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
     batch = query.shape[:-3]
 
     def flat(x: Any) -> Any:
         """All batch axes in one; a mask has the rank of the scores, and may broadcast."""
         if x is None or len(batch) <= 1:
             return x
+        x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
         x = jax.numpy.broadcast_to(x, (*batch, *x.shape[-3:]))
         return x.reshape(math.prod(batch), *x.shape[-3:])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,16 @@ from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, is_scaled
 from jax_scalify.custom_scale import custom_scale
-from jax_scalify.rules.common import NONNEGATIVE_LIMIT, multiply
+from jax_scalify.pow2 import MAX_EXPONENT
+from jax_scalify.rules.common import NONNEGATIVE_LIMIT, multiply, uniform_over
 
 
 def scale_rules(
-    *, scale: Callable[..., Scale], slopes: Callable[..., Any], static_argnames: Any = ()
+    *,
+    scale: Callable[..., Scale],
+    slopes: Callable[..., Any],
+    static_argnames: Any = (),
+    prepare: Callable[[ScaledArray], ScaledArray] = uniform_over,
 ) -> Callable[[Callable], Any]:
     """Make a `custom_scale` function of one that is exact in float32.
 
@@ -26,6 +32,7 @@ def scale_rules(
         slopes: by the same arguments the scale of the derivative: one for all floating arguments,
             or a tuple of one for each. That of the gradient is the cotangent's times it.
         static_argnames: of the function; both laws get them by keyword.
+        prepare: what is done to operands first; by default they get one scale each.
     """
 
     def define(fun: Callable) -> Any:
@@ -38,13 +45,15 @@ def scale_rules(
 
         @function.defscale
         def forward(*args: Any, **static: Any) -> ScaledArray:
-            dtype = next(x.dtype for x in args if is_scaled(x))
+            args = tuple(prepare(x) if is_scaled(x) else x for x in args)
+            data = [x.data if is_scaled(x) else x for x in args]
+            narrow = jax.eval_shape(functools.partial(in_order, **static), *data)
             value = in_order(*map(_wide, args), **static)
-            return _at_scale(value, scale(*args, **static), dtype)
+            return _at_scale(value, scale(*args, **static), narrow.dtype)
 
         @function.defscale_vjp
         def backward(*operands: Any, **static: Any) -> tuple[Any, ...]:
-            *args, cotangent = operands
+            *args, cotangent = (prepare(x) if is_scaled(x) else x for x in operands)
             floating = [i for i, x in enumerate(args) if is_scaled(x)]
 
             def of_floating(*xs: Any) -> jax.Array:
@@ -80,6 +89,7 @@ def elementwise(
             scale=lambda x, **_: scale(x.scale),
             slopes=lambda x, **_: slope(x.scale),
             static_argnames=names,
+            prepare=lambda x: x,
         )(fun)
 
     return define
@@ -95,11 +105,11 @@ def fixed(exponent: int) -> Callable[[Scale], Scale]:
     return lambda scale: Scale(exponent)
 
 
-def count_scale(count: int, dtype: Any) -> Scale:
-    """`count`, rounded down; for narrow data at most 2**10, as one term may make up a sum."""
+def count_scale(count: int, dtype: Any, limit: int = NONNEGATIVE_LIMIT) -> Scale:
+    """`count`, rounded down; for narrow data at most `2**limit`, as one term may make up a sum."""
     exponent = max(count, 1).bit_length() - 1
-    narrow = jnp.finfo(dtype).maxexp < 126
-    return Scale(min(exponent, NONNEGATIVE_LIMIT) if narrow else exponent)
+    narrow = jnp.finfo(dtype).maxexp < MAX_EXPONENT
+    return Scale(min(exponent, limit) if narrow else exponent)
 
 
 def _wide(x: Any) -> Any:

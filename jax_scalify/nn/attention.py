@@ -45,10 +45,13 @@ def dot_product_attention(
         dropout_key: of `jax.random`, for dropout.
         broadcast_dropout: drop the same weights in all examples and heads.
 
+    Scores and softmax are in at least float32.
+
     Returns:
         An array of the shape and dtype of `query`, with the channels of `value`.
 
     Raises:
+        TypeError: if `mask` is not bool.
         ValueError: if the shapes do not fit, or as `dropout`.
 
     Example:
@@ -84,7 +87,10 @@ def dot_product_attention(
         )
     factor = 1 / math.sqrt(channels) if scale is None else scale
     grouped = query.reshape(batch, time, groups, heads // groups, channels)
-    scores = jnp.einsum("btgrc,bsgc->bgrts", grouped, key) * jnp.asarray(factor, query.dtype)
+    if mask is not None and mask.dtype != bool:
+        raise TypeError(f"`mask` must be bool, True where a query may look, got {mask.dtype}.")
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    scores = jnp.einsum("btgrc,bsgc->bgrts", grouped, key, preferred_element_type=wide) * factor
     scores = scores.reshape(batch, heads, time, source)
     if bias is not None:
         scores = (scores + bias).astype(scores.dtype)
@@ -93,7 +99,7 @@ def dot_product_attention(
         mask = causal if mask is None else mask & causal
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    weights = softmax(scores)
+    weights = softmax(scores).astype(query.dtype)
     weights = dropout(
         weights,
         dropout_rate,

@@ -86,8 +86,11 @@ def dropout(
         shape: of the random mask, which broadcasts to `x`; by default that of `x`.
 
     Raises:
+        TypeError: if `x` is not floating point.
         ValueError: if `rate` is not in [0, 1], or `key` is missing.
     """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`x` must be floating point, got {x.dtype}.")
     if not 0 <= rate <= 1:
         raise ValueError(f"`rate` must be in [0, 1], got {rate}.")
     if deterministic or rate == 0:

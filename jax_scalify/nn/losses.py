@@ -11,12 +11,18 @@ import jax.numpy as jnp
 from jax_scalify.algebra import ONE, Scale, join
 from jax_scalify.nn._rules import scale_rules
 from jax_scalify.nn.softmax import class_count, log_scale, logsumexp
+from jax_scalify.pow2 import MAX_EXPONENT
 
 
 def _cross_entropy_slope(logits: Any, axis: int) -> Scale:
-    """The RMS of `p - onehot` for s classes at the start, `sqrt(s - 1) / s`, rounded."""
+    """The RMS of `p - onehot` for s classes at the start, `sqrt(s - 1) / s`, rounded.
+
+    For float16 not below 2**-4, so that the label's element keeps 12 octaves.
+    """
     count = max(class_count(logits, axis), 2)
-    return Scale(round(math.log2(math.sqrt(count - 1) / count)))
+    exponent = round(math.log2(math.sqrt(count - 1) / count))
+    narrow = jnp.finfo(logits.dtype).maxexp < MAX_EXPONENT
+    return Scale(max(exponent, -4) if narrow else exponent)
 
 
 def _loss_scale(logits: Any, axis: int) -> Scale:
@@ -44,7 +50,7 @@ def softmax_cross_entropy_with_integer_labels(
         logits: `(..., classes)`, of a floating dtype.
         labels: integers in `[0, classes)`, of the shape of the logits without `axis`.
         axis: the axis of the classes.
-        where: bool array that broadcasts to the logits: the classes that count.
+        where: bool array that broadcasts to the logits: the classes that count. Without any, 0.
 
     Returns:
         An array of the shape of `labels`, in nats.
@@ -63,21 +69,17 @@ def softmax_cross_entropy_with_integer_labels(
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"`labels` must be integers, got {labels.dtype}.")
     picked = jnp.take_along_axis(logits, jnp.expand_dims(labels, axis), axis).squeeze(axis)
-    return jax.nn.logsumexp(logits, axis, where=where) - picked
+    if where is None:
+        return jax.nn.logsumexp(logits, axis) - picked
+    counts = jnp.any(jnp.broadcast_to(where, logits.shape), axis, keepdims=True)
+    total = jax.nn.logsumexp(logits, axis, where=where | ~counts)
+    return jnp.where(counts.squeeze(axis), total - picked, 0)
 
 
-@scale_rules(
-    scale=lambda logits, labels, where, *, axis: _loss_scale(logits, axis),
-    slopes=lambda logits, labels, where, *, axis: (
-        _cross_entropy_slope(logits, axis),
-        _loss_scale(logits, axis),
-    ),
-    static_argnames="axis",
-)
 def softmax_cross_entropy(
     logits: jax.Array,
     labels: jax.Array,
-    axis: int = -1,
+    axis: int | tuple[int, ...] | None = -1,
     where: jax.Array | None = None,
 ) -> jax.Array:
     """`-sum(labels * log_softmax(logits))`, as `optax.softmax_cross_entropy`.
@@ -88,12 +90,29 @@ def softmax_cross_entropy(
     Args:
         logits: `(..., classes)`, of a floating dtype.
         labels: probabilities of the same shape, one-hot or smoothed: `optax.smooth_labels`.
-        axis: the axis of the classes.
+        axis: the axis or axes of the classes.
         where: bool array that broadcasts to the logits: the classes that count.
     """
-    log_probabilities = jax.nn.log_softmax(logits, axis, where)
-    terms = labels * log_probabilities
-    return -jnp.sum(terms, axis, where=where)
+    return _softmax_cross_entropy(*_alike(logits, labels), where, axis=axis)
+
+
+@scale_rules(
+    scale=lambda logits, labels, where, *, axis: _loss_scale(logits, axis),
+    slopes=lambda logits, labels, where, *, axis: (
+        _cross_entropy_slope(logits, axis),
+        _loss_scale(logits, axis),
+    ),
+    static_argnames="axis",
+)
+def _softmax_cross_entropy(logits: Any, labels: Any, where: Any, axis: Any) -> jax.Array:
+    return -jnp.sum(labels * jax.nn.log_softmax(logits, axis, where), axis, where=where)
+
+
+def _alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both in one floating dtype."""
+    dtype = jnp.result_type(x, y)
+    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+    return jnp.asarray(x, dtype), jnp.asarray(y, dtype)
 
 
 def cross_entropy(
@@ -112,13 +131,14 @@ def cross_entropy(
         label_smoothing: share of the probability that is spread over all classes, in [0, 1).
         z_loss: weight of the squared normaliser `logsumexp(logits)**2` (Chowdhery et al., "PaLM",
             2022, section 5).
-        weights: of each label, of shape `(...)`; 0 for padding. The mean is over their sum.
+        weights: of each label, of shape `(...)`; 0 for padding. The mean is over their sum; 0 if
+            that is 0.
 
     Returns:
         A 0-d array, in nats.
 
     Raises:
-        ValueError: if `label_smoothing` is not in [0, 1).
+        ValueError: if `label_smoothing` is not in [0, 1), or `weights` has another shape.
     """
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"`label_smoothing` must be in [0, 1), got {label_smoothing}.")
@@ -129,17 +149,19 @@ def cross_entropy(
         losses = (1 - label_smoothing) * losses + label_smoothing * uniform
     if z_loss:
         losses = losses + z_loss * jnp.square(logsumexp(logits, -1))
+    wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
     if weights is None:
-        return jnp.mean(losses)
-    weights = weights.astype(losses.dtype)
-    total = jnp.sum(weights, dtype=jnp.float32)
-    return jnp.sum(losses * weights) / jnp.maximum(total, 1).astype(losses.dtype)
+        return jnp.mean(wide).astype(losses.dtype)
+    weights = jnp.asarray(weights, wide.dtype)
+    if weights.shape != labels.shape:
+        raise ValueError(
+            f"`weights` must have the shape of `labels`, {labels.shape}, got {weights.shape}."
+        )
+    total = jnp.sum(weights)
+    mean = jnp.sum(wide * weights) / jnp.where(total == 0, 1, total)
+    return mean.astype(losses.dtype)
 
 
-@scale_rules(
-    scale=lambda logits, labels: join(ONE, logits.scale),
-    slopes=lambda logits, labels: (Scale(-1), logits.scale),
-)
 def sigmoid_binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """`-labels * log(p) - (1 - labels) * log(1 - p)`, as `optax.sigmoid_binary_cross_entropy`.
 
@@ -148,20 +170,38 @@ def sigmoid_binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Ar
 
     Args:
         logits: of a floating dtype.
-        labels: probabilities, of a floating dtype and a shape that broadcasts with the logits.
+        labels: probabilities, of a shape that broadcasts with the logits.
     """
+    return _sigmoid_binary_cross_entropy(*_alike(logits, labels))
+
+
+@scale_rules(
+    scale=lambda logits, labels: join(ONE, logits.scale),
+    slopes=lambda logits, labels: (Scale(-1), logits.scale),
+)
+def _sigmoid_binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     positive, negative = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
     return -labels * positive - (1 - labels) * negative
+
+
+def squared_error(predictions: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+    """`(predictions - targets)**2`, as `optax.squared_error`.
+
+    Scales: twice the square of the larger one (the difference of two unit Gaussians has variance
+    2), and for the gradients the cotangent's times twice the larger one.
+
+    Args:
+        predictions: of a floating dtype.
+        targets: of a shape that broadcasts with it; by default 0.
+    """
+    if targets is None:
+        return jnp.square(predictions)
+    return _squared_error(*_alike(predictions, targets))
 
 
 @scale_rules(
     scale=lambda predictions, targets: join(predictions.scale, targets.scale) ** 2 * Scale(1),
     slopes=lambda predictions, targets: join(predictions.scale, targets.scale) * Scale(1),
 )
-def squared_error(predictions: jax.Array, targets: jax.Array) -> jax.Array:
-    """`(predictions - targets)**2`, as `optax.squared_error`.
-
-    Scales: twice the square of the larger one (the difference of two unit Gaussians has variance
-    2), and for the gradients the cotangent's times twice the larger one.
-    """
+def _squared_error(predictions: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.square(predictions - targets)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify.algebra import ONE, ZERO, Scale, join
+from jax_scalify.array import ScaledArray
+from jax_scalify.custom_scale import custom_scale
 from jax_scalify.nn._rules import scale_rules
-from jax_scalify.primitives import set_scaling
+from jax_scalify.rules.common import multiply
 
 
 def _root(epsilon: float) -> Scale:
@@ -48,6 +50,8 @@ def standardize(
         >>> print(jsa.scalify(jsa.nn.standardize)(x).data)
         [-1.  1.]
     """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`x` must be floating point, got {x.dtype}.")
     value = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if center:
         value = value - jnp.mean(value, axis, keepdims=True)
@@ -150,4 +154,14 @@ def _affine(x: jax.Array, scale: Any, bias: Any) -> jax.Array:
         return x
     out = x if scale is None else x * scale
     out = out if bias is None else out + bias
-    return set_scaling(out.astype(x.dtype), 1.0)
+    return _at_unit_scale(out.astype(x.dtype))
+
+
+@custom_scale
+def _at_unit_scale(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_at_unit_scale.defscale
+def _at_unit_scale_rule(x: ScaledArray) -> ScaledArray:
+    return ScaledArray(multiply(x.data, x.scale, x.dtype), ONE)

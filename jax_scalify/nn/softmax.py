@@ -17,6 +17,11 @@ def class_count(x: Any, axis: Any) -> int:
     return math.prod(x.shape[a] for a in axes)
 
 
+def _slope(x: Any, axis: Any) -> Scale:
+    """`1 / n`; for float16 not below 2**-6, so that cotangents keep nine octaves."""
+    return ONE / count_scale(class_count(x, axis), x.dtype, limit=6)
+
+
 def log_scale(count: int) -> Scale:
     """`log(count)`, rounded down, at least 1: the logarithm of a sum of terms that are alike."""
     return Scale(math.floor(math.log2(max(math.log(max(count, 1)), 1))))
@@ -24,7 +29,7 @@ def log_scale(count: int) -> Scale:
 
 @scale_rules(
     scale=lambda x, where, *, axis: ONE / count_scale(class_count(x, axis), x.dtype),
-    slopes=lambda x, where, *, axis: ONE / count_scale(class_count(x, axis), x.dtype),
+    slopes=lambda x, where, *, axis: _slope(x, axis),
     static_argnames="axis",
 )
 def softmax(
@@ -33,7 +38,7 @@ def softmax(
     """`exp(x) / sum(exp(x))`, as `jax.nn.softmax`.
 
     Scales: a static `1/n` for n classes (not below 2**-10 for float16, where one confident class
-    would overflow), and the cotangent's `/ n`.
+    would overflow), and the cotangent's `/ n` (not below 2**-6).
 
     Args:
         x: logits, an array of a floating dtype.
@@ -65,19 +70,28 @@ def log_softmax(
     return jax.nn.log_softmax(x, axis, where)
 
 
-@scale_rules(
-    scale=lambda a, where, *, axis, keepdims: join(log_scale(class_count(a, axis)), a.scale),
-    slopes=lambda a, where, *, axis, keepdims: ONE / count_scale(class_count(a, axis), a.dtype),
-    static_argnames=("axis", "keepdims"),
-)
 def logsumexp(
     a: jax.Array,
     axis: int | tuple[int, ...] | None = None,
+    b: jax.Array | None = None,
     keepdims: bool = False,
+    return_sign: bool = False,
     where: jax.Array | None = None,
-) -> jax.Array:
-    """`log(sum(exp(a)))`, as `jax.nn.logsumexp`.
+) -> Any:
+    """`log(sum(b * exp(a)))`, as `jax.nn.logsumexp`.
 
-    Scales: `max(log(n), scale of a)` for n terms, and the cotangent's `/ n`: it is `p * ct`.
+    Scales: `max(log(n), scale of a)` for n terms, and the cotangent's `/ n`: it is `p * ct`. With
+    `b` or `return_sign`, those of its primitives.
     """
+    if b is not None or return_sign:
+        return jax.nn.logsumexp(a, axis, b, keepdims, return_sign, where)
+    return _logsumexp(a, where, axis=axis, keepdims=keepdims)
+
+
+@scale_rules(
+    scale=lambda a, where, *, axis, keepdims: join(log_scale(class_count(a, axis)), a.scale),
+    slopes=lambda a, where, *, axis, keepdims: _slope(a, axis),
+    static_argnames=("axis", "keepdims"),
+)
+def _logsumexp(a: jax.Array, where: jax.Array | None, axis: Any, keepdims: bool) -> jax.Array:
     return jax.nn.logsumexp(a, axis, keepdims=keepdims, where=where)

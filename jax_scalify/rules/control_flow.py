@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core as jex_core
 
 from jax_scalify import _compat, dtypes
 from jax_scalify.algebra import ScaleTable
@@ -138,6 +140,10 @@ def while_rule(
     **_: Any,
 ) -> list[Value]:
     """The body on data and scales; the condition is plain."""
+    if cond_jaxpr.out_avals[0].shape:
+        cond_jaxpr, body_jaxpr = _of_a_batch(cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts)
+        args = (*args[:cond_nconsts], *args)
+        body_nconsts += cond_nconsts
     cond_consts, body_consts = args[:cond_nconsts], args[cond_nconsts:][:body_nconsts]
     init = list(args[cond_nconsts + body_nconsts :])
     cond_forms, body_forms = [Form.of(v) for v in cond_consts], [Form.of(v) for v in body_consts]
@@ -155,6 +161,32 @@ def while_rule(
         pack(forms, init, ctx.table),
     )
     return unpack(forms, out, ctx.table)
+
+
+def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple[Any, Any]:
+    """A loop that `vmap` made, written out: it runs while any example does; others are kept."""
+    carry = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in body.in_avals[body_count:]]
+    cond_consts, body_consts = (
+        [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.in_avals[:count]]
+        for jaxpr, count in ((cond, cond_count), (body, body_count))
+    )
+
+    def goes_on(*args: Any) -> Any:
+        return jex_core.jaxpr_as_fun(cond)(*args)[0]
+
+    def step(*args: Any) -> list[Any]:
+        before = args[cond_count + body_count :]
+        running = goes_on(*args[:cond_count], *before)
+        after = jex_core.jaxpr_as_fun(body)(*args[cond_count:])
+        return [
+            jnp.where(running.reshape(running.shape + (1,) * (a.ndim - running.ndim)), a, b)
+            for a, b in zip(after, before, strict=True)
+        ]
+
+    return (
+        jax.make_jaxpr(lambda *args: jnp.any(goes_on(*args)))(*cond_consts, *carry),
+        jax.make_jaxpr(step)(*cond_consts, *body_consts, *carry),
+    )
 
 
 @register_scale_rule("cond")
