@@ -55,7 +55,7 @@ from examples.gpt.train import write_text  # noqa: E402
 TEXT_MODELS = ("gpt4", "llama", "bert")
 PRECISIONS = ("float32", "float16", "fp8")
 LIMITS = {"float16": 0.5, "fp8": 1.0}  # how far the loss may be from float32, in %
-MOMENT_EXPONENTS = (-6, -6)
+MOMENT_EXPONENTS = (-2, 2)
 HELD_OUT_BATCHES = 32
 FP8 = dataclasses.replace(
     PLAIN, Dense=functools.partial(linen.Dense, dot_general=jsa.nn.dot_general)
@@ -150,18 +150,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     path = options.out / f"float16_training-jax{jax.__version__}.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
+    settings = {"steps": options.steps, "moment_exponents": list(MOMENT_EXPONENTS)}
     for model, seed, precision in itertools.product(
         options.models, options.seeds, options.precisions
     ):
         key = f"{model}/{precision}/{seed}"
-        if not options.fresh and stored.get(key, {}).get("steps") == options.steps:
+        if not options.fresh and stored.get(key, {}).get("settings") == settings:
             continue
         with ProgressLine(key, options.steps, console) as progress:
             cell = train(MODELS[model], precision, seed, options.steps, progress)
-        stored[key] = cell | {"steps": options.steps}
+        stored[key] = cell | {"settings": settings}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(stored, indent=1, sort_keys=True) + "\n")
-    current = {key: cell for key, cell in stored.items() if cell["steps"] == options.steps}
+    current = {key: cell for key, cell in stored.items() if cell["settings"] == settings}
     console.print(summarise(current, options.models, options.seeds))
 
 
