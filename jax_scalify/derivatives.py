@@ -20,7 +20,7 @@ from jax.extend import core as jex_core
 
 from jax_scalify import _compat, dtypes
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
-from jax_scalify.registry import sub_jaxprs
+from jax_scalify.registry import all_equations
 
 ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
 
@@ -85,8 +85,7 @@ def _once_differentiable_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _user_rules(jaxpr: Any) -> set[str]:
-    rules = {rule for eqn in jaxpr.eqns if (rule := _compat.derivative_rule(eqn))}
-    return rules.union(*(_user_rules(s) for eqn in jaxpr.eqns for s in sub_jaxprs(eqn.params)))
+    return {rule for e in all_equations(jaxpr) if (rule := _compat.derivative_rule(e))}
 
 
 def _is_floating(x: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -173,6 +173,14 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     ]
     jaxprs = [getattr(v, "jaxpr", v) for v in [*values, *_compat.hi_jaxprs(params)]]
     return [j for j in jaxprs if hasattr(j, "eqns")]
+
+
+def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr and of all that they hold."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in sub_jaxprs(eqn.params):
+            yield from all_equations(sub)
 
 
 def to_plain(x: ScaledArray, dtype: Any) -> Any:

@@ -19,6 +19,7 @@ from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.registry import (
     RuleContext,
+    all_equations,
     describe,
     find_rule,
     reason_to_dequantise,
@@ -115,7 +116,8 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
 
         operands = [leaves[i] for i in dynamic]
         closed = jax.make_jaxpr(flat)(*(x.data if is_scaled(x) else x for x in operands))
-        if not any(is_scaled(x) for x in operands) and not _sets_scaling(closed.jaxpr):
+        used = {eqn.primitive for eqn in all_equations(closed.jaxpr)}
+        if not any(map(is_scaled, operands)) and primitives.set_scaling_p not in used:
             out = jex_core.jaxpr_as_fun(closed)(*operands)
         else:
             call = functools.partial(_scale_call, config=active)
@@ -127,13 +129,6 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
 
 def _is_dynamic(leaf: Any) -> bool:
     return is_scaled(leaf) or (not isinstance(leaf, bool) and dtypes.leaf_dtype(leaf) is not None)
-
-
-def _sets_scaling(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive is primitives.set_scaling_p or any(map(_sets_scaling, sub_jaxprs(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
 
-from jax_scalify.nn.attention import dot_product_attention as attend
+from jax_scalify import nn
+
+# What both of Flax's interfaces re-export of `jax.nn` and has a rule here.
+FUNCTIONS = (
+    "elu gelu glu leaky_relu log_softmax logsumexp relu sigmoid silu softmax softplus swish tanh"
+).split()
 
 
-def is_last_axis(x: jax.Array, *axes: Any) -> bool:
-    """Whether all of Flax's axis arguments mean the last axis alone."""
-    return all(axis in (-1, x.ndim - 1, (-1,), (x.ndim - 1,)) for axis in axes)
+def namespace(flax: ModuleType, own: dict[str, Any]) -> tuple[Callable, Callable]:
+    """`__getattr__` and `__dir__` of a module that has the functions of `jsa.nn`, else Flax's."""
+
+    def get(name: str) -> Any:
+        return getattr(nn if name in FUNCTIONS else flax, name)
+
+    return get, lambda: sorted({*own, *FUNCTIONS, *dir(flax)})
+
+
+def is_plain(module: Any, x: jax.Array, mask: Any) -> bool:
+    """Whether a norm is over the last axis alone, of all elements, on one device."""
+    last = (-1, x.ndim - 1, (-1,), (x.ndim - 1,))
+    axes = module.reduction_axes in last and module.feature_axes in last
+    return axes and mask is None and module.axis_name is None
 
 
 def dot_product_attention(
@@ -49,7 +67,7 @@ def dot_product_attention(
         x = jax.numpy.broadcast_to(x, (*batch, *x.shape[-3:]))
         return x.reshape(math.prod(batch), *x.shape[-3:])
 
-    out = attend(
+    out = nn.dot_product_attention(
         *map(flat, (query, key, value, bias)),
         mask=None if mask is None else flat(mask.astype(bool)),
         is_causal=is_causal,

@@ -16,56 +16,13 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("`jax_scalify.nn.nnx` needs Flax: `pip install flax`.") from error
 
-from jax_scalify.nn._flax import dot_product_attention, is_last_axis
-from jax_scalify.nn.activations import (
-    elu,
-    gelu,
-    glu,
-    leaky_relu,
-    relu,
-    sigmoid,
-    silu,
-    softplus,
-    swish,
-    tanh,
-)
+from jax_scalify.nn._flax import dot_product_attention, is_plain, namespace
 from jax_scalify.nn.layers import embed
 from jax_scalify.nn.normalization import layer_norm, rms_norm
-from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
 
-__all__ = [
-    "Embed",
-    "LayerNorm",
-    "MultiHeadAttention",
-    "RMSNorm",
-    "dot_product_attention",
-    "elu",
-    "gelu",
-    "glu",
-    "leaky_relu",
-    "log_softmax",
-    "logsumexp",
-    "relu",
-    "sigmoid",
-    "silu",
-    "softmax",
-    "softplus",
-    "swish",
-    "tanh",
-]
+__all__ = ["Embed", "LayerNorm", "MultiHeadAttention", "RMSNorm", "dot_product_attention"]
 
-
-def __getattr__(name: str) -> Any:
-    return getattr(_nnx, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(_nnx)})
-
-
-def _is_plain(module: Any, x: jax.Array, mask: Any) -> bool:
-    axes = is_last_axis(x, module.reduction_axes, module.feature_axes)
-    return axes and mask is None and module.axis_name is None
+__getattr__, __dir__ = namespace(_nnx, globals())
 
 
 class LayerNorm(_nnx.LayerNorm):
@@ -76,7 +33,7 @@ class LayerNorm(_nnx.LayerNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalise the last axis of `x`."""
-        if not _is_plain(self, x, mask):
+        if not is_plain(self, x, mask):
             return super().__call__(x, mask=mask)
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]
@@ -89,7 +46,7 @@ class RMSNorm(_nnx.RMSNorm):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Normalise the last axis of `x`."""
-        if not _is_plain(self, x, mask):
+        if not is_plain(self, x, mask):
             return super().__call__(x, mask=mask)
         scale = None if self.scale is None else self.scale[...]
         x, scale = self.promote_dtype((x, scale), dtype=self.dtype)

@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat, dtypes
 from jax_scalify.algebra import ScaleTable
 from jax_scalify.array import ScaledArray, align_scale, rescale_data
-from jax_scalify.registry import RuleContext, register_scale_rule, sub_jaxprs
+from jax_scalify.registry import RuleContext, all_equations, register_scale_rule
 from jax_scalify.rules.common import promote, uniform_over
 from jax_scalify.rules.mixed import own_dtype_rule
 from jax_scalify.rules.subtrace import (
@@ -240,16 +240,10 @@ def custom_linear_solve_rule(
     consts = {}
     for name, count in const_lengths._asdict().items():
         consts[name], rest = rest[:count], rest[count:]
-    if not _iterates(jaxprs.solve.jaxpr):
+    names = {e.primitive.name for e in all_equations(jaxprs.solve.jaxpr)}
+    if names.isdisjoint(("while", "scan")):
         return ctx.scale_jaxpr(jaxprs.solve, [*consts["solve"], *rest])
     return _iterative_solve(ctx, consts, jaxprs._asdict(), rest)
-
-
-def _iterates(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name in ("while", "scan") or any(map(_iterates, sub_jaxprs(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _iterative_solve(
