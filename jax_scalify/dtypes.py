@@ -20,6 +20,11 @@ def is_narrow_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
 
 
+def has_short_range(dtype: Any) -> bool:
+    """Tell whether the numbers of a dtype end before those of float32: float16 and FP8."""
+    return jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
+
+
 def compute_dtype(dtype: Any) -> Any:
     """Return the dtype that arithmetic on a floating dtype runs in: at least float32."""
     if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.finfo(dtype).bits >= 32:

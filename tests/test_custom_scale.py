@@ -601,3 +601,18 @@ def test_a_rule_can_take_the_larger_scale(scales, batched):
     out = jsa.scalify(jax.vmap(function) if batched else function)(x, y)
     assert float(jnp.max(jnp.asarray(out.scale))) == 4
     np.testing.assert_array_equal(np.asarray(out), 4.5)
+
+
+def test_a_scale_of_another_array_is_refused():
+    """`(3,)` on `(3, 3)` data: along which axis?"""
+    function = jsa.custom_scale(lambda x, y: x * y)
+
+    @function.defscale
+    def rule(x, y):
+        return ScaledArray(x.data * y.data, y.scale)
+
+    y = ScaledArray(jnp.ones(3), jnp.array([1.0, 2.0, 4.0]))
+    with pytest.raises(
+        TypeError, match=r"scale of shape \(\) or one that fits \[3, 3\], got \[3\]"
+    ):
+        jsa.scalify(function)(ScaledArray(jnp.ones((3, 3)), jnp.float32(1)), y)

@@ -324,3 +324,11 @@ def test_bad_input_is_refused_at_the_door(name):
     error, message, call = REFUSED[name]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
+def test_a_constant_that_is_added_to_one_of_many_zeros_stays(dtype):
+    number = 300j if dtype == "complex64" else -300.0
+    x = ScaledArray(jnp.ones(1, dtype), jnp.float32(2))
+    out = jsa.scalify(lambda x: (x, jnp.zeros(65536, dtype).at[3].add(number)))(x)[1]
+    assert np.asarray(out)[3] == number

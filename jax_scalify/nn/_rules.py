@@ -8,13 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, is_scaled
 from jax_scalify.custom_scale import custom_scale
-from jax_scalify.pow2 import MAX_EXPONENT
 from jax_scalify.rules.common import NONNEGATIVE_LIMIT, multiply, uniform_over
 
 
@@ -106,10 +104,9 @@ def fixed(exponent: int) -> Callable[[Scale], Scale]:
 
 
 def count_scale(count: int, dtype: Any, limit: int = NONNEGATIVE_LIMIT) -> Scale:
-    """`count`, rounded down; for narrow data at most `2**limit`, as one term may make up a sum."""
+    """`count`, rounded down; for float16 at most `2**limit`, as one term may make up a sum."""
     exponent = max(count, 1).bit_length() - 1
-    narrow = jnp.finfo(dtype).maxexp < MAX_EXPONENT
-    return Scale(min(exponent, limit) if narrow else exponent)
+    return Scale(min(exponent, limit) if dtypes.has_short_range(dtype) else exponent)
 
 
 def _wide(x: Any) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_scalify import dtypes
 from jax_scalify.algebra import ONE, Scale, join
 from jax_scalify.nn._rules import scale_rules
 from jax_scalify.nn.softmax import class_count, log_scale, logsumexp
-from jax_scalify.pow2 import MAX_EXPONENT
 
 
 def _cross_entropy_slope(logits: Any, axis: int) -> Scale:
@@ -21,8 +21,7 @@ def _cross_entropy_slope(logits: Any, axis: int) -> Scale:
     """
     count = max(class_count(logits, axis), 2)
     exponent = round(math.log2(math.sqrt(count - 1) / count))
-    narrow = jnp.finfo(logits.dtype).maxexp < MAX_EXPONENT
-    return Scale(max(exponent, -4) if narrow else exponent)
+    return Scale(max(exponent, -4) if dtypes.has_short_range(logits.dtype) else exponent)
 
 
 def _loss_scale(logits: Any, axis: int) -> Scale:

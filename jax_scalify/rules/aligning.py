@@ -102,7 +102,7 @@ def _brought_together(
     scale = shared_scale(ctx, operands) * factor
     if factor.exponent < 0:  # constants have to fit still
         numbers = [(ctx.inputs[i].constant, x.dtype) for i, x in operands.items()]
-        floors = [constant_floor(n, dtype) for n, dtype in numbers if n and np.isfinite(n)]
+        floors = [constant_floor(abs(n), dtype) for n, dtype in numbers if n and np.isfinite(n)]
         scale = algebra.join(scale, *floors)
     data = [
         filled(align(ctx, i, x, scale, ctx.out_dtype), ctx.in_avals[i].shape)
@@ -181,7 +181,7 @@ def scatter_rule(
     density = algebra.ONE
     if sums and ctx.inputs[0].constant == 0 and x.size and updates.size:
         density = Scale(round(math.log2(updates.size / x.size) / 2))
-        if jnp.finfo(x.dtype).maxexp < pow2.MAX_EXPONENT:
+        if dtypes.has_short_range(x.dtype):
             density = algebra.join(density, _LEAST_DENSITY)
     data, scale = _brought_together(ctx, operands, density)
     if sums:

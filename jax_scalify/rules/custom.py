@@ -90,8 +90,12 @@ def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[A
                 f"The scale rule of `{applied.name}` must return {aval.dtype}{list(aval.shape)}, "
                 f"got {dtype}{list(shape)}."
             )
-        scale = np.shape(x.scale) if scaled and not isinstance(x.scale, Scale) else ()
-        if len(scale) > len(shape) or any(s not in (1, n) for s, n in zip(scale, shape)):
+        if not scaled:
+            continue
+        scale = np.shape(x.scale)
+        # An array of a lower rank lies along the leading axes; a symbolic scale has all of them.
+        ranks = (0, len(shape)) if isinstance(x.scale, Scale) else range(len(shape) + 1)
+        if len(scale) not in ranks or any(s not in (1, n) for s, n in zip(scale, shape)):
             raise TypeError(
                 f"The scale rule of `{applied.name}` must return a scale of shape () or one that "
                 f"fits {list(shape)}, got {list(scale)}."
