@@ -22,7 +22,10 @@ def is_narrow_float(dtype: Any) -> bool:
 
 def has_short_range(dtype: Any) -> bool:
     """Tell whether the numbers of a dtype end before those of float32: float16 and FP8."""
-    return jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
+    return (
+        jnp.issubdtype(dtype, jnp.inexact)
+        and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
+    )
 
 
 def compute_dtype(dtype: Any) -> Any:

@@ -97,14 +97,21 @@ class Facts:
         nonneg: none is negative.
         computed: they were made of other values, and not given to the function as they are: they
             may have something in common with those of other such values.
+        peaked: they were made by exponentials in a dtype of short range: one of them may be as
+            large as all others together, and the range does not hold both ends.
     """
 
     nonneg: bool = False
     computed: bool = False
+    peaked: bool = False
 
     def join(self, other: Facts) -> Facts:
         """What is known of a value that may be either of two."""
-        return Facts(self.nonneg and other.nonneg, self.computed or other.computed)
+        return Facts(
+            self.nonneg and other.nonneg,
+            self.computed or other.computed,
+            self.peaked or other.peaked,
+        )
 
 
 NOTHING = Facts()
@@ -191,6 +198,11 @@ class Value:
         return self.facts.computed
 
     @property
+    def peaked(self) -> bool:
+        """Whether one element may be as large as all others together, in a short range."""
+        return self.facts.peaked
+
+    @property
     def is_scaled(self) -> bool:
         """Whether the value carries a scale."""
         return isinstance(self.array, ScaledArray)
@@ -220,12 +232,13 @@ def _is_nonnegative_constant(array: Any) -> bool:
 
 
 def _with_constant(facts: Facts, array: Any) -> Facts:
-    return Facts(facts.nonneg or _is_nonnegative_constant(array), facts.computed)
+    nonneg = facts.nonneg or _is_nonnegative_constant(array)
+    return dataclasses.replace(facts, nonneg=nonneg)
 
 
 def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
     """What is known of the elements of an equation's results."""
-    return Facts(is_nonnegative(eqn, inputs), _is_computed(eqn, inputs))
+    return Facts(is_nonnegative(eqn, inputs), _is_computed(eqn, inputs), _is_peaked(eqn, inputs))
 
 
 def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
@@ -254,6 +267,15 @@ def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
     if name == "broadcast_in_dim" and math.prod(inputs[0].shape) == eqn.outvars[0].aval.size:
         return inputs[0].computed
     return name not in _AS_GIVEN or any(v.computed for v in arrays)
+
+
+def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
+    """Tell whether an equation takes exponentials in float16, or moves or multiplies them."""
+    name = eqn.primitive.name
+    if name in ("exp", "exp2"):
+        return dtypes.has_short_range(inputs[0].dtype)
+    keeps = name in _AS_GIVEN or name in MOVEMENT or name in ("mul", "div", "select_n")
+    return keeps and any(v.peaked for v in inputs)
 
 
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:

@@ -222,6 +222,24 @@ class TestTraps:
         assert np.all(np.isfinite(probabilities.data)) and np.all(np.isfinite(grad.data))
         np.testing.assert_allclose(value(probabilities)[7], 1, rtol=2e-3)
 
+    @pytest.mark.parametrize("length", [64, 1024])
+    @pytest.mark.parametrize("size", [1, 8])
+    def test_causal_attention(self, length, size):
+        """Queries that see few keys: 1 / sum**2 is between 1 / n**2 and 1."""
+        rng = np.random.default_rng(0)
+        scores = jnp.asarray(rng.normal(size=(length, length)) * size, jnp.float32)
+        values = jnp.asarray(rng.normal(size=(length, 16)), jnp.float32)
+        mask = jnp.tril(jnp.ones((length, length), bool))
+
+        def loss(scores, values):
+            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+            return jnp.sum((jax.nn.softmax(scores) @ values) ** 2)
+
+        exact = np.asarray(jax.grad(loss)(scores, values), np.float64)
+        got = jax.jit(jsa.scalify(jax.grad(loss)))(scaled(scores), scaled(values))
+        assert np.linalg.norm(value(got) - exact) < 1e-2 * np.linalg.norm(exact)
+        assert np.max(np.abs(got.data)) < 2.0**13
+
 
 def test_a_moving_average_from_zero():
     """With a first-moment scale of 1 the error was 10.6% at step 1 in float16."""

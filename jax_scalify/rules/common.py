@@ -73,6 +73,9 @@ class Terms(enum.Enum):
     examples agree to some extent, and so do the values that attention averages. A sum of such
     values grows like `n**(7/8)`, and one of products of two like `n**(3/4)`, in which the common
     parts are multiplied.
+
+    A sum of peaked terms is anything from one of them to all `n`, and the gradient of a softmax
+    divides by its square: float16 has room for both ends only if the scale lies in the middle.
     """
 
     INDEPENDENT = 1 / 2
@@ -83,6 +86,8 @@ class Terms(enum.Enum):
     @classmethod
     def of(cls, *factors: Value) -> Terms:
         """The terms that are products of some values' elements."""
+        if any(v.peaked for v in factors):
+            return cls.INDEPENDENT
         if all(v.nonneg for v in factors):
             return cls.NONNEGATIVE
         if not all(v.computed for v in factors):
