@@ -53,6 +53,7 @@ SEED = 0
 LEARNING_RATE = 1e-3
 MOMENTS = ("init", "trained")
 KINDS = ("activations", "activation gradients", "weight gradients")
+ALL_GRADIENTS = "all gradients"
 NEAR, FAR = 3, 4  # octaves from unit size that the table counts
 SOURCES = {
     "models": [ROOT / "benchmarks" / "scale_models.py", ROOT / "examples" / "gpt" / "data.py"],
@@ -120,6 +121,7 @@ SWITCHES = {
     "rules-without-constants": (pow2, "split_constant", lambda value: (float(value), 0)),
     "rules-without-nonnegative": (values, "is_nonnegative", lambda eqn, inputs: False),
     "rules-without-computed": (values, "_is_computed", lambda eqn, inputs: False),
+    "rules-without-repeated": (values, "_count_sums", lambda eqn, inputs: 0),
 }
 
 
@@ -388,7 +390,7 @@ def to_json(stored: dict) -> str:
 
 
 def summarise(cell: Cell, results: dict) -> list[dict]:
-    """Return a row for each kind of tensor.
+    """Return a row for each kind of tensor, and one for the two kinds of gradients together.
 
     Keys of a row: the number of tensors and of those left out since they are zero; the shares
     within `NEAR` and `FAR` octaves of unit size; the octave farthest from it, and whose it is.
@@ -397,27 +399,36 @@ def summarise(cell: Cell, results: dict) -> list[dict]:
     """
     init = dataclasses.replace(cell, moment="init")
     first = results[init.key] if is_current(init, results) else None
+    zeros = results[cell.key]["zeros"]
+    zeros = zeros | {ALL_GRADIENTS: sum(zeros[kind] for kind in KINDS[1:])}
     rows = []
-    for kind in KINDS:
-        octaves = results[cell.key]["octaves"][kind]
+    for kind in (*KINDS, ALL_GRADIENTS):
+        octaves = together(results[cell.key]["octaves"])[kind]
         sizes = {name: row[0] for name, row in octaves.items()}
         worst = farthest(sizes)
         row = {
             "cell": cell.key,
             "kind": kind,
             "count": len(sizes),
-            "zero": results[cell.key]["zeros"][kind],
+            "zero": zeros[kind],
             "near": share(sizes.values(), NEAR),
             "far": share(sizes.values(), FAR),
             "worst": sizes.get(worst, math.nan),
             "worst_name": worst,
         }
         if cell.moment == "trained" and first and "gradients" in kind:
-            moved = relative_movement(first["octaves"][kind], octaves)
+            moved = relative_movement(together(first["octaves"])[kind], octaves)
             row["moved_name"] = farthest(moved)
             row["moved"] = moved.get(row["moved_name"], math.nan)
         rows.append(row)
     return rows
+
+
+def together(octaves: dict[str, dict]) -> dict[str, dict]:
+    """Add the gradients of activations and weights as a kind of their own."""
+    activations, weights = (octaves[kind] for kind in KINDS[1:])
+    activations = {f"at {name}": row for name, row in activations.items()}
+    return octaves | {ALL_GRADIENTS: activations | weights}
 
 
 def share(sizes: Iterable[float], octaves: float) -> float:

@@ -66,6 +66,8 @@ _AS_GIVEN = frozenset(
     match_scale on_backward saturating_cast""".split()
 )
 
+_SUMS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum")
+
 # How NumPy computes what XLA would be asked to compile for two numbers.
 _IN_NUMPY = {
     "add": np.add,
@@ -99,11 +101,13 @@ class Facts:
             may have something in common with those of other such values.
         peaked: they were made by exponentials in a dtype of short range: one of them may be as
             large as all others together, and the range does not hold both ends.
+        sums: how many sums over other axes, as of a matmul, were added up to it; else 0.
     """
 
     nonneg: bool = False
     computed: bool = False
     peaked: bool = False
+    sums: int = 0
 
     def join(self, other: Facts) -> Facts:
         """What is known of a value that may be either of two."""
@@ -111,6 +115,7 @@ class Facts:
             self.nonneg and other.nonneg,
             self.computed or other.computed,
             self.peaked or other.peaked,
+            self.sums if self.sums == other.sums else 0,
         )
 
 
@@ -238,7 +243,12 @@ def _with_constant(facts: Facts, array: Any) -> Facts:
 
 def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
     """What is known of the elements of an equation's results."""
-    return Facts(is_nonnegative(eqn, inputs), _is_computed(eqn, inputs), _is_peaked(eqn, inputs))
+    return Facts(
+        is_nonnegative(eqn, inputs),
+        _is_computed(eqn, inputs),
+        _is_peaked(eqn, inputs),
+        _count_sums(eqn, inputs),
+    )
 
 
 def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
@@ -276,6 +286,16 @@ def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
         return dtypes.has_short_range(inputs[0].dtype)
     keeps = name in _AS_GIVEN or name in MOVEMENT or name in ("mul", "div", "select_n")
     return keeps and any(v.peaked for v in inputs)
+
+
+def _count_sums(eqn: Any, inputs: list[Value]) -> int:
+    """Count the cotangents that add up to that of a weight or bias which is used repeatedly."""
+    name, counts = eqn.primitive.name, [v.facts.sums for v in inputs]
+    if name in _SUMS:
+        return 1
+    if name == "add_any":
+        return sum(counts) if all(counts) else 0
+    return max(counts) if name in _AS_GIVEN else 0
 
 
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:

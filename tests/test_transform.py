@@ -661,3 +661,22 @@ def test_products_of_two_computed_values_grow_faster(computed, where):
     fun = {"here": product, "jit": jax.jit(product), "scan": scan}[where]
     out = scalify(fun)(scaled(np.ones((2, 256)), 1.0), scaled(np.ones((256, 2)), 1.0))
     assert float(jnp.max(out.scale)) == 2.0 ** (6 if computed == 2 else 4)
+
+
+@pytest.mark.parametrize("uses", [1, 3, 4, 16, 32])
+def test_cotangents_of_a_weight_add_up(uses):
+    """Of n uses: `sqrt(n)` times one of them, whichever way they are added."""
+    rng = np.random.default_rng(0)
+    xs = [jnp.asarray(rng.normal(size=(8, 4)), jnp.float32) for _ in range(uses)]
+
+    def loss(w, bias, xs):
+        return sum(jnp.sum(jnp.sin(x @ w + bias)) for x in xs)
+
+    grad = jax.grad(loss, argnums=(0, 1))
+    w, bias = jnp.ones((4, 2)), jnp.ones(2)
+    inputs = scaled(w, 1.0), scaled(bias, 1.0)
+    one = scalify(grad)(*inputs, [scaled(xs[0], 1.0)])
+    got = scalify(grad)(*inputs, [scaled(x, 1.0) for x in xs])
+    for exact, g, single in zip(grad(w, bias, xs), got, one, strict=True):
+        assert float(g.scale) == float(single.scale) * 2.0 ** int(np.log2(uses) / 2)
+        np.testing.assert_allclose(jsa.asarray(g), exact, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_scalify.nn.layers import dropout
 from jax_scalify.nn.softmax import softmax
-from jax_scalify.primitives import rebalance_scale
+from jax_scalify.primitives import on_backward, rebalance_scale
 
 
 def dot_product_attention(
@@ -107,7 +108,20 @@ def dot_product_attention(
         shape=(1, 1, time, source) if broadcast_dropout else None,
     )
     weights = weights.reshape(batch, groups, heads // groups, time, source)
-    out = jnp.einsum("bgrts,bsgc->btgrc", weights, value)
     # Values that are averaged are alike: their mean is as large as they are, to within 2**-1/8 an
-    # octave of sources, where the sum of products counts 2**-1/4.
-    return rebalance_scale(out.reshape(*query.shape[:-1], -1), 2.0 ** round(math.log2(source) / 8))
+    # octave of sources, where the sum of products counts 2**-1/4. So are their gradients.
+    value = on_backward(value, _Rebalance(_eighth_root(time * heads // groups)))
+    out = jnp.einsum("bgrts,bsgc->btgrc", weights, value)
+    return rebalance_scale(out.reshape(*query.shape[:-1], -1), _eighth_root(source))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rebalance:
+    factor: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rebalance_scale(x, self.factor)
+
+
+def _eighth_root(count: int) -> float:
+    return 2.0 ** round(math.log2(count) / 8)

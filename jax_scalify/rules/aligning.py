@@ -34,13 +34,22 @@ def _sum_rule(negate_rhs: bool) -> Rule:
         if ctx.inputs[0].constant == 0:
             data = lax.neg(rhs.data) if negate_rhs else rhs.data
             return ScaledArray(filled(data, shape), rhs.scale)
-        scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True)
+        scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True) * _growth(ctx)
         lhs_data, rhs_data = same_dtype(align(ctx, 0, lhs, scale), align(ctx, 1, rhs, scale))
         operation = lax.sub if negate_rhs else lax.add
         return ScaledArray(dtypes.cast(operation(lhs_data, rhs_data), ctx.out_dtype), scale)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant 0 changes nothing."
     return rule
+
+
+def _growth(ctx: RuleContext) -> Scale:
+    """The cotangents of a weight that is used n times grow like `sqrt(n)`."""
+    counts = [v.facts.sums for v in ctx.inputs]
+    if ctx.primitive.name != "add_any" or not all(counts):
+        return algebra.ONE
+    grown = [int(math.log2(n) / 2) for n in (sum(counts), max(counts))]
+    return Scale(grown[0] - grown[1])
 
 
 register_scale_rule(lax.add_p, "add_any")(_sum_rule(negate_rhs=False))

@@ -133,7 +133,7 @@ def test_the_summary():
         init.key: result(init, [0.0, -4, -4.0], [-1.0, 2, 1.0]),
         trained.key: result(trained, [-3.5, -4, -7.5], [1.0, -3, -2.0]),
     }
-    activations, _, gradients = scale_quality.summarise(trained, results)
+    activations, _, gradients, both = scale_quality.summarise(trained, results)
     assert "moved" not in activations
     assert gradients == {
         "cell": trained.key,
@@ -148,6 +148,8 @@ def test_the_summary():
         "moved": 5.0,
         "moved_name": "b",
     }
+    names = {"worst_name": "at a", "moved_name": "at b"}
+    assert both == gradients | names | {"kind": "all gradients", "count": 4, "zero": 10}
     assert "moved" not in scale_quality.summarise(init, results)[2]
     alone = scale_quality.summarise(trained, {trained.key: results[trained.key]})
     assert "moved" not in alone[2]
