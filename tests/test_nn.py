@@ -332,3 +332,35 @@ def test_a_constant_that_is_added_to_one_of_many_zeros_stays(dtype):
     x = ScaledArray(jnp.ones(1, dtype), jnp.float32(2))
     out = jsa.scalify(lambda x: (x, jnp.zeros(65536, dtype).at[3].add(number)))(x)[1]
     assert np.asarray(out)[3] == number
+
+
+@pytest.mark.parametrize("query", [(0, 4, 2, 8), (1, 0, 2, 8), (1, 4, 2, 8)])
+@pytest.mark.parametrize("sources", [0, 4])
+def test_attention_of_nothing(query, sources):
+    x, y = jnp.ones(query), jnp.ones((query[0], sources, 2, 8))
+    expected = jax.nn.dot_product_attention(x, y, y)
+
+    def loss(*args):
+        return nn.dot_product_attention(*args).sum()
+
+    ours = [jsa.as_scaled_array(a) for a in (x, y, y)]
+    np.testing.assert_array_equal(jsa.scalify(nn.dot_product_attention)(*ours), expected)
+    gradients = jsa.scalify(jax.grad(loss, (0, 1, 2)))(*ours)
+    for got, want in zip(gradients, jax.grad(loss, (0, 1, 2))(x, y, y), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
+@pytest.mark.parametrize(
+    "fun",
+    [nn.relu, nn.gelu, nn.silu, nn.elu, nn.sigmoid, nn.tanh, nn.softplus, nn.squared_relu]
+    + [nn.leaky_relu, nn.layer_norm, nn.rms_norm, nn.log_softmax, nn.residual_add],
+    ids=lambda fun: fun.__name__,
+)
+def test_empty_arrays(fun, shape):
+    args = [jnp.ones(shape)] * (2 if fun is nn.residual_add else 1)
+    expected = fun(*args)
+    got, gradient = jsa.scalify(
+        lambda *args: (fun(*args), jax.grad(lambda x: fun(x, *args[1:]).sum())(args[0]))
+    )(*[jsa.as_scaled_array(a) for a in args])
+    assert got.shape == expected.shape == gradient.shape == shape

@@ -112,7 +112,7 @@ def dot_product_attention(
     # octave of sources, where the sum of products counts 2**-1/4. So are their gradients.
     value = on_backward(value, _Rebalance(_eighth_root(time * heads // groups)))
     out = jnp.einsum("bgrts,bsgc->btgrc", weights, value)
-    return rebalance_scale(out.reshape(*query.shape[:-1], -1), _eighth_root(source))
+    return rebalance_scale(out.reshape(*query.shape[:-1], value.shape[-1]), _eighth_root(source))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,4 +124,4 @@ class _Rebalance:
 
 
 def _eighth_root(count: int) -> float:
-    return 2.0 ** round(math.log2(count) / 8)
+    return 2.0 ** round(math.log2(max(count, 1)) / 8)
