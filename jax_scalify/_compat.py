@@ -126,6 +126,11 @@ def bind_jit(
     )
 
 
+def einsum(dot_general: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    """`jax.numpy.einsum` by another `dot_general`."""
+    return jnp.einsum(*args, _dot_general=dot_general, **kwargs)
+
+
 def no_name_stack() -> Any:
     """Trace a body that several calls share: names of the first caller do not belong to it."""
     return source_info_util.reset_name_stack()

@@ -8,6 +8,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from jax_scalify.registry import all_equations
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -137,3 +138,133 @@ def test_as_the_dot_general_of_flax():
         size = float(jnp.abs(want).max())
         np.testing.assert_allclose(np.asarray(got), want, atol=0.1 * size)
         assert np.any(np.asarray(got) != 0)
+
+
+def passes(fun, args, ct):
+    out, vjp = jax.vjp(fun, *args)
+    return out, *vjp(ct)
+
+
+MATMULS = {
+    "matrices": ((5, 8), (8, 3)),
+    "weights": ((2, 5, 8), (8, 3)),
+    "batch": ((2, 5, 8), (2, 8, 3)),
+    "broadcast": ((4, 1, 5, 8), (2, 8, 3)),
+    "batch-right": ((5, 8), (4, 2, 8, 3)),
+    "vector-left": ((8,), (8, 3)),
+    "vector-right": ((4, 5, 8), (8,)),
+    "vector-batch": ((8,), (4, 2, 8, 3)),
+    "vectors": ((8,), (8,)),
+    "empty": ((0, 8), (8, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MATMULS)
+def test_matmul(name):
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in MATMULS[name])
+    ct = jnp.asarray(rng.normal(size=jnp.matmul(a, b).shape), jnp.float32)
+    got = passes(jsa.nn.matmul, (a, b), ct)
+    expected = passes(jnp.matmul, (rounded(a, E4M3), rounded(b, E4M3)), rounded(ct, E5M2))
+    for x, y in zip(got, expected, strict=True):
+        assert x.shape == y.shape
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "subscripts",
+    ["btk,khd->bthd", "bthd,bshd->bhts", "bthd,hdk->btk", "ij,jk,kl->il", "...k,kn->...n"],
+)
+def test_einsum(subscripts):
+    sizes = dict(zip("btskhdijln", (2, 5, 4, 6, 3, 7, 5, 6, 4, 3)))
+    inputs = subscripts.split("->")[0].replace("...", "b").split(",")
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.normal(size=[sizes[c] for c in s]), jnp.float32) for s in inputs]
+    fun, plain = (lambda *a, f=f: f(subscripts, *a) for f in (jsa.nn.einsum, jnp.einsum))
+    ct = jnp.asarray(rng.normal(size=plain(*args).shape), jnp.float32)
+    got = passes(fun, args, ct)
+    if len(args) > 2:  # the product in between is rounded too
+        args = [rounded(a, E4M3) for a in args]
+        np.testing.assert_allclose(got[0], plain(*args), rtol=0.2, atol=2)
+        return
+    expected = passes(plain, [rounded(a, E4M3) for a in args], rounded(ct, E5M2))
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_layer_adds_its_bias_afterwards():
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 5, 8), (8, 3)))
+    bias = jnp.asarray([1.0, 2.0**-12, 300.5])
+    out = jsa.nn.linear(x, kernel, bias)
+    np.testing.assert_allclose(out, rounded(x, E4M3) @ rounded(kernel, E4M3) + bias, rtol=1e-5)
+    assert jsa.nn.linear(x, kernel, bias, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"`bias` must be \(3,\), got \(8,\)"):
+        jsa.nn.linear(x, kernel, x[0, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(window_strides=(1, 1), padding="SAME"),
+        dict(window_strides=(2, 1), padding=((1, 0), (0, 2)), rhs_dilation=(1, 2)),
+        dict(window_strides=(1, 1), padding="VALID", feature_group_count=2),
+    ],
+    ids=["same", "strided", "grouped"],
+)
+def test_convolution(options, dtype):
+    rng = np.random.default_rng(0)
+    groups = options.get("feature_group_count", 1)
+    x = jnp.asarray(rng.normal(size=(2, 4, 8, 8)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(6, 4 // groups, 3, 3)), dtype)
+    fun, plain = (
+        lambda a, b, f=f: f(a, b, **options)
+        for f in (jsa.nn.conv_general_dilated, jax.lax.conv_general_dilated)
+    )
+    wide = [rounded(a, E4M3) for a in (x, kernel)]
+    ct = jnp.asarray(rng.normal(size=plain(*wide).shape), dtype)
+    got = passes(fun, (x, kernel), ct)
+    expected = passes(plain, wide, rounded(ct, E5M2))
+    scaled = [ScaledArray(a, jnp.float32(2.0**e)) for a, e in ((x, 5), (kernel, -3), (ct, 7))]
+    under = jax.jit(jsa.scalify(lambda a, b, c: passes(fun, (a, b), c)))(*scaled)
+    tolerance = 16 * float(jnp.finfo(dtype).eps)
+    for a, b, c, exponent in zip(got, expected, under, (2, 4, 12), strict=True):
+        assert a.dtype == c.dtype == dtype
+        b = np.asarray(b, np.float64)
+        limit = tolerance * np.abs(b).max()
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=limit)
+        np.testing.assert_allclose(np.asarray(c, np.float64) * 2.0**-exponent, b, atol=limit)
+
+
+def test_formats_of_either_operand():
+    lhs, rhs, ct, dims = make("plain")
+    dot = jsa.nn.DotGeneral(forward_dtype=(E5M2, jnp.bfloat16), backward_dtype=E4M3)
+    got = passes(lambda a, b: dot(a, b, dims), (lhs, rhs), ct)
+    wide = rounded(lhs, E5M2), rounded(rhs, jnp.bfloat16)
+    expected = passes(lambda a, b: lax.dot_general(a, b, dims), wide, rounded(ct, E4M3))
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match="one dtype or two"):
+        jsa.nn.DotGeneral(forward_dtype=(E4M3, E4M3, E4M3))
+    with pytest.raises(TypeError, match="`accumulation_dtype` must be floating point"):
+        jsa.nn.matmul(lhs, rhs, accumulation_dtype=jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 3, 8), (8, 5)), ((2, 3, 8), (8, 2, 4)), ((2, 4, 6), (4, 6, 5))]
+)
+def test_every_matmul_has_one_free_and_one_contracting_dim(shapes):
+    """What an FP8 kernel needs, in both passes."""
+    lhs, rhs = (jnp.ones(s) for s in shapes)
+    contract = len(lhs.shape) - 1 if rhs.shape[0] == 8 else 1
+    axes = tuple(range(contract, lhs.ndim))
+    dims = (axes, tuple(range(len(axes)))), ((), ())
+    step = jax.grad(lambda a, b: jnp.sum(jsa.nn.dot_general(a, b, dims)), argnums=(0, 1))
+    jaxpr = jax.make_jaxpr(step)(lhs, rhs)
+    dots = [e for e in all_equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
+    assert len(dots) == 3
+    for eqn in dots:
+        assert [v.aval.ndim for v in eqn.invars] == [2, 2]
+        assert all(v.aval.dtype in (E4M3, E5M2) for v in eqn.invars)
+        assert eqn.params["preferred_element_type"] == jnp.float32

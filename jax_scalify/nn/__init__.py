@@ -16,7 +16,14 @@ from jax_scalify.nn.activations import (
     tanh,
 )
 from jax_scalify.nn.attention import dot_product_attention
-from jax_scalify.nn.dot import dot_general
+from jax_scalify.nn.dot import (
+    DotGeneral,
+    conv_general_dilated,
+    dot_general,
+    einsum,
+    linear,
+    matmul,
+)
 from jax_scalify.nn.layers import dropout, embed, residual_add
 from jax_scalify.nn.losses import (
     cross_entropy,
@@ -35,11 +42,14 @@ from jax_scalify.nn.normalization import (
 from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
 
 __all__ = [
+    "DotGeneral",
     "batch_norm",
+    "conv_general_dilated",
     "cross_entropy",
     "dot_general",
     "dot_product_attention",
     "dropout",
+    "einsum",
     "elu",
     "embed",
     "geglu",
@@ -48,8 +58,10 @@ __all__ = [
     "group_norm",
     "layer_norm",
     "leaky_relu",
+    "linear",
     "log_softmax",
     "logsumexp",
+    "matmul",
     "relu",
     "residual_add",
     "rms_norm",

@@ -1,24 +1,93 @@
-"""Matrix multiplication with separate formats for the two passes."""
+"""Matrix multiplications and convolutions with separate formats for the two passes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_scalify import dtypes
+from jax_scalify import _compat, dtypes
+from jax_scalify.ops.cast import reduce_precision_on_backward, reduce_precision_on_forward
 from jax_scalify.primitives import cast
 
 
-@dataclasses.dataclass(frozen=True)
-class _Formats:
-    forward: Any
-    backward: Any
-    out: Any
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DotGeneral:
+    """`dot_general` in chosen formats: what Flax layers take as `dot_general=`.
+
+    The class itself is a `dot_general_cls=`.
+
+    Attributes:
+        forward_dtype: format of both operands, or a pair with one for each.
+        backward_dtype: format of the cotangent.
+        accumulation_dtype: dtype in which the matmuls add up; float32 or, of float64 results,
+            float64 by default.
+
+    Raises:
+        TypeError: if a format is not floating point.
+
+    Example:
+        >>> dot = DotGeneral(forward_dtype=(jnp.float8_e4m3fn, jnp.float8_e5m2))
+        >>> print(dot(jnp.full((1, 2), 1.1), jnp.full((2, 1), 1.1), (((1,), (0,)), ((), ()))))
+        [[2.25]]
+    """
+
+    forward_dtype: Any = jnp.float8_e4m3fn
+    backward_dtype: Any = jnp.float8_e5m2
+    accumulation_dtype: Any = None
+
+    def __post_init__(self):
+        """Refuse what is no floating-point format."""
+        forward = self.forward_dtype
+        pair = forward if isinstance(forward, (tuple, list)) else (forward, forward)
+        if len(pair) != 2:
+            raise TypeError(f"`forward_dtype` must be one dtype or two, got {forward}.")
+        forward = tuple(_float_dtype(d, "forward_dtype") for d in pair)
+        accumulation = self.accumulation_dtype
+        if accumulation is not None:
+            accumulation = _float_dtype(accumulation, "accumulation_dtype")
+        object.__setattr__(self, "forward_dtype", forward)
+        object.__setattr__(self, "accumulation_dtype", accumulation)
+        backward = _float_dtype(self.backward_dtype, "backward_dtype")
+        object.__setattr__(self, "backward_dtype", backward)
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Multiply like `jax.lax.dot_general`."""
+        _float_dtype(lhs.dtype, "lhs")
+        _float_dtype(rhs.dtype, "rhs")
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        dims = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
+        out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
+        result = _dot(lhs, rhs, _Dot(self, dims, precision, out, lhs.dtype, rhs.dtype))
+        if out_sharding is None:
+            return result
+        return lax.with_sharding_constraint(result, out_sharding)
+
+    def accumulate(self, out: Any) -> Any:
+        """The dtype to add up in, for results of dtype `out`."""
+        return self.accumulation_dtype or dtypes.compute_dtype(out)
+
+
+def _float_dtype(dtype: Any, name: str) -> Any:
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"`{name}` must be floating point, got {dtype}.")
+    return dtype
 
 
 def dot_general(
@@ -31,13 +100,14 @@ def dot_general(
     out_sharding: Any = None,
     forward_dtype: Any = jnp.float8_e4m3fn,
     backward_dtype: Any = jnp.float8_e5m2,
+    accumulation_dtype: Any = None,
 ) -> jax.Array:
     """Multiply like `jax.lax.dot_general`, in one format forward and another backward.
 
     Operands are cast to `forward_dtype`, the cotangent to `backward_dtype` (saturating for FP8),
-    and all three matmuls take the cast operands; they accumulate in at least float32. The general
-    linear layer of Balanca et al. 2024 (Algorithm 6) without its bias. Fits the `dot_general=`
-    argument of Flax layers.
+    and all three matmuls take the cast operands, with one free and one contracting dim each: what
+    FP8 kernels want. The general linear layer of Balanca et al. 2024 (Algorithm 6) without its
+    bias. Fits the `dot_general=` argument of Flax layers.
 
     Args:
         lhs: array of a floating dtype.
@@ -46,8 +116,9 @@ def dot_general(
         precision: as in `jax.lax.dot_general`.
         out_sharding: as in `jax.lax.dot_general`.
         preferred_element_type: dtype of the result; by default that of the operands' promotion.
-        forward_dtype: format of both operands.
+        forward_dtype: format of both operands, or a pair with one for each.
         backward_dtype: format of the cotangent.
+        accumulation_dtype: dtype in which the matmuls add up, by default at least float32.
 
     Raises:
         TypeError: if an operand or a format is not floating point.
@@ -57,46 +128,224 @@ def dot_general(
         >>> print(dot_general(x, x, (((1,), (1,)), ((), ())))[0, 0])
         5.0625
     """
-    for name, dtype in (
-        ("lhs", lhs.dtype),
-        ("rhs", rhs.dtype),
-        ("forward_dtype", jnp.dtype(forward_dtype)),
-        ("backward_dtype", jnp.dtype(backward_dtype)),
-    ):
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"`{name}` must be floating point, got {dtype}.")
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    dims = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
-    out = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    formats = _Formats(jnp.dtype(forward_dtype), jnp.dtype(backward_dtype), jnp.dtype(out))
-    result = _dot(lhs, rhs, dims, precision, formats)
-    return result if out_sharding is None else lax.with_sharding_constraint(result, out_sharding)
-
-
-def _narrow_dot(lhs: Any, rhs: Any, dims: Any, precision: Any, out: Any) -> jax.Array:
-    total = lax.dot_general(
-        lhs, rhs, dims, precision=precision, preferred_element_type=dtypes.compute_dtype(out)
+    dot = DotGeneral(
+        forward_dtype=forward_dtype,
+        backward_dtype=backward_dtype,
+        accumulation_dtype=accumulation_dtype,
     )
-    return cast(total, out)
+    types = (precision, preferred_element_type)
+    return dot(lhs, rhs, dimension_numbers, *types, out_sharding=out_sharding)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _dot(lhs: Any, rhs: Any, dims: Any, precision: Any, formats: _Formats) -> jax.Array:
-    return _forward(lhs, rhs, dims, precision, formats)[0]
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **formats: Any,
+) -> jax.Array:
+    """Multiply like `jax.numpy.matmul`, in the formats of `dot_general`.
+
+    Args:
+        a: `(..., m, k)` or `(k,)`.
+        b: `(..., k, n)` or `(k,)`; leading axes broadcast.
+        precision: as in `jax.lax.dot_general`.
+        preferred_element_type: dtype of the result.
+        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
+
+    Raises:
+        TypeError: as `dot_general`.
+        ValueError: if the shapes do not fit.
+
+    Example:
+        >>> print(matmul(jnp.full((2, 4), 1.1), jnp.full(4, 1.1)))
+        [5.0625 5.0625]
+    """
+    inner = -2 if b.ndim > 1 else -1
+    if not a.ndim or not b.ndim or a.shape[-1] != b.shape[inner]:
+        raise ValueError(
+            f"`a` must be (..., m, k) and `b` (..., k, n), got {a.shape} and {b.shape}."
+        )
+    batch = ()
+    if a.ndim > 2 and b.ndim > 2:
+        batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a = jnp.broadcast_to(a, (*batch, *a.shape[-2:]))
+        b = jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
+    axes = tuple(range(len(batch)))
+    dims = ((a.ndim - 1,), (b.ndim + inner,)), (axes, axes)
+    out = DotGeneral(**formats)(a, b, dims, precision, preferred_element_type)
+    # With batch axes in `b` only, those of `a` come first.
+    return jnp.moveaxis(out, 0, -2) if a.ndim == 2 and b.ndim > 2 else out
 
 
-def _forward(lhs: Any, rhs: Any, dims: Any, precision: Any, formats: _Formats) -> Any:
-    lhs_narrow = cast(lhs, formats.forward)
-    rhs_narrow = cast(rhs, formats.forward)
-    out = _narrow_dot(lhs_narrow, rhs_narrow, dims, precision, formats.out)
-    # Empty arrays carry the operands' dtypes to the backward pass.
-    return out, (lhs_narrow, rhs_narrow, jnp.zeros(0, lhs.dtype), jnp.zeros(0, rhs.dtype))
+def einsum(
+    subscripts: str,
+    /,
+    *operands: jax.Array,
+    optimize: Any = "auto",
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **formats: Any,
+) -> jax.Array:
+    """Contract like `jax.numpy.einsum`, every product of two in the formats of `dot_general`.
+
+    Args:
+        subscripts: as in `jax.numpy.einsum`.
+        *operands: arrays of floating dtypes.
+        optimize: as in `jax.numpy.einsum`.
+        precision: as in `jax.lax.dot_general`.
+        preferred_element_type: dtype of the result.
+        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
+
+    Raises:
+        TypeError: as `dot_general`.
+        ValueError: as `jax.numpy.einsum`.
+
+    Example:
+        >>> print(einsum("ij,j->i", jnp.full((2, 4), 1.1), jnp.full(4, 1.1)))
+        [5.0625 5.0625]
+    """
+    types = {"precision": precision, "preferred_element_type": preferred_element_type}
+    return _compat.einsum(DotGeneral(**formats), subscripts, *operands, optimize=optimize, **types)
 
 
-def _backward(dims: Any, precision: Any, formats: _Formats, residuals: Any, ct: Any) -> Any:
-    lhs, rhs, lhs_like, rhs_like = residuals
-    ct = cast(ct, formats.backward)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+def linear(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **formats: Any,
+) -> jax.Array:
+    """The linear layer `x @ kernel + bias`, its matmul in the formats of `dot_general`.
+
+    Algorithm 6 of Balanca et al. 2024; the bias is added to the result, in its dtype.
+
+    Args:
+        x: `(..., k)`.
+        kernel: `(k, n)`.
+        bias: `(n,)`.
+        precision: as in `jax.lax.dot_general`.
+        preferred_element_type: dtype of the result.
+        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
+
+    Raises:
+        TypeError: as `dot_general`.
+        ValueError: if the shapes do not fit.
+
+    Example:
+        >>> print(linear(jnp.full((1, 4), 1.1), jnp.full((4, 2), 1.1), jnp.ones(2)))
+        [[6.0625 6.0625]]
+    """
+    if kernel.ndim != 2 or not x.ndim or x.shape[-1] != kernel.shape[0]:
+        raise ValueError(
+            f"`kernel` must be (k, n) for `x` (..., k), got {kernel.shape}, {x.shape}."
+        )
+    if bias is not None and bias.shape != kernel.shape[1:]:
+        raise ValueError(f"`bias` must be {kernel.shape[1:]}, got {bias.shape}.")
+    types = {"precision": precision, "preferred_element_type": preferred_element_type}
+    out = matmul(x, kernel, **types, **formats)
+    return out if bias is None else out + bias.astype(out.dtype)
+
+
+def conv_general_dilated(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **formats: Any,
+) -> jax.Array:
+    """Convolve like `jax.lax.conv_general_dilated`, in one format forward and another backward.
+
+    The operands and the cotangent are rounded to the values of their formats and convolved in the
+    operands' dtype: XLA has no convolution of FP8 arrays. Fits the `conv_general_dilated=` argument
+    of Flax's convolutions.
+
+    Args:
+        lhs: images, in the layout that `dimension_numbers` says.
+        rhs: kernel.
+        window_strides: as in `jax.lax.conv_general_dilated`, as all up to `precision`.
+        padding: likewise.
+        lhs_dilation: likewise.
+        rhs_dilation: likewise.
+        dimension_numbers: likewise.
+        feature_group_count: likewise.
+        batch_group_count: likewise.
+        precision: likewise.
+        preferred_element_type: dtype of the result; by default that of the operands' promotion.
+        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
+
+    Raises:
+        TypeError: as `dot_general`.
+
+    Example:
+        >>> x = jnp.full((1, 1, 4), 1.1)
+        >>> print(conv_general_dilated(x, x, (1,), "VALID"))
+        [[[5.0625]]]
+    """
+    _float_dtype(lhs.dtype, "lhs")
+    _float_dtype(rhs.dtype, "rhs")
+    dot = DotGeneral(**formats)
+    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    lhs, rhs = (
+        reduce_precision_on_forward(x.astype(common), dtype)
+        for x, dtype in zip((lhs, rhs), dot.forward_dtype, strict=True)
+    )
+    out = lax.conv_general_dilated(
+        lhs,
+        rhs,
+        window_strides,
+        padding,
+        lhs_dilation,
+        rhs_dilation,
+        dimension_numbers,
+        feature_group_count,
+        batch_group_count,
+        precision,
+        dot.accumulation_dtype,
+    )
+    out = cast(out, preferred_element_type or common)
+    return reduce_precision_on_backward(out, dot.backward_dtype)
+
+
+# The rules for the two passes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dot:
+    """All that a dot and its backward pass need to know besides the operands."""
+
+    formats: DotGeneral
+    dims: Any
+    precision: Any
+    out: Any
+    lhs: Any
+    rhs: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _dot(lhs: Any, rhs: Any, dot: _Dot) -> jax.Array:
+    return _forward(lhs, rhs, dot)[0]
+
+
+def _forward(lhs: Any, rhs: Any, dot: _Dot) -> Any:
+    narrow = tuple(cast(x, d) for x, d in zip((lhs, rhs), dot.formats.forward_dtype, strict=True))
+    return _narrow_dot(*narrow, dot.dims, dot, dot.out), narrow
+
+
+def _backward(dot: _Dot, narrow: Any, cotangent: Any) -> Any:
+    lhs, rhs = narrow
+    cotangent = cast(cotangent, dot.formats.backward_dtype)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dot.dims
 
     def gradient(other: Any, contract: Any, batch: Any, own: Any, ndim: int, is_lhs: bool) -> Any:
         own_contract, own_batch = own
@@ -105,10 +354,8 @@ def _backward(dims: Any, precision: Any, formats: _Formats, residuals: Any, ct: 
         first = len(own_batch) + (len(own_free) if is_lhs else 0)
         ct_contract = tuple(range(first, first + len(free)))
         ct_batch = tuple(range(len(batch)))
-        like = lhs_like if is_lhs else rhs_like
-        out = _narrow_dot(
-            ct, other, ((ct_contract, tuple(free)), (ct_batch, batch)), precision, like.dtype
-        )
+        dims = (ct_contract, tuple(free)), (ct_batch, batch)
+        out = _narrow_dot(cotangent, other, dims, dot, dot.lhs if is_lhs else dot.rhs)
         # The result's dims: batch, own free, the other's contracted in ascending order.
         order = sorted(range(len(contract)), key=lambda i: contract[i])
         positions = [*own_batch, *own_free, *(own_contract[i] for i in order)]
@@ -121,3 +368,36 @@ def _backward(dims: Any, precision: Any, formats: _Formats, residuals: Any, ct: 
 
 
 _dot.defvjp(_forward, _backward)
+
+
+def _narrow_dot(lhs: Any, rhs: Any, dims: Any, dot: _Dot, out: Any) -> jax.Array:
+    """Multiply with one free and one contracting dim an operand, beside the batch dims."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    lhs, lhs_free, lhs_dims = _merged(lhs, lhs_contract, lhs_batch)
+    rhs, rhs_free, rhs_dims = _merged(rhs, rhs_contract, rhs_batch)
+    batch = tuple(lhs.shape[a] for a in lhs_dims[1])
+    total = lax.dot_general(
+        lhs,
+        rhs,
+        tuple(zip(lhs_dims, rhs_dims, strict=True)),
+        precision=dot.precision,
+        preferred_element_type=dot.formats.accumulate(out),
+    )
+    return cast(total.reshape(*batch, *lhs_free, *rhs_free), out)
+
+
+def _merged(x: Any, contract: Any, batch: Any) -> tuple[Any, tuple[int, ...], Any]:
+    """Merge several free or contracting dims into one: the array, free sizes, contract, batch."""
+    free = tuple(a for a in range(x.ndim) if a not in contract and a not in batch)
+    sizes = tuple(x.shape[a] for a in free)
+    if len(free) <= 1 and len(contract) <= 1:
+        return x, sizes, (contract, batch)
+    groups = [free, contract]
+    if contract and free and contract[0] < free[0]:  # as they lie
+        groups.reverse()
+    shape, axes = [x.shape[a] for a in batch], []
+    for group in groups:
+        axes.append(tuple(range(len(shape), len(shape) + bool(group))))
+        shape += [math.prod(x.shape[a] for a in group)] * bool(group)
+    x = lax.transpose(x, (*batch, *groups[0], *groups[1])).reshape(shape)
+    return x, sizes, (axes[groups.index(contract)], tuple(range(len(batch))))
