@@ -132,6 +132,8 @@ AXIS_FUNCTIONS = {
     "cumsum": (lambda x: jnp.cumsum(x, 1), 1),
     "slice": (lambda x: x[1:3, 1:], 1),
     "reshape": (lambda x: x.reshape(8, 3), 1),
+    "merge": (lambda x: x.reshape(24), 1),
+    "split": (lambda x: x.reshape(2, 2, 1, 3, 2), 1),
     "gather": (lambda x: x[np.array([0, 2])], 1),
     "neg": (lambda x: -x, 1),
     "sqrt": (lambda x: jnp.sqrt(jnp.abs(x)), 1),
@@ -229,3 +231,27 @@ def test_empty_arrays_and_scalars(shape):
         out = jax.jit(jsa.scalify(fun))(x)
         assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
         np.testing.assert_array_equal(wide(out), np.asarray(expected))
+
+
+@pytest.mark.parametrize(
+    ("before", "scale", "after", "expected"),
+    [
+        ((2, 3, 8), (2, 3, 1), (6, 8), (6, 1)),
+        ((2, 3, 8), (1, 3, 1), (6, 8), (6, 1)),
+        ((6, 8), (6, 1), (2, 3, 8), (2, 3, 1)),
+        ((6, 8), (1, 8), (2, 3, 8), (1, 1, 8)),
+        ((6, 8), (6, 1), (6, 1, 8), (6, 1, 1)),
+        ((6, 1, 8), (6, 1, 1), (6, 8), (6, 1)),
+        ((6, 8), (6, 1), (48,), ()),  # a scale for every element is none
+        ((6, 8), (6, 8), (48,), (48,)),
+        ((6, 8), (6, 1), (4, 12), ()),
+        ((0, 8), (1, 8), (8, 0), ()),
+    ],
+)
+def test_a_reshape_keeps_scales_along_the_axes_that_it_keeps(before, scale, after, expected):
+    rng = np.random.default_rng(0)
+    data = jnp.asarray(rng.normal(size=before), jnp.float32)
+    scales = jnp.asarray(2.0 ** rng.integers(-3, 3, size=scale), jnp.float32)
+    out = jsa.scalify(lambda x: x.reshape(after))(ScaledArray(data, scales))
+    assert out.scale.shape == expected
+    np.testing.assert_array_equal(wide(out), wide(ScaledArray(data, scales)).reshape(after))

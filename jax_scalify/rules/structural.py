@@ -7,6 +7,7 @@ axes that the primitive mixes.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,48 @@ def _sliced_axes(ctx: RuleContext, **_: Any) -> list[int]:
 
 
 register_scale_rule(lax.slice_p, lax.dynamic_slice_p, "split")(structural_rule(_sliced_axes))
-register_scale_rule(lax.reshape_p, lax.top_k_p, "tile", "unstack")(structural_rule())
+register_scale_rule(lax.top_k_p, "tile", "unstack")(structural_rule())
+
+
+@register_scale_rule(lax.reshape_p)
+def reshape_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`out = reshape(data)`; a scale along merged or split axes lies along the new ones."""
+    if x.scale.ndim:
+        groups = _reshaped_groups(x.shape, ctx.out_avals[0].shape)
+        varies = [any(x.scale.shape[a] != 1 for a in axes) for axes, _ in groups]
+        size = math.prod(math.prod(sizes) for (_, sizes), v in zip(groups, varies) if v)
+        if not x.size or math.prod(x.scale.shape) < size == x.size:  # a scale for every element
+            x = uniform_over(x)
+    if not x.scale.ndim:
+        return ScaledArray(ctx.bind(x.data, **params), x.scale)
+    wide, shape = [1] * x.ndim, []
+    for (axes, sizes), v in zip(groups, varies):
+        for a in axes:
+            wide[a] = x.shape[a] if v else 1
+        shape += sizes if v else [1] * len(sizes)
+    scale = x.scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
+    return ScaledArray(ctx.bind(x.data, **params), scale)
+
+
+def _reshaped_groups(
+    before: tuple[int, ...], after: tuple[int, ...]
+) -> list[tuple[list[int], list[int]]]:
+    """The smallest groups of axes with as many elements before as after: axes, new sizes."""
+    if 0 in before:
+        return [(list(range(len(before))), list(after))]
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        axes, sizes, old, new = [], [], 1, 1
+        while not (axes or sizes) or old != new:
+            if j == len(after) or (i < len(before) and old <= new):
+                axes.append(i)
+                old, i = old * before[i], i + 1
+            else:
+                sizes.append(after[j])
+                new, j = new * after[j], j + 1
+        groups.append((axes, sizes))
+    return groups
 
 
 def _reduced_scale(scale: Any, ctx: RuleContext, *, axes: Any, **_: Any) -> Any:
