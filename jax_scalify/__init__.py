@@ -2,7 +2,7 @@
 
 from importlib import metadata as _metadata
 
-from jax_scalify import lax, nn, ops, testing, tree
+from jax_scalify import fp8, lax, nn, ops, testing, tree
 from jax_scalify.array import (
     ScaledArray,
     as_scaled_array,
@@ -13,6 +13,7 @@ from jax_scalify.array import (
 )
 from jax_scalify.config import Pow2RoundMode, ScalifyConfig
 from jax_scalify.custom_scale import custom_scale
+from jax_scalify.fp8 import fp8_matmuls
 from jax_scalify.primitives import (
     dynamic_rescale,
     get_data_and_scale,
@@ -39,6 +40,8 @@ __all__ = [
     "asarray",
     "custom_scale",
     "dynamic_rescale",
+    "fp8",
+    "fp8_matmuls",
     "freeze_scales",
     "get_data_and_scale",
     "lax",

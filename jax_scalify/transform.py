@@ -29,6 +29,7 @@ from jax_scalify.registry import (
 )
 from jax_scalify.rules.common import constant_scale, multiply, promote
 from jax_scalify.rules.mixed import dequantising_rule
+from jax_scalify.tracing import trace
 from jax_scalify.values import (
     ELEMENTWISE,
     MOVEMENT,
@@ -46,10 +47,6 @@ _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # follow a residual stream through all layers. The chain is cut after this many alignments, which
 # keeps the compiled program linear in depth.
 _MAX_FUSED_ALIGNMENTS = 8
-_CLOSED_OVER = (
-    "jax_scalify: inside a scalified function every value is a plain array. Pass a ScaledArray "
-    "that `fun` closes over as an argument, or convert it with `jsa.asarray`."
-)
 
 
 def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
@@ -94,41 +91,17 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
         active = config or current_config()
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_scaled)
-        dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
-        out_tree = None
-
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal out_tree
-            full = list(leaves)
-            for i, array in zip(dynamic, arrays, strict=True):
-                full[i] = array
-            in_args, in_kwargs = jax.tree.unflatten(tree, full)
-            try:
-                out, out_tree = jax.tree.flatten(fun(*in_args, **in_kwargs), is_leaf=is_scaled)
-            except TypeError as error:
-                if "ScaledArray" in str(error):
-                    error.add_note(_CLOSED_OVER)
-                raise
-            if any(map(is_scaled, out)):
-                raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
-            return out
-
-        operands = [leaves[i] for i in dynamic]
-        closed = jax.make_jaxpr(flat)(*(x.data if is_scaled(x) else x for x in operands))
+        traced = trace(fun, args, kwargs)
+        closed, operands = traced.closed, traced.operands
         used = {eqn.primitive for eqn in all_equations(closed.jaxpr)}
         if not any(map(is_scaled, operands)) and primitives.set_scaling_p not in used:
             out = jex_core.jaxpr_as_fun(closed)(*operands)
         else:
             call = functools.partial(_scale_call, config=active)
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
-        return jax.tree.unflatten(out_tree, out)
+        return jax.tree.unflatten(traced.out_tree, out)
 
     return scalified
-
-
-def _is_dynamic(leaf: Any) -> bool:
-    return is_scaled(leaf) or (not isinstance(leaf, bool) and dtypes.leaf_dtype(leaf) is not None)
 
 
 def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:

@@ -338,8 +338,9 @@ def _dot(lhs: Any, rhs: Any, dot: _Dot) -> jax.Array:
 
 
 def _forward(lhs: Any, rhs: Any, dot: _Dot) -> Any:
-    narrow = tuple(cast(x, d) for x, d in zip((lhs, rhs), dot.formats.forward_dtype, strict=True))
-    return _narrow_dot(*narrow, dot.dims, dot, dot.out), narrow
+    lhs_dtype, rhs_dtype = dot.formats.forward_dtype
+    lhs, rhs = cast(lhs, lhs_dtype), cast(rhs, rhs_dtype)
+    return _narrow_dot(lhs, rhs, dot.dims, dot, dot.out), (lhs, rhs)
 
 
 def _backward(dot: _Dot, narrow: Any, cotangent: Any) -> Any:
@@ -379,7 +380,7 @@ def _narrow_dot(lhs: Any, rhs: Any, dims: Any, dot: _Dot, out: Any) -> jax.Array
     total = lax.dot_general(
         lhs,
         rhs,
-        tuple(zip(lhs_dims, rhs_dims, strict=True)),
+        ((lhs_dims[0], rhs_dims[0]), (lhs_dims[1], rhs_dims[1])),
         precision=dot.precision,
         preferred_element_type=dot.formats.accumulate(out),
     )

@@ -1,0 +1,291 @@
+"""FP8 matmuls for models that know nothing of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat, dtypes
+from jax_scalify.array import is_scaled
+from jax_scalify.nn.dot import DotGeneral
+from jax_scalify.registry import all_equations
+from jax_scalify.tracing import trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A matmul of the function that is rewritten: what a predicate decides by.
+
+    Attributes:
+        scope: names of the modules and functions around it, as `"GPT/block_0/attention/out"`.
+            Flax linen and `jax.named_scope` give them; Flax NNX and Equinox do not.
+        lhs: shape and dtype of the left operand.
+        rhs: shape and dtype of the right operand.
+        lhs_name: path of the argument that the left operand is, as `"[0]['head']['kernel']"`, up to
+            its dtype and layout; empty if it was computed.
+        rhs_name: likewise.
+        dimension_numbers: as in `jax.lax.dot_general`.
+    """
+
+    scope: str
+    lhs: jax.ShapeDtypeStruct
+    rhs: jax.ShapeDtypeStruct
+    lhs_name: str
+    rhs_name: str
+    dimension_numbers: Any
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """`(m, n, k)`: the left and the right operand's free and the contracted size."""
+        contract, batch = self.dimension_numbers
+        frees = []
+        for x, own in ((self.lhs, 0), (self.rhs, 1)):
+            taken = {*contract[own], *batch[own]}
+            frees.append(math.prod(n for a, n in enumerate(x.shape) if a not in taken))
+        return frees[0], frees[1], math.prod(self.lhs.shape[a] for a in contract[0])
+
+
+Predicate = Callable[[Matmul], bool]
+
+
+def linear_layers(matmul: Matmul) -> bool:
+    """Those without batch dims: no attention scores, no attention-weighted values."""
+    return not matmul.dimension_numbers[1][0]
+
+
+def min_size(size: int) -> Predicate:
+    """Make the predicate of matmuls all of whose sizes m, n, k are at least `size`.
+
+    Example:
+        >>> select = jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.min_size(128))
+    """
+    return lambda matmul: min(matmul.sizes) >= size
+
+
+def skip(*patterns: str) -> Predicate:
+    """Make the predicate of matmuls in whose scope and names no regular expression is found.
+
+    Example:
+        >>> select = jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.skip("head", "block_[01]/"))
+    """
+    compiled = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
+
+    def predicate(matmul: Matmul) -> bool:
+        places = (matmul.scope, matmul.lhs_name, matmul.rhs_name)
+        return not any(p.search(place) for p in compiled for place in places)
+
+    return predicate
+
+
+def all_of(*predicates: Predicate) -> Predicate:
+    """Make the predicate of matmuls that satisfy all predicates."""
+    return lambda matmul: all(predicate(matmul) for predicate in predicates)
+
+
+skip_embedding = skip(r"embed|wte|wpe")
+"""No matmul with an embedding: one-hot lookups, and a head that is tied to it."""
+
+skip_head = skip(r"head|logits|unembed|embed|attend")
+"""Not the last layer, whose results become probabilities."""
+
+skip_critical = skip(
+    r"att\w*\W+(?:\w+\W+)?(?:out|o|out_?proj|o_?proj|c_proj|dense|wo)\b",
+    r"(?:mlp|ffn|feed_?forward)\w*\W+(?:\w+\W+)?(?:down|down_?proj|c_proj|fc_?2|w_?2|wo|dense_1)\b",
+)
+"""Not u-muP's critical matmuls (Blake et al. 2024, section 4.2), by the names that are usual.
+
+Their inputs, the results of attention and of the feed-forward layer's activation, grow in training.
+"""
+
+
+def fp8_matmuls(
+    fun: Callable,
+    select: Predicate = linear_layers,
+    *,
+    forward_dtype: Any = jnp.float8_e4m3fn,
+    backward_dtype: Any = jnp.float8_e5m2,
+    accumulation_dtype: Any = None,
+) -> Callable:
+    """Transform a forward function so that its matmuls are those of `jsa.nn.dot_general`.
+
+    The function is an ordinary one, of any library; differentiate the result:
+    `jsa.scalify(jax.grad(jsa.fp8_matmuls(loss)))`. The backward pass has FP8 matmuls too. Matmuls
+    inside `jit`, `scan`, `while_loop`, `cond` and `jax.checkpoint` are found; those inside
+    `shard_map` or a function with derivative rules of its own (`jax.custom_vjp`), and those of
+    operands that are narrow already, stay as they are.
+
+    Args:
+        fun: a traceable function of plain arrays; strings, callables, Python bools and `None`
+            among its arguments are static.
+        select: tells of a `jsa.fp8.Matmul` whether to rewrite it; by default those without batch
+            dims. See `jsa.fp8` for ready-made ones.
+        forward_dtype: format of both operands, or a pair with one for each.
+        backward_dtype: format of the cotangent.
+        accumulation_dtype: dtype in which the matmuls add up, by default at least float32.
+
+    Returns:
+        A function of the same arguments and results. Its derivatives are of reverse mode.
+
+    Raises:
+        TypeError: if `fun` or `select` is not callable, or a format not floating point; when
+            called, for a `ScaledArray`: `scalify` goes around.
+
+    Example:
+        >>> loss = lambda w, x: jnp.sum(x @ w)
+        >>> print(jax.grad(jsa.fp8_matmuls(loss))(jnp.ones((1, 1)), jnp.full((1, 1), 1.1)))
+        [[1.125]]
+    """
+    for name, value in (("fun", fun), ("select", select)):
+        if not callable(value):
+            raise TypeError(f"`{name}` must be callable, got {type(value).__name__}.")
+    dot = DotGeneral(
+        forward_dtype=forward_dtype,
+        backward_dtype=backward_dtype,
+        accumulation_dtype=accumulation_dtype,
+    )
+
+    @functools.wraps(fun)
+    def rewritten(*args: Any, **kwargs: Any) -> Any:
+        if any(map(is_scaled, jax.tree.leaves((args, kwargs), is_leaf=is_scaled))):
+            raise TypeError(
+                "`fp8_matmuls` transforms functions of plain arrays, got a ScaledArray. Put "
+                "`scalify` around it: `jsa.scalify(jax.grad(jsa.fp8_matmuls(loss)))`."
+            )
+        traced = trace(fun, args, kwargs)
+        names = [jax.tree_util.keystr(path[1:]) for path in traced.paths]
+        jaxpr, consts = traced.closed.jaxpr, traced.closed.consts
+        out = _Rewriter(dot, select).run(jaxpr, consts, traced.operands, names, "")
+        return jax.tree.unflatten(traced.out_tree, out)
+
+    return rewritten
+
+
+# An operand is an argument still after these.
+_SAME = frozenset(
+    """convert_element_type transpose reshape squeeze expand_dims broadcast_in_dim copy copy_p slice
+    dynamic_slice optimization_barrier name sharding_constraint stop_gradient""".split()
+)
+# The parameters that hold the jaxprs of a primitive.
+_BODIES = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "remat2": ("jaxpr",),
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rewriter:
+    """Evaluates a jaxpr with some of its matmuls replaced."""
+
+    dot: DotGeneral
+    select: Predicate
+
+    def run(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        names: Sequence[str],
+        scope: str,
+    ) -> list[Any]:
+        """Evaluate a jaxpr, given the names of the arguments that its operands are."""
+        values = dict(zip(jaxpr.constvars, consts, strict=True))
+        values |= zip(jaxpr.invars, args, strict=True)
+        known = dict(zip(jaxpr.invars, names, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+        def name_of(atom: Any) -> str:
+            return "" if isinstance(atom, jex_core.Literal) else known.get(atom, "")
+
+        for eqn in jaxpr.eqns:
+            operands = [read(v) for v in eqn.invars]
+            given = [name_of(v) for v in eqn.invars]
+            inner = _joined(scope, eqn)
+            with _compat.equation_context(eqn):
+                out = self._equation(eqn, operands, given, inner)
+            if not eqn.primitive.multiple_results:
+                out = [out]
+            values.update(zip(eqn.outvars, out, strict=True))
+            if eqn.primitive.name in _SAME:
+                known.update((v, given[0]) for v in eqn.outvars)
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, operands: list[Any], names: list[str], scope: str) -> Any:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general" and self._selects(eqn, names, scope):
+            lhs, rhs = operands
+            return self.dot(
+                lhs,
+                rhs,
+                params["dimension_numbers"],
+                params["precision"],
+                eqn.outvars[0].aval.dtype,
+                out_sharding=params.get("out_sharding"),
+            )
+        params = eqn.primitive.get_bind_params(params)
+        for key in _BODIES.get(name, ()):
+            bodies = params[key]
+            several = isinstance(bodies, tuple)
+            bodies = [
+                self._body(body, _names_of_body(eqn, key, names), scope)
+                for body in (bodies if several else (bodies,))
+            ]
+            params = {**params, key: tuple(bodies) if several else bodies[0]}
+        return eqn.primitive.bind(*operands, **params)
+
+    def _selects(self, eqn: Any, names: list[str], scope: str) -> bool:
+        lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+        wide = [jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs)]
+        if not all(wide) or any(dtypes.is_narrow_float(x.dtype) for x in (lhs, rhs)):
+            return False
+        numbers = eqn.params["dimension_numbers"]
+        return self.select(Matmul(scope, lhs, rhs, names[0], names[1], numbers))
+
+    def _body(self, body: Any, names: list[str], scope: str) -> Any:
+        """Rewrite a jaxpr of an equation, closed or not, which keeps its operands and results."""
+        closed = body if hasattr(body, "consts") else _compat.close_jaxpr(body, ())
+        if all(e.primitive.name != "dot_general" for e in all_equations(closed.jaxpr)):
+            return body
+
+        def flat(*args: Any) -> list[Any]:
+            return self.run(closed.jaxpr, closed.consts, args, names, scope)
+
+        with _compat.no_name_stack():
+            new = jax.make_jaxpr(flat)(*closed.in_avals)
+        return new if hasattr(body, "consts") else _compat.open_jaxpr(new)
+
+
+def _joined(scope: str, eqn: Any) -> str:
+    """The scope of an equation inside another."""
+    name = str(eqn.source_info.name_stack)
+    return "/".join(part for part in (scope, name) if part)
+
+
+def _names_of_body(eqn: Any, key: str, names: list[str]) -> list[str]:
+    """Which arguments the operands of an equation's jaxpr are; a carry is none."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "cond":
+        return names[1:]
+    if name == "scan":
+        consts, carry = _compat.scan_counts(params)
+        return [*names[:consts], *[""] * carry, *names[consts + carry :]]
+    if name == "while":
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        consts = names[:first] if key == "cond_jaxpr" else names[first : first + second]
+        return [*consts, *[""] * (len(names) - first - second)]
+    return names

@@ -1,0 +1,70 @@
+"""Tracing a user's function of any pytrees into a jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_scalify import dtypes
+from jax_scalify.array import is_scaled
+
+_CLOSED_OVER = (
+    "jax_scalify: inside a transformed function every value is a plain array. Pass a ScaledArray "
+    "that `fun` closes over as an argument, or convert it with `jsa.asarray`."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function at some arguments.
+
+    Attributes:
+        closed: its closed jaxpr, on plain arrays.
+        operands: the arrays and `ScaledArray`s among the arguments, in the jaxpr's order.
+        paths: their key paths in `(args, kwargs)`.
+        out_tree: the structure of the results.
+    """
+
+    closed: Any
+    operands: list[Any]
+    paths: list[Any]
+    out_tree: Any
+
+
+def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
+    """Trace a function; strings, callables, bools and `None` among its arguments are static.
+
+    Raises:
+        TypeError: if `fun` uses or returns a `ScaledArray` that was no argument.
+    """
+    paths, tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=is_scaled)
+    leaves = [leaf for _, leaf in paths]
+    dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+    out_tree = None
+
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal out_tree
+        full = list(leaves)
+        for i, array in zip(dynamic, arrays, strict=True):
+            full[i] = array
+        in_args, in_kwargs = jax.tree.unflatten(tree, full)
+        try:
+            out, out_tree = jax.tree.flatten(fun(*in_args, **in_kwargs), is_leaf=is_scaled)
+        except TypeError as error:
+            if "ScaledArray" in str(error):
+                error.add_note(_CLOSED_OVER)
+            raise
+        if any(map(is_scaled, out)):
+            raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
+        return out
+
+    operands = [leaves[i] for i in dynamic]
+    closed = jax.make_jaxpr(flat)(*(x.data if is_scaled(x) else x for x in operands))
+    return Traced(closed, operands, [paths[i][0] for i in dynamic], out_tree)
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    return is_scaled(leaf) or (not isinstance(leaf, bool) and dtypes.leaf_dtype(leaf) is not None)
