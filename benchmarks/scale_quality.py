@@ -92,6 +92,7 @@ SCALED = Layers(
     softmax_cross_entropy=jsa.nn.softmax_cross_entropy_with_integer_labels,
 )
 LAYERS = {"rules": PLAIN, "nn": SCALED, "rescale": RESCALED}
+MAIN_VARIANTS = tuple(LAYERS)
 # What `--variants` takes besides: one function of `jsa.nn` less, or one rule of the primitives.
 LAYERS |= {
     f"nn-without-{field.name}": dataclasses.replace(SCALED, **{field.name: field.default})
@@ -584,7 +585,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         add(option, type=names_among(known, what), nargs="+", default=default, help=text)
 
     add_names("--models", MODELS)
-    add_names("--variants", VARIANTS, ("rules", "nn", "rescale"))
+    add_names("--variants", VARIANTS, MAIN_VARIANTS)
     add_names("--moments", MOMENTS)
     add("--steps", type=int, default=1000, help="of training (default: %(default)s)")
     add("--dtype", choices=("float32", "float16"), default="float32", help="(default: %(default)s)")
@@ -614,11 +615,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(make_table(cells, results))
     if options.worst:
         console.print(make_worst_table(cells, results, options.worst))
-    # The pictures show what was measured before, too.
-    drawn = [cell for cell in every if is_current(cell, results)]
+    # The pictures show what was measured before, too, but for rules that were switched off.
+    drawn = [cell for cell in every if cell.variant in MAIN_VARIANTS and is_current(cell, results)]
     for moment in MOMENTS:
         chosen = [cell for cell in drawn if cell.moment == moment]
-        if moment in moments:
+        if moment in moments and chosen:
             parts = ["scale_quality"]
             parts += [moment] * (moment != "init") + [options.dtype] * (options.dtype != "float32")
             path = options.out / f"{'-'.join(parts)}.png"
