@@ -2,7 +2,7 @@
 
 from importlib import metadata as _metadata
 
-from jax_scalify import fp8, lax, nn, ops, testing, tree
+from jax_scalify import fp8, lax, nn, numerics, ops, testing, tree
 from jax_scalify.array import (
     ScaledArray,
     as_scaled_array,
@@ -47,6 +47,7 @@ __all__ = [
     "lax",
     "match_scales",
     "nn",
+    "numerics",
     "ops",
     "rebalance_scale",
     "register_scale_rule",

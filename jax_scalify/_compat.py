@@ -12,8 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import source_info_util
-from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+from jax._src import (
+    config,  # pyright: ignore[reportPrivateImportUsage]
+    source_info_util,
+)
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr, dce_jaxpr
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -72,6 +75,30 @@ def source_line(eqn: jex_core.JaxprEqn) -> str:
     return "an unknown line"
 
 
+_LAYERS = tuple(os.sep + name + os.sep for name in ("flax", "equinox", "haiku", "penzai"))
+
+
+def layer_line(eqn: jex_core.JaxprEqn) -> str:
+    """Return `file:line (function)` of the model, above the library that its layers come from."""
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    own = [f for f in frames if not any(name in f.file_name for name in _LAYERS)] or frames
+    if not own:
+        return source_line(eqn)
+    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})"
+
+
+def name_stack(eqn: jex_core.JaxprEqn) -> str:
+    """Return the scopes and transforms of an equation: `transpose(jvp(GPT))/block_0`."""
+    return str(eqn.source_info.name_stack)
+
+
+@contextlib.contextmanager
+def compile_with_names() -> Iterator[None]:
+    """Keep XLA's persistent cache from returning a program in which things have other names."""
+    with config.compilation_cache_include_metadata_in_key(True):
+        yield
+
+
 def is_unspecified_sharding(sharding: Any) -> bool:
     """Tell whether a `jit` sharding parameter was left unspecified."""
     return type(sharding).__name__ in ("UnspecifiedValue", "AUTO", "NoneType")
@@ -97,6 +124,12 @@ def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
 def open_jaxpr(closed: Any) -> Any:
     """Turn the constants of a closed jaxpr into its first arguments."""
     return convert_constvars_jaxpr(closed if isinstance(closed, jex_core.Jaxpr) else closed.jaxpr)
+
+
+def live_jaxpr(closed: Any) -> jex_core.Jaxpr:
+    """Return a jaxpr without the equations, here and in calls and loops, that no result needs."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

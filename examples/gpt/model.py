@@ -145,8 +145,9 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
+        for i, block in enumerate(self.blocks):
+            with jax.named_scope(f"block_{i}"):  # for profiles and `jsa.numerics.check_fp8`
+                x = block(x)
         x = self.final_norm(self.norm(x))
         return self.tokens.attend(x) if self.head is None else self.head(x)
 

@@ -343,6 +343,25 @@ def test_table_and_plot_of_a_run_that_went_wrong(tmp_path, corpus):
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 
+def test_every_linear_layer_multiplies_fp8_in_both_passes():
+    config, preset = dataclasses.replace(SMALL, layers=2), get_preset("fp8-all")
+    state = jax.eval_shape(lambda: step.init_state(config, preset, seed=0))
+    tokens = jax.ShapeDtypeStruct((config.batch, config.context + 1), jnp.int32)
+    update = step.make_update(config, preset)
+    report = jsa.numerics.check_fp8(update, state, tokens, compile=False)
+    # qkv, projection, up and down: forward, and the gradients of the input and of the weights.
+    expected = {"forward": ("f8e4m3fn", "f8e4m3fn", 4), "backward": ("f8e5m2", "f8e4m3fn", 8)}
+    for block in range(config.layers):
+        for phase, (lhs, rhs, count) in expected.items():
+            rows = [r for r in report.rows if (r.name, r.phase) == (f"block_{block}", phase)]
+            narrow = [r for r in rows if r.has_fp8_operands]
+            assert [(r.lhs, r.rhs, r.out) for r in narrow] == [(lhs, rhs, "f32")] * count
+            attention = [(r.lhs, r.rhs) for r in rows if not r.has_fp8_operands]
+            assert attention == [("f16", "f16")] * (2 if phase == "forward" else 4)
+    others = [(r.lhs, r.rhs) for r in report.rows if not r.name.startswith("block_")]
+    assert others == [("f16", "f16")] * 3  # the head
+
+
 def test_presets_are_described_by_their_dtypes():
     assert describe(get_preset("fp8-4")) == {
         "weights": "fp16",
