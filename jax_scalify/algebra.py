@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import _compat
+from jax_scalify import _compat, dtypes
 from jax_scalify.pow2 import (
     MAX_EXPONENT,
     exponent_layout,
@@ -385,7 +385,7 @@ class ScaleTable:
         known = self._splits.get(id(value))
         if known is None:
             scale = self.atom(_compat.pin(round_down(value, self.dtype)))
-            compute = jnp.promote_types(value.dtype, jnp.float32)
+            compute = dtypes.compute_dtype(value.dtype)
             data = lax.mul(value.astype(compute), (ONE / scale).array.astype(compute))
             known = (value, data.astype(value.dtype), scale)  # keeps `value`, hence its id, alive
             self._splits[id(value)] = known

@@ -268,3 +268,17 @@ def test_every_matmul_has_one_free_and_one_contracting_dim(shapes):
         assert [v.aval.ndim for v in eqn.invars] == [2, 2]
         assert all(v.aval.dtype in (E4M3, E5M2) for v in eqn.invars)
         assert eqn.params["preferred_element_type"] == jnp.float32
+
+
+def test_a_branch_without_the_matmul():
+    """The other branch's residuals are zeros of an FP8 dtype."""
+    lhs, rhs, _, dims = make("plain")
+
+    def loss(a, b):
+        dot = lambda: jnp.sum(jsa.nn.dot_general(a, b, dims))  # noqa: E731
+        return lax.cond(a[0, 0] > 100, dot, lambda: jnp.sum(a) * jnp.sum(b))
+
+    args = [jsa.as_scaled_array(x) for x in (lhs, rhs)]
+    got = jax.jit(jsa.scalify(jax.value_and_grad(loss)))(*args)
+    for a, b in zip(got, jax.value_and_grad(loss)(lhs, rhs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

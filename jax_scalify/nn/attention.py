@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jax_scalify import dtypes
 from jax_scalify.nn.layers import dropout
 from jax_scalify.nn.softmax import softmax
 from jax_scalify.primitives import on_backward, rebalance_scale
@@ -90,7 +91,7 @@ def dot_product_attention(
     grouped = query.reshape(batch, time, groups, heads // groups, channels)
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"`mask` must be bool, True where a query may look, got {mask.dtype}.")
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = dtypes.compute_dtype(query.dtype)
     scores = jnp.einsum("btgrc,bsgc->bgrts", grouped, key, preferred_element_type=wide) * factor
     scores = scores.reshape(batch, heads, time, source)
     if bias is not None:

@@ -148,7 +148,7 @@ def cross_entropy(
         losses = (1 - label_smoothing) * losses + label_smoothing * uniform
     if z_loss:
         losses = losses + z_loss * jnp.square(logsumexp(logits, -1))
-    wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
+    wide = losses.astype(dtypes.compute_dtype(losses.dtype))
     if weights is None:
         return jnp.mean(wide).astype(losses.dtype)
     weights = jnp.asarray(weights, wide.dtype)

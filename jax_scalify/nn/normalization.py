@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_scalify import dtypes
 from jax_scalify.algebra import ONE, ZERO, Scale, join
 from jax_scalify.array import ScaledArray
 from jax_scalify.custom_scale import custom_scale
@@ -52,7 +53,7 @@ def standardize(
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x` must be floating point, got {x.dtype}.")
-    value = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    value = x.astype(dtypes.compute_dtype(x.dtype))
     if center:
         value = value - jnp.mean(value, axis, keepdims=True)
     variance = jnp.mean(jnp.square(value), axis, keepdims=True)
@@ -143,7 +144,7 @@ def batch_norm(
         statistics. These have no derivative.
     """
     axis = tuple(range(x.ndim - 1)) if axis is None else axis
-    value = lax.stop_gradient(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    value = lax.stop_gradient(x).astype(dtypes.compute_dtype(x.dtype))
     mean, variance = jnp.mean(value, axis), jnp.var(value, axis)
     return _affine(standardize(x, axis, epsilon), scale, bias), mean, variance
 
