@@ -29,7 +29,7 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PYTEST_FLAGS ?= -q -n 2 --dist loadfile
 SAMPLE = tests/test_array.py tests/test_calls.py tests/test_control_flow.py tests/test_custom_scale.py \
-	tests/test_derivatives.py tests/test_facts.py tests/test_flags.py tests/test_nn.py \
+	tests/test_derivatives.py tests/test_facts.py tests/test_flags.py tests/test_fp8.py tests/test_nn.py \
 	tests/test_nn_dot.py tests/test_nn_flax.py tests/test_optimizer.py tests/test_pow2.py \
 	tests/test_pow2_properties.py tests/test_primitives.py tests/test_provenance.py \
 	tests/test_range.py tests/test_remat.py tests/test_sharding.py tests/test_state.py \
@@ -37,7 +37,7 @@ SAMPLE = tests/test_array.py tests/test_calls.py tests/test_control_flow.py test
 	tests/examples/test_scanned_layers.py tests/numerics/test_fp8.py tests/numerics/test_hlo.py
 
 .PHONY: demo test test-full test-newest test-lowest lint format table3 bench coverage \
-	scale-quality clean
+	scale-quality float16-training fp8 clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -72,6 +72,12 @@ bench: $(VENV)/.installed  ## compile time, size and step time of the GPT's upda
 
 scale-quality: $(VENV)/.installed  ## RMS of every activation and gradient's data, for eight models
 	$(VENV)/bin/python benchmarks/scale_quality.py
+
+float16-training: $(VENV)/.installed  ## a GPT, a Llama and a BERT with everything in float16, and with FP8
+	$(VENV)/bin/python benchmarks/float16_training.py
+
+fp8: $(VENV)/.installed  ## FP8 matmuls: ours, Flax's and (if installed) Qwix's
+	$(VENV)/bin/python benchmarks/fp8.py
 
 # The newest JAX comes last: it writes the page from the results of both.
 coverage: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## JAX's own test harnesses, and docs/coverage.md
