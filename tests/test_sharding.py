@@ -350,6 +350,34 @@ def gradients_through_shard_map():
     assert_same(got, want)
 
 
+@case
+def fp8_matmuls():
+    """In a mesh of explicit axes a gradient is sharded as what it is the gradient of."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 4, 16), (16, 8)))
+
+    def loss(x, w):
+        return jnp.sum(jsa.nn.matmul(x, w) ** 2)
+
+    expected = jax.grad(loss, (0, 1))(x, w)
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        for spec in (P("data"), P(None, "data"), P("data", None, None)):
+            with jax.set_mesh(mesh(kind)):
+                args = [
+                    jax.device_put(x, NamedSharding(mesh(kind), spec)),
+                    jax.device_put(w, NamedSharding(mesh(kind), P(None, None))),
+                ]
+                grad = jax.grad(loss, (0, 1))
+                got = jax.jit(grad)(*args)
+                scaled = jax.jit(jsa.scalify(grad))(*jsa.as_scaled_array(args))
+                if kind is jax.sharding.AxisType.Explicit:
+                    types = [jax.typeof(a).sharding for a in (*got, *args)]
+                    assert types[:2] == types[2:]
+            for a, b, c in zip(got, scaled, expected, strict=True):
+                np.testing.assert_allclose(a, c, rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(b, c, rtol=1e-4, atol=1e-4)
+
+
 # The process with eight devices, and the test that asks it.
 
 

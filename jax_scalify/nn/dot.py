@@ -73,8 +73,11 @@ class DotGeneral:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         dims = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
         out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-        result = _dot(lhs, rhs, _Dot(self, dims, precision, out, lhs.dtype, rhs.dtype))
-        if out_sharding is None:
+        explicit = _sharding(lhs) or _sharding(rhs)
+        operands = _Operand.of(lhs), _Operand.of(rhs)
+        own = out_sharding if explicit else None
+        result = _dot(lhs, rhs, _Dot(self, dims, precision, out, own, *operands))
+        if out_sharding is None or explicit:
             return result
         return lax.with_sharding_constraint(result, out_sharding)
 
@@ -321,6 +324,18 @@ def conv_general_dilated(
 
 
 @dataclasses.dataclass(frozen=True)
+class _Operand:
+    """What a gradient has to look like."""
+
+    dtype: Any
+    sharding: Any
+
+    @classmethod
+    def of(cls, x: Any) -> _Operand:
+        return cls(x.dtype, _sharding(x))
+
+
+@dataclasses.dataclass(frozen=True)
 class _Dot:
     """All that a dot and its backward pass need to know besides the operands."""
 
@@ -328,8 +343,16 @@ class _Dot:
     dims: Any
     precision: Any
     out: Any
-    lhs: Any
-    rhs: Any
+    out_sharding: Any
+    lhs: _Operand
+    rhs: _Operand
+
+
+def _sharding(x: Any) -> Any:
+    """The sharding that is part of an array's type, on a mesh of explicit axes."""
+    sharding = jax.typeof(x).sharding
+    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    return sharding if explicit else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -340,7 +363,8 @@ def _dot(lhs: Any, rhs: Any, dot: _Dot) -> jax.Array:
 def _forward(lhs: Any, rhs: Any, dot: _Dot) -> Any:
     lhs_dtype, rhs_dtype = dot.formats.forward_dtype
     lhs, rhs = cast(lhs, lhs_dtype), cast(rhs, rhs_dtype)
-    return _narrow_dot(lhs, rhs, dot.dims, dot, dot.out), (lhs, rhs)
+    out = _narrow_dot(lhs, rhs, dot.dims, dot, dot.out, dot.out_sharding)
+    return out, (lhs, rhs)
 
 
 def _backward(dot: _Dot, narrow: Any, cotangent: Any) -> Any:
@@ -356,10 +380,15 @@ def _backward(dot: _Dot, narrow: Any, cotangent: Any) -> Any:
         ct_contract = tuple(range(first, first + len(free)))
         ct_batch = tuple(range(len(batch)))
         dims = (ct_contract, tuple(free)), (ct_batch, batch)
-        out = _narrow_dot(cotangent, other, dims, dot, dot.lhs if is_lhs else dot.rhs)
         # The result's dims: batch, own free, the other's contracted in ascending order.
         order = sorted(range(len(contract)), key=lambda i: contract[i])
         positions = [*own_batch, *own_free, *(own_contract[i] for i in order)]
+        operand = dot.lhs if is_lhs else dot.rhs
+        sharding = operand.sharding
+        if sharding is not None:
+            spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+            sharding = sharding.update(spec=jax.P(*(spec[a] for a in positions)))
+        out = _narrow_dot(cotangent, other, dims, dot, operand.dtype, sharding)
         return lax.transpose(out, [positions.index(a) for a in range(ndim)])
 
     lhs_dims, rhs_dims = (lhs_contract, lhs_batch), (rhs_contract, rhs_batch)
@@ -371,19 +400,20 @@ def _backward(dot: _Dot, narrow: Any, cotangent: Any) -> Any:
 _dot.defvjp(_forward, _backward)
 
 
-def _narrow_dot(lhs: Any, rhs: Any, dims: Any, dot: _Dot, out: Any) -> jax.Array:
+def _narrow_dot(lhs: Any, rhs: Any, dims: Any, dot: _Dot, out: Any, out_sharding: Any) -> jax.Array:
     """Multiply with one free and one contracting dim an operand, beside the batch dims."""
+    accumulate = dot.formats.accumulate(out)
+    if out_sharding is not None or _sharding(lhs) or _sharding(rhs):  # merged dims would need one
+        total = lax.dot_general(
+            lhs, rhs, dims, dot.precision, accumulate, out_sharding=out_sharding
+        )
+        return cast(total, out)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs, lhs_free, lhs_dims = _merged(lhs, lhs_contract, lhs_batch)
     rhs, rhs_free, rhs_dims = _merged(rhs, rhs_contract, rhs_batch)
     batch = tuple(lhs.shape[a] for a in lhs_dims[1])
-    total = lax.dot_general(
-        lhs,
-        rhs,
-        ((lhs_dims[0], rhs_dims[0]), (lhs_dims[1], rhs_dims[1])),
-        precision=dot.precision,
-        preferred_element_type=dot.formats.accumulate(out),
-    )
+    dims = (lhs_dims[0], rhs_dims[0]), (lhs_dims[1], rhs_dims[1])
+    total = lax.dot_general(lhs, rhs, dims, dot.precision, accumulate)
     return cast(total.reshape(*batch, *lhs_free, *rhs_free), out)
 
 
