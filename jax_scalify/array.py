@@ -73,9 +73,12 @@ class ScaledArray:
         """Shape and dtype of the data."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
-    def astype(self, dtype: Any) -> ScaledArray:
-        """Cast the data and keep the scale; to FP8, values out of range saturate."""
-        return ScaledArray(dtypes.cast(jnp.asarray(self.data), dtype), self.scale)
+    def astype(self, dtype: Any, *, key: Any = None) -> ScaledArray:
+        """Cast the data and keep the scale; to FP8, values out of range saturate.
+
+        With a `key` of `jax.random` the rounding is stochastic, else to nearest even.
+        """
+        return ScaledArray(dtypes.cast(jnp.asarray(self.data), dtype, key=key), self.scale)
 
     def to_array(self, dtype: Any = None) -> jax.Array:
         """Return `data * scale`, multiplied in at least float32 and cast once to `dtype`."""

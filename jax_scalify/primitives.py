@@ -6,6 +6,7 @@ it, their rules (`rules/scaling.py`) move powers of two between data and scale.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -41,7 +42,9 @@ def _define_identity(name: str, transpose: Callable | None = None) -> Primitive:
     def transpose_rule(cotangent, x, *others, **params):
         if isinstance(cotangent, ad.Zero):
             cotangent = ad.instantiate_zeros(cotangent)
-        return (transpose(cotangent, **params) if transpose else cotangent, *(None for _ in others))
+        if transpose is not None:
+            cotangent = transpose(cotangent, *others, **params)
+        return (cotangent, *(None for _ in others))
 
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose_rule
@@ -55,7 +58,8 @@ stop_scaling_p = _define_identity("stop_scaling")
 dynamic_rescale_p = _define_identity("dynamic_rescale")
 # `jvp` sends the tangent, not the primal, through `on_backward`: see `_on_backward_jvp`.
 on_backward_p = _define_identity(
-    "on_backward", transpose=lambda cotangent, *, function: function(cotangent)
+    "on_backward",
+    transpose=lambda cotangent, *operands, function: function(cotangent, *operands),
 )
 get_data_and_scale_p = _define(
     "get_data_and_scale",
@@ -72,20 +76,33 @@ cast_p = _define(
 )
 
 
-def _cast_jvp(primals, tangents, *, dtype):
-    return cast_p.bind(primals[0], dtype=dtype), cast_p.bind(tangents[0], dtype=dtype)
+stochastic_cast_p = _define(
+    "stochastic_cast",
+    lambda x, bits, *, dtype: dtypes.round_stochastically(x, bits, dtype),
+    lambda x, bits, *, dtype: x.update(dtype=dtype, weak_type=False),
+)
 
 
-def _cast_transpose(cotangent, x, *, dtype):
-    return (cast_p.bind(ad.instantiate_zeros(cotangent), dtype=x.aval.dtype),)
+def _define_derivatives_of_cast(primitive: Primitive) -> None:
+    """Straight through: tangents and cotangents are cast to the nearest number."""
+
+    def jvp(primals, tangents, *, dtype):
+        return primitive.bind(*primals, dtype=dtype), cast_p.bind(tangents[0], dtype=dtype)
+
+    def transpose(cotangent, x, *bits, dtype):
+        cotangent = ad.instantiate_zeros(cotangent)
+        return (cast_p.bind(cotangent, dtype=x.aval.dtype), *(None for _ in bits))
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
 
 
-ad.primitive_jvps[cast_p] = _cast_jvp
-ad.primitive_transposes[cast_p] = _cast_transpose
+_define_derivatives_of_cast(cast_p)
+_define_derivatives_of_cast(stochastic_cast_p)
 
 
 def _on_backward_jvp(primals, tangents, *, function):
-    return primals[0], on_backward_p.bind(tangents[0], function=function)
+    return primals[0], on_backward_p.bind(tangents[0], *primals[1:], function=function)
 
 
 ad.primitive_jvps[on_backward_p] = _on_backward_jvp
@@ -122,6 +139,33 @@ def _batch_match_scale(args, dims):
     return match_scale_p.bind(x, like), 0
 
 
+def _batch_stochastic_cast(args, dims, *, dtype):
+    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+    x, bits = (batching.bdim_at_front(a, d, size) for a, d in zip(args, dims))
+    return stochastic_cast_p.bind(x, bits, dtype=dtype), 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A function of a cotangent and of operands, over the leading axis of some of them."""
+
+    function: Hashable
+    axes: tuple[int | None, ...]
+
+    def __call__(self, *args: jax.Array) -> jax.Array:
+        return jax.vmap(self.function, self.axes)(*args)  # type: ignore[arg-type]
+
+
+def _batch_on_backward(args, dims, *, function):
+    (x, *operands), (dim, *others) = args, dims
+    if all(d is None for d in others):
+        return on_backward_p.bind(*args, function=function), dim
+    size = next(a.shape[d] for a, d in zip(operands, others) if d is not None)
+    x = batching.bdim_at_front(x, dim, size)
+    mapped = _Mapped(function, (0, *others))
+    return on_backward_p.bind(x, *operands, function=mapped), 0
+
+
 def _batch_with_scale(primitive: Primitive) -> None:
     def batch(args, dims, **params):
         (x, scale), (x_dim, scale_dim) = args, dims
@@ -137,10 +181,12 @@ def _batch_with_scale(primitive: Primitive) -> None:
     batching.primitive_batchers[primitive] = batch
 
 
-for _primitive in (stop_scaling_p, on_backward_p, cast_p, get_data_and_scale_p):
+for _primitive in (stop_scaling_p, cast_p, get_data_and_scale_p):
     _batch_unary(_primitive)
 for _primitive in (set_scaling_p, rebalance_scale_p):
     _batch_with_scale(_primitive)
+batching.primitive_batchers[stochastic_cast_p] = _batch_stochastic_cast
+batching.primitive_batchers[on_backward_p] = _batch_on_backward
 batching.primitive_batchers[match_scale_p] = _batch_match_scale
 batching.primitive_batchers[dynamic_rescale_p] = _batch_dynamic_rescale
 
@@ -157,13 +203,17 @@ def _checked_scale(scale: Any, x: Any) -> jax.Array:
     return jnp.asarray(scale, current_config().scale_dtype)
 
 
-def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast a floating array; to a dtype of at most 8 bits, saturating.
+def cast(x: jax.Array, dtype: Any, key: Any = None) -> jax.Array:
+    """Cast a floating array as `dtypes.cast` does.
 
     One primitive, so that inside `scalify` it is the data that saturates, not the value.
     """
     dtype = np.dtype(dtype)
-    return x if x.dtype == dtype else cast_p.bind(x, dtype=dtype)
+    if x.dtype == dtype:
+        return x
+    if key is None:
+        return cast_p.bind(x, dtype=dtype)
+    return stochastic_cast_p.bind(x, dtypes.random_bits(key, x.shape), dtype=dtype)
 
 
 def set_scaling(x: Any, scale: Any) -> Any:
@@ -327,10 +377,12 @@ def match_scales(tree: Any, like: Any) -> Any:
     return jax.tree.map(match, tree, like, is_leaf=array_lib.is_scaled)
 
 
-def on_backward(x: Any, function: Hashable) -> Any:
-    """Return `x`; send its cotangent through `function` (array to array of the same aval)."""
+def on_backward(x: Any, function: Hashable, *operands: jax.Array) -> Any:
+    """Return `x`; send its cotangent through `function(cotangent, *operands)`, of the same aval."""
     x = _checked(x)
-    return on_backward_p.bind(x, function=function) if dtypes.is_scalable(x.dtype) else x
+    if not dtypes.is_scalable(x.dtype):
+        return x
+    return on_backward_p.bind(x, *operands, function=function)
 
 
 def _outside(function: Callable, x: ScaledArray, *args: Any) -> Any:

@@ -1,8 +1,14 @@
-"""Casts on the forward or on the backward pass only, saturating for FP8."""
+"""Casts on the forward or on the backward pass only, saturating for FP8.
+
+They round to nearest even, or with a `key` of `jax.random` stochastically: up with a probability
+that is the distance from the number below, so that the mean is the value, and saturating in every
+dtype. A key is for one cast, as always in JAX; derivatives are those of the cast to nearest even.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -12,21 +18,23 @@ from jax_scalify.primitives import _checked, cast, on_backward
 
 
 @jax.custom_jvp
-def _through(x: jax.Array, like: jax.Array) -> jax.Array:
-    return cast(cast(x, like.dtype), x.dtype)
+def _through(x: jax.Array, like: jax.Array, key: Any) -> jax.Array:
+    return cast(cast(x, like.dtype, key), x.dtype)
 
 
-_through.defjvps(lambda tangent, *_: tangent, None)
+_through.defjvps(lambda tangent, *_: tangent, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RoundThrough:
-    """Round a cotangent to the values of a dtype."""
+    """Round a cotangent to the values of a dtype; stochastically, if there is a key's data."""
 
     dtype: Any
+    key_impl: Hashable = None
 
-    def __call__(self, cotangent: jax.Array) -> jax.Array:
-        return _through(cotangent, jnp.zeros((), self.dtype))
+    def __call__(self, cotangent: jax.Array, *key_data: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(*key_data, impl=self.key_impl) if key_data else None
+        return _through(cotangent, jnp.zeros((), self.dtype), key)
 
 
 def _float_dtype(dtype: Any) -> Any:
@@ -36,12 +44,17 @@ def _float_dtype(dtype: Any) -> Any:
     return dtype
 
 
-def cast_on_forward(x: Any, dtype: Any) -> jax.Array:
+def cast_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
     """Cast a value on the forward pass; its cotangent comes back in the dtype of `x`.
 
     Out-of-range values saturate for dtypes of at most 8 bits. JAX gives the cotangent of an array
     the array's dtype, so between the consumer and this cast it is of `dtype` too: for matmuls
     `jax_scalify.nn.dot_general` keeps the cotangent wide.
+
+    Args:
+        x: array of a floating dtype.
+        dtype: the floating dtype to round to.
+        key: of `jax.random`, for stochastic rounding; by default, to nearest even.
 
     Raises:
         TypeError: if `dtype` is not a floating dtype.
@@ -51,14 +64,14 @@ def cast_on_forward(x: Any, dtype: Any) -> jax.Array:
         448
     """
     x = _checked(x)
-    return cast(x, _float_dtype(dtype))
+    return cast(x, _float_dtype(dtype), key)
 
 
-def cast_on_backward(x: Any, dtype: Any) -> jax.Array:
+def cast_on_backward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
     """Return `x`; on the backward pass round its cotangent to the values of `dtype`.
 
     The cotangent keeps the dtype of `x`, as JAX requires, and saturates for dtypes of at most
-    8 bits.
+    8 bits. A `key` makes the rounding stochastic.
 
     Raises:
         TypeError: if `dtype` is not a floating dtype.
@@ -68,13 +81,19 @@ def cast_on_backward(x: Any, dtype: Any) -> jax.Array:
         >>> print(jax.grad(f)(2.0))
         1.0
     """
-    return on_backward(x, _RoundThrough(_float_dtype(dtype)))
+    dtype = _float_dtype(dtype)
+    if key is None:
+        return on_backward(x, _RoundThrough(dtype))
+    # The key is an operand, so that scans and maps give each step its own.
+    rounding = _RoundThrough(dtype, jax.random.key_impl(key))
+    return on_backward(x, rounding, jax.random.key_data(key))
 
 
-def reduce_precision_on_forward(x: Any, dtype: Any) -> jax.Array:
+def reduce_precision_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
     """Round a value to those of `dtype` on the forward pass, in the dtype of `x`.
 
-    Saturates for dtypes of at most 8 bits; the cotangent passes unchanged.
+    Saturates for dtypes of at most 8 bits; the cotangent passes unchanged. A `key` makes the
+    rounding stochastic.
 
     Raises:
         TypeError: if `dtype` is not a floating dtype.
@@ -82,12 +101,18 @@ def reduce_precision_on_forward(x: Any, dtype: Any) -> jax.Array:
     Example:
         >>> print(jsa.ops.reduce_precision_on_forward(jnp.float32(1.1), jnp.float8_e4m3fn))
         1.125
+        >>> x, key = jnp.full(1000, 1.1), jax.random.key(0)
+        >>> y = jsa.ops.reduce_precision_on_forward(x, jnp.float8_e4m3fn, key=key)
+        >>> print(jnp.unique(y), f"{jnp.mean(y):.2f}")
+        [1.    1.125] 1.10
     """
-    return _through(_checked(x), jnp.zeros((), _float_dtype(dtype)))
+    return _through(_checked(x), jnp.zeros((), _float_dtype(dtype)), key)
 
 
-def reduce_precision_on_backward(x: Any, dtype: Any) -> jax.Array:
+def reduce_precision_on_backward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
     """Return `x`; on the backward pass round its cotangent to the values of `dtype`.
+
+    The same as `cast_on_backward`.
 
     Raises:
         TypeError: if `dtype` is not a floating dtype.
@@ -97,4 +122,4 @@ def reduce_precision_on_backward(x: Any, dtype: Any) -> jax.Array:
         >>> print(jax.grad(f)(2.0))
         1.0
     """
-    return cast_on_backward(x, dtype)
+    return cast_on_backward(x, dtype, key=key)

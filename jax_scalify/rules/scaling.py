@@ -68,6 +68,13 @@ def cast_rule(ctx: RuleContext, x: ScaledArray, *, dtype: Any) -> ScaledArray:
     return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0].shape), dtype), x.scale)
 
 
+@register_scale_rule(primitives.stochastic_cast_p)
+def stochastic_cast_rule(ctx: RuleContext, x: ScaledArray, bits: Any, *, dtype: Any) -> ScaledArray:
+    """The data only, saturating; scale unchanged."""
+    data = filled(x.data, ctx.out_avals[0].shape)
+    return ScaledArray(dtypes.round_stochastically(data, bits, dtype), x.scale)
+
+
 @register_scale_rule(primitives.rebalance_scale_p)
 def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data / factor`, `scale * factor`."""
