@@ -23,6 +23,7 @@ from jax_scalify.primitives import (
     stop_scaling,
 )
 from jax_scalify.registry import DequantisedWarning, MissingRuleError, register_scale_rule
+from jax_scalify.storage import pack_scales, unpack_scales
 from jax_scalify.transform import scalify
 
 try:
@@ -49,6 +50,7 @@ __all__ = [
     "nn",
     "numerics",
     "ops",
+    "pack_scales",
     "rebalance_scale",
     "register_scale_rule",
     "scaled_array",
@@ -58,4 +60,5 @@ __all__ = [
     "testing",
     "thaw_scales",
     "tree",
+    "unpack_scales",
 ]

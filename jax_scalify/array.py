@@ -146,6 +146,25 @@ def is_scaled(leaf: Any) -> bool:
     return isinstance(leaf, ScaledArray)
 
 
+PACKED = jnp.dtype(jnp.float8_e8m0fnu)
+"""Dtype of scales that are stored, not computed with: `storage.pack_scales`."""
+
+
+def is_packed(leaf: Any) -> bool:
+    """Tell whether a leaf is a `ScaledArray` whose scale is packed for storage."""
+    return is_scaled(leaf) and not leaf.is_static and getattr(leaf.scale, "dtype", None) == PACKED
+
+
+def check_unpacked(tree: Any, name: str = "tree") -> None:
+    """Raise a `TypeError` that names the leaf whose scale is packed for storage."""
+    for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
+        if is_packed(leaf):
+            raise TypeError(
+                f"`{name}{tree_util.keystr(path)}` has a scale that is packed for storage "
+                f"({PACKED}). Unpack the state first: `state = jsa.unpack_scales(state)`."
+            )
+
+
 def _leading(scale: Any, ndim: int) -> Any:
     """Reshape a scale of a lower rank so that it lies along the leading axes."""
     return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim)) if scale.ndim else scale
@@ -409,6 +428,7 @@ def freeze_scales(tree: Any) -> Any:
     A step that is traced with static scales has no scale arithmetic left for them. Scales that
     are not scalar stay dynamic.
     """
+    check_unpacked(tree)
 
     def freeze(leaf: Any) -> Any:
         if is_scaled(leaf) and not leaf.is_static and np.ndim(leaf.scale) == 0:

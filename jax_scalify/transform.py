@@ -14,7 +14,7 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat, algebra, dtypes, pow2, primitives
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.algebra import Scale, ScaleTable
-from jax_scalify.array import ScaledArray, align_scale, is_scaled
+from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.registry import (
@@ -67,7 +67,8 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
         only (and no `set_scaling` inside) it computes exactly what `fun` does.
 
     Raises:
-        TypeError: if `fun` is not callable or `config` not a `ScalifyConfig`.
+        TypeError: if `fun` is not callable or `config` not a `ScalifyConfig`; when called, for a
+            scale that is packed for storage.
         MissingRuleError: when called, for a primitive without a rule, if so configured.
 
     Source: Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
@@ -91,6 +92,8 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
         active = config or current_config()
+        check_unpacked(args, "args")
+        check_unpacked(kwargs, "kwargs")
         traced = trace(fun, args, kwargs)
         closed, operands = traced.closed, traced.operands
         used = {eqn.primitive for eqn in all_equations(closed.jaxpr)}
