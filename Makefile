@@ -37,7 +37,7 @@ SAMPLE = tests/test_array.py tests/test_calls.py tests/test_control_flow.py test
 	tests/examples/test_scanned_layers.py tests/numerics/test_fp8.py tests/numerics/test_hlo.py
 
 .PHONY: demo test test-full test-newest test-lowest lint format table3 bench coverage \
-	scale-quality float16-training fp8 clean
+	scale-quality float16-training fp8 gpu-fp8 clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -78,6 +78,10 @@ float16-training: $(VENV)/.installed  ## a GPT, a Llama and a BERT with everythi
 
 fp8: $(VENV)/.installed  ## FP8 matmuls: ours, Flax's and (if installed) Qwix's
 	$(VENV)/bin/python benchmarks/fp8.py
+
+# On a machine with an H100 or a newer GPU, and JAX for it: `.venv/bin/pip install 'jax[cuda13]'`.
+gpu-fp8: $(VENV)/.installed  ## matmuls and transformer layers in bfloat16 and FP8, on a GPU
+	JAX_PLATFORMS= $(VENV)/bin/python benchmarks/gpu_fp8.py
 
 # The newest JAX comes last: it writes the page from the results of both.
 coverage: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## JAX's own test harnesses, and docs/coverage.md
