@@ -7,9 +7,10 @@ Two transformers on bytes: a GPT of Flax linen (`scale_models`) and that of `exa
 Flax NNX's own layers. Every variant has the same weights, batches and optimizer, and FP8 in all
 linear layers; the loss is that of held-out text. `ours` is
 `scalify(grad(fp8_matmuls(loss)))` with float32 state, `ours-nn` has the layers of `jsa.nn` besides,
-`ours-float16` stores everything in float16. Every finished cell (model, variant, seed) is kept in
-`benchmarks/results/fp8-jax<version>.json`: a run that was stopped goes on with the next one. On a
-CPU FP8 is emulated: the losses are right, the step times are not those of a GPU.
+`ours-float16` stores everything in float16. `gradient` is how far a variant's gradient is from
+float32's, relative to it, at weights that float32 has trained. Every finished cell (model, variant,
+seed) is kept in `benchmarks/results/fp8-jax<version>.json`: a run that was stopped goes on with the
+next one. On a CPU FP8 is emulated: the losses are right, the step times are not those of a GPU.
 """
 
 import argparse
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 import flax  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import linen, nnx  # noqa: E402
 from flax.linen import fp8_ops  # noqa: E402
@@ -61,6 +63,7 @@ VARIANTS = ("float32", "bfloat16", "ours", "ours-nn", "ours-float16", "flax", "q
 CONFIG = get_size("tiny")
 MOMENT_EXPONENTS = (-2, 2)
 HELD_OUT_BATCHES = 32
+WARM_UP = 16  # steps that Flax's scales need to settle
 FORMATS = {
     "weight_qtype": jnp.float8_e4m3fn,
     "act_qtype": jnp.float8_e4m3fn,
@@ -191,13 +194,17 @@ def qwix_provider() -> Any:
 # Training
 
 
+def make_loss(model: str, variant: str) -> tuple[Callable, Callable]:
+    """Return `init(seed) -> variables` and `loss(variables, batch)` of a variant."""
+    init, loss = {"linen": linen_model, "nnx": nnx_model}[model](variant)
+    return init, jsa.fp8_matmuls(loss, SELECT) if variant.startswith("ours") else loss
+
+
 def make_trial(model: str, variant: str, steps: int) -> Trial:
     """Build a variant."""
-    init, loss = {"linen": linen_model, "nnx": nnx_model}[model](variant)
+    init, loss = make_loss(model, variant)
     ours, float16 = variant.startswith("ours"), variant == "ours-float16"
     optimizer = make_optimizer(dataclasses.replace(CONFIG, steps=steps))
-    if ours:
-        loss = jsa.fp8_matmuls(loss, SELECT)
 
     def update(state: PyTree, batch: PyTree) -> PyTree:
         variables, opt_state = state
@@ -239,6 +246,31 @@ def train(trial: Trial, seed: int, steps: int, progress: Callable) -> float:
     return statistics.fmean(float(trial.evaluate(state, batch)) for batch in held_out)
 
 
+def gradient_errors(model: str, variants: Sequence[str], steps: int) -> dict[str, float]:
+    """How far each variant's gradient is from float32's, relative, after float32 training."""
+    trial = make_trial(model, "float32", steps)
+    state = trial.init(0)
+    for step in range(steps):
+        state = trial.update(state, next_byte_batch(0, step))
+    params, batch = state[0]["params"], next_byte_batch(0, steps)
+    gradients = {}
+    for variant in variants:
+        init, loss = make_loss(model, variant)
+        gradient, variables = jax.grad(loss), init(0) | {"params": params}
+        if variant.startswith("ours"):
+            variables = jsa.as_scaled_array(variables, scale="rms")
+            variables = astype(variables, compute_dtype(variant))
+            gradient = jsa.scalify(gradient)
+        gradient = jax.jit(gradient)
+        for _ in range(WARM_UP if variant == "flax" else 0):
+            variables = gradient(variables, batch) | {"params": params}
+        leaves = jax.tree.leaves(jsa.asarray(gradient(variables, batch)["params"], jnp.float32))
+        gradients[variant] = np.concatenate([np.ravel(x).astype(np.float64) for x in leaves])
+    exact = gradients["float32"]
+    norm = np.linalg.norm(exact)
+    return {name: float(np.linalg.norm(g - exact) / norm) for name, g in gradients.items()}
+
+
 def measure_costs(model: str, variants: Sequence[str], repeats: int) -> dict[str, dict[str, float]]:
     """Compile time, size of the program and step time of some variants, their steps in turn."""
     # Made anew: what has run before is not compiled again.
@@ -273,7 +305,7 @@ def summarise(results: dict, models: Sequence[str], seeds: Sequence[int]) -> Tab
     table = Table(box=box.SIMPLE, title=f"JAX {jax.__version__}, Flax {flax.__version__}")
     for column in ("model", "variant"):
         table.add_column(column)
-    for column in ("loss", "gap", "worst seed", "first call", "HLO", "step"):
+    for column in ("loss", "gap", "worst seed", "gradient", "first call", "HLO", "step"):
         table.add_column(column, justify="right")
     for model, variant in itertools.product(models, VARIANTS):
         cells = results["cells"]
@@ -284,6 +316,8 @@ def summarise(results: dict, models: Sequence[str], seeds: Sequence[int]) -> Tab
         gaps = [100 * (a / b - 1) for a, b in zip(found, plain, strict=True)]
         row = [f"{statistics.fmean(found):.4f}", f"{statistics.fmean(gaps):+.2f}%"]
         row.append(f"{max(gaps):+.2f}%")
+        error = results["gradients"].get(f"{model}/{variant}")
+        row.append("" if error is None else f"{100 * error:.1f}%")
         cost = results["costs"].get(f"{model}/{variant}")
         base = results["costs"].get(f"{model}/float32")
         if cost and base:
@@ -313,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     console = Console(width=120)
     path = options.out / f"fp8-jax{jax.__version__}.json"
-    results: dict[str, Any] = {"cells": {}, "costs": {}}
+    results: dict[str, Any] = {"cells": {}, "costs": {}, "gradients": {}}
     if path.exists():
         results |= json.loads(path.read_text())
 
@@ -336,6 +370,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with ProgressLine(key, options.steps, console) as progress:
                 loss = train(trial, seed, options.steps, progress)
             results["cells"][key] = {"loss": loss, "steps": options.steps}
+            store()
+        missing = any(f"{model}/{name}" not in results["gradients"] for name in trials)
+        if "float32" in trials and (missing or options.fresh):
+            console.print(f"{model}: gradients")
+            errors = gradient_errors(model, list(trials), options.steps)
+            results["gradients"] |= {f"{model}/{name}": error for name, error in errors.items()}
             store()
         # Times are compared within one run.
         missing = any(f"{model}/{name}" not in results["costs"] for name in trials)

@@ -25,6 +25,7 @@ def test_a_short_run_is_stored_and_compared(tmp_path, capsys):
     losses = [stored["cells"][f"nnx/{variant}/0"]["loss"] for variant in ("float32", "ours")]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     assert stored["costs"]["nnx/ours"]["hlo"] > 0
+    assert stored["gradients"]["nnx/float32"] == 0 < stored["gradients"]["nnx/ours"] < 0.2
 
 
 def test_the_table(capsys):
@@ -37,9 +38,15 @@ def test_the_table(capsys):
         "linen/float32": {"first_call_s": 2.0, "hlo": 1000, "step_ms": 10.0},
         "linen/flax": {"first_call_s": 3.0, "hlo": 2000, "step_ms": 30.0},
     }
-    Console(width=120).print(fp8.summarise({"cells": cells, "costs": costs}, ["linen"], [0, 1]))
+    results = {"cells": cells, "costs": costs, "gradients": {"linen/flax": 0.123}}
+    Console(width=120).print(fp8.summarise(results, ["linen"], [0, 1]))
     printed = capsys.readouterr().out
-    assert "+0.83%" in printed and "+1.00%" in printed and "2,000 (2.0x)" in printed
+    assert (
+        "+0.83%" in printed
+        and "+1.00%" in printed
+        and "12.3%" in printed
+        and "2,000 (2.0x)" in printed
+    )
 
 
 def test_the_example_with_the_layers_of_flax():
