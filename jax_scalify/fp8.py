@@ -124,7 +124,8 @@ def fp8_matmuls(
 
     Args:
         fun: a traceable function of plain arrays; strings, callables, Python bools and `None`
-            among its arguments are static.
+            among its arguments are static. What it changes in an argument (the state of an NNX
+            module) is lost, as under `jax.grad`: split the module and return its state.
         select: tells of a `jsa.fp8.Matmul` whether to rewrite it; by default those without batch
             dims. See `jsa.fp8` for ready-made ones.
         forward_dtype: format of both operands, or a pair with one for each.
@@ -132,7 +133,8 @@ def fp8_matmuls(
         accumulation_dtype: dtype in which the matmuls add up, by default at least float32.
 
     Returns:
-        A function of the same arguments and results. Its derivatives are of reverse mode.
+        A function of the same arguments and results. Its derivatives are of reverse mode, and the
+        first ones only.
 
     Raises:
         TypeError: if `fun` or `select` is not callable, or a format not floating point; when

@@ -99,7 +99,7 @@ class Facts:
         nonneg: none is negative.
         computed: they were made of other values, and not given to the function as they are: they
             may have something in common with those of other such values.
-        peaked: they were made by exponentials in a dtype of short range: one of them may be as
+        peaked: they are exponentials, or a mask, in a dtype of short range: one of them may be as
             large as all others together, and the range does not hold both ends.
         sums: how many sums over other axes, as of a matmul, were added up to it; else 0.
     """
@@ -280,10 +280,11 @@ def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
 
 
 def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
-    """Tell whether an equation takes exponentials in float16, or moves or multiplies them."""
+    """Tell whether an equation takes exponentials or masks in float16, or moves or scales them."""
     name = eqn.primitive.name
-    if name in ("exp", "exp2"):
-        return dtypes.has_short_range(inputs[0].dtype)
+    mask = name == "convert_element_type" and inputs[0].dtype == np.bool_
+    if mask or name in ("exp", "exp2"):
+        return dtypes.has_short_range(eqn.outvars[0].aval.dtype)
     keeps = name in _AS_GIVEN or name in MOVEMENT or name in ("mul", "div", "select_n")
     return keeps and any(v.peaked for v in inputs)
 

@@ -549,3 +549,14 @@ def test_effects_stay_without_results():
     assert jax.jit(jsa.scalify(fun, config=config))(scaled(3.0, 2.0)) is None
     jax.effects_barrier()
     assert seen == [6.0]
+
+
+def test_a_maximum_of_scales_that_a_body_makes_one_after_the_other():
+    """A member that was made after its maximum cannot be told by number."""
+    x = jnp.linspace(0.9, 1.1, 8)
+
+    def loss(x):
+        return jnp.cumprod(x).sum()
+
+    got = jax.jit(jsa.scalify(jax.grad(loss)))(jsa.as_scaled_array(x))
+    np.testing.assert_allclose(got, jax.grad(loss)(x), rtol=1e-5)

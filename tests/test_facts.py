@@ -222,6 +222,26 @@ class TestTraps:
         assert np.all(np.isfinite(probabilities.data)) and np.all(np.isfinite(grad.data))
         np.testing.assert_allclose(value(probabilities)[7], 1, rtol=2e-3)
 
+    @pytest.mark.parametrize(
+        "fun",
+        [
+            lambda x: jax.nn.softmax(x).max(-1).sum(),
+            lambda x: jnp.square(jax.nn.softmax(x)).sum(),
+            lambda x: (jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(),
+            lambda x: (x.max(-1) ** 3).mean(),
+        ],
+        ids=["largest", "gini", "entropy", "maximum"],
+    )
+    @pytest.mark.parametrize("classes", [16, 1000])
+    def test_gradients_at_a_confident_token(self, fun, classes):
+        """The gradient of a maximum divides by the number of ties: a sum that is 1, and not n."""
+        x = jnp.zeros((4, classes)).at[:, 0].set(20.0).at[:, 1].set(-3.0)
+        exact = np.asarray(jax.grad(fun)(x), np.float64)
+        got = jax.jit(jsa.scalify(jax.grad(fun)))(scaled(x / 4, 4.0))
+        assert np.all(np.isfinite(got.data))
+        # `p * (1 - p)` of a p near 1 has only the digits that float16 leaves.
+        np.testing.assert_allclose(value(got), exact, atol=2e-3 * np.abs(exact).max() + 1e-3)
+
     @pytest.mark.parametrize("length", [64, 1024])
     @pytest.mark.parametrize("size", [1, 8])
     def test_causal_attention(self, length, size):

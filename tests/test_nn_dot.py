@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax import lax
 
 import jax_scalify as jsa
@@ -282,3 +283,23 @@ def test_a_branch_without_the_matmul():
     got = jax.jit(jsa.scalify(jax.value_and_grad(loss)))(*args)
     for a, b in zip(got, jax.value_and_grad(loss)(lhs, rhs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("second", [jax.grad, jax.jacfwd])
+def test_second_derivatives_are_refused(second):
+    """They were derivatives of the cast operands, and as narrow: nan, or 0."""
+    lhs, rhs, _, dims = make("plain")
+    first = jax.grad(lambda b: jnp.sum(jsa.nn.dot_general(lhs, b, dims) ** 2))
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        second(lambda b: jnp.sum(first(b) ** 2))(rhs)
+
+
+def test_flax_layers_take_these():
+    rngs, x = nnx.Rngs(0), jnp.ones((2, 6, 8))
+    conv = nnx.Conv(8, 5, (3,), conv_general_dilated=jsa.nn.conv_general_dilated, rngs=rngs)
+    assert conv(x).shape == (2, 6, 5)
+    assert nnx.Linear(8, 5, dot_general=jsa.nn.DotGeneral(), rngs=rngs)(x).shape == (2, 6, 5)
+    dense = linen.Dense(5, dot_general_cls=jsa.nn.DotGeneral)
+    params = dense.init(jax.random.key(0), x)
+    expected = linen.Dense(5, dot_general=jsa.nn.dot_general).apply(params, x)
+    np.testing.assert_array_equal(dense.apply(params, x), expected)

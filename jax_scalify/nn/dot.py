@@ -119,12 +119,14 @@ def dot_general(
         precision: as in `jax.lax.dot_general`.
         out_sharding: as in `jax.lax.dot_general`.
         preferred_element_type: dtype of the result; by default that of the operands' promotion.
+            Give it for operands that are FP8 already.
         forward_dtype: format of both operands, or a pair with one for each.
         backward_dtype: format of the cotangent.
         accumulation_dtype: dtype in which the matmuls add up, by default at least float32.
 
     Raises:
         TypeError: if an operand or a format is not floating point.
+        NotImplementedError: if it is differentiated twice.
 
     Example:
         >>> x = jnp.full((2, 4), 1.1)
@@ -265,6 +267,7 @@ def conv_general_dilated(
     batch_group_count: int = 1,
     precision: Any = None,
     preferred_element_type: Any = None,
+    out_sharding: Any = None,
     **formats: Any,
 ) -> jax.Array:
     """Convolve like `jax.lax.conv_general_dilated`, in one format forward and another backward.
@@ -285,6 +288,7 @@ def conv_general_dilated(
         batch_group_count: likewise.
         precision: likewise.
         preferred_element_type: dtype of the result; by default that of the operands' promotion.
+        out_sharding: constraint on the result.
         **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
 
     Raises:
@@ -317,6 +321,8 @@ def conv_general_dilated(
         dot.accumulation_dtype,
     )
     out = cast(out, preferred_element_type or common)
+    if out_sharding is not None:
+        out = lax.with_sharding_constraint(out, out_sharding)
     return reduce_precision_on_backward(out, dot.backward_dtype)
 
 
@@ -362,9 +368,24 @@ def _dot(lhs: Any, rhs: Any, dot: _Dot) -> jax.Array:
 
 def _forward(lhs: Any, rhs: Any, dot: _Dot) -> Any:
     lhs_dtype, rhs_dtype = dot.formats.forward_dtype
-    lhs, rhs = cast(lhs, lhs_dtype), cast(rhs, rhs_dtype)
+    lhs, rhs = _once_differentiable((cast(lhs, lhs_dtype), cast(rhs, rhs_dtype)))
     out = _narrow_dot(lhs, rhs, dot.dims, dot, dot.out, dot.out_sharding)
     return out, (lhs, rhs)
+
+
+@jax.custom_jvp
+def _once_differentiable(narrow: Any) -> Any:
+    """Return narrow operands; their tangents would be as narrow, and saturate or vanish."""
+    return narrow
+
+
+@functools.partial(_once_differentiable.defjvp, symbolic_zeros=True)
+def _once_differentiable_jvp(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "A matmul of `jax_scalify.nn` or `fp8_matmuls` was differentiated twice: the derivative of "
+        "its backward pass would be rounded to the operands' format. Use `jax.lax.dot_general` "
+        "there, or leave such matmuls out with the `select` of `fp8_matmuls`."
+    )
 
 
 def _backward(dot: _Dot, narrow: Any, cotangent: Any) -> Any:

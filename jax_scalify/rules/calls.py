@@ -104,9 +104,9 @@ def _interpret(
         results[:] = [_Known.of(o, slots, o.depth) for o in outputs]
         packed = [a for k, o in zip(results, outputs, strict=True) for a in k.arrays(o, table)]
         new = list(slots.numbers)[len(atoms) :]
-        for atom in new:
-            members = None
-            if all(a in slots.numbers for factors, _ in atom.members for a, _ in factors):
+        for position, atom in enumerate(new, start=len(atoms)):
+            members, parts = None, [a for factors, _ in atom.members for a, _ in factors]
+            if all(slots.numbers.get(a, position) < position for a in parts):  # made before it
                 members = [slots.describe(Scale(e, factors)) for factors, e in atom.members]
             made.append((atom.nonzero, members))
         return [*packed, *(atom.array for atom in new)]

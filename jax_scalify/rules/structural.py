@@ -92,7 +92,10 @@ register_scale_rule(lax.top_k_p, "tile", "unstack")(structural_rule())
 
 @register_scale_rule(lax.reshape_p)
 def reshape_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
-    """`out = reshape(data)`; a scale along merged or split axes lies along the new ones."""
+    """`out = reshape(data)`; a scale lies along the axes that an axis of it becomes.
+
+    Where each element would have a scale of its own, there is one for all.
+    """
     if x.scale.ndim:
         groups = _reshaped_groups(x.shape, ctx.out_avals[0].shape)
         varies = [any(x.scale.shape[a] != 1 for a in axes) for axes, _ in groups]
