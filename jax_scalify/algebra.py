@@ -381,10 +381,16 @@ class ScaleTable:
         return self._memoised(("root", scale, degree), make)
 
     def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
-        """Split a traced array into data in [1, 2) and a scale, element by element."""
+        """Split a traced array into data in [1, 2) and a scale, element by element.
+
+        What is between 1/2 and 1 has scale 1: a decay that is applied again and again would double
+        the data each time, and halve the scale.
+        """
         known = self._splits.get(id(value))
         if known is None:
-            scale = self.atom(_compat.pin(round_down(value, self.dtype)))
+            power = round_down(value, self.dtype)
+            power = jnp.where(power == 0.5, jnp.ones_like(power), power)
+            scale = self.atom(_compat.pin(power))
             compute = dtypes.compute_dtype(value.dtype)
             data = lax.mul(value.astype(compute), (ONE / scale).array.astype(compute))
             known = (value, data.astype(value.dtype), scale)  # keeps `value`, hence its id, alive

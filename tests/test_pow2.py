@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -129,3 +130,13 @@ def test_a_static_scale_leaves_within_the_range():
     out = jsa.scalify(lambda x: x * x)(x)
     assert out.scale <= 2.0**126
     np.testing.assert_array_equal(np.asarray(out, np.float64), 2.0**80)
+
+
+def test_a_factor_that_is_traced_moves_the_data_no_faster_than_the_value():
+    """`w * (1 - lr)`: split to the power of two below, the data doubled at every step."""
+    step = jax.jit(jsa.scalify(lambda w, lr: w * (1 - lr)))
+    w, exact = jsa.as_scaled_array(jnp.full(4, 1.5, jnp.float16), "rms"), np.float64(1.5)
+    for _ in range(100):
+        w, exact = step(w, jnp.float16(2.0**-6)), exact * (1 - 2.0**-6)
+    np.testing.assert_allclose(np.asarray(w, np.float64), exact, rtol=2e-2)
+    assert 2.0**-4 < float(jnp.max(w.data)) < 4

@@ -163,8 +163,11 @@ def test_traced_numbers_split_exactly(dtype, draw):
     assert data.dtype == values.dtype
     assert_same(power == 0, flushed)
     assert_same((exact(data) * power)[~flushed], wide[~flushed])
-    size = np.abs(exact(data))[~flushed & (np.abs(wide) < 2.0 ** (MAX_EXPONENT + 1))]
-    assert np.all((size >= 1) & (size < 2))
+    size = np.abs(wide)
+    decay = (size >= 0.5) & (size < 1)
+    assert np.all(power[decay] == 1)
+    ratio = np.abs(exact(data))[~flushed & ~decay & (size < 2.0 ** (MAX_EXPONENT + 1))]
+    assert np.all((ratio >= 1) & (ratio < 2))
 
 
 # The algebra: scales as expressions, against integer exponents. Each atom is an array of many.
