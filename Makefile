@@ -34,7 +34,7 @@ SAMPLE = tests/test_array.py tests/test_calls.py tests/test_control_flow.py test
 	tests/test_pow2_properties.py tests/test_primitives.py tests/test_provenance.py \
 	tests/test_range.py tests/test_remat.py tests/test_sharding.py tests/test_state.py \
 	tests/test_testing.py tests/test_transform.py \
-	tests/examples/test_scanned_layers.py tests/numerics/test_fp8.py tests/numerics/test_hlo.py
+	tests/examples/test_scanned_layers.py tests/numerics/test_check_fp8.py tests/numerics/test_hlo.py
 
 .PHONY: demo test test-full test-newest test-lowest lint format table3 bench coverage \
 	scale-quality float16-training fp8 gpu-fp8 clean
