@@ -341,7 +341,7 @@ def test_a_line_of_the_model_is_named():
 
     layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     (row,) = traced_only(lambda x: layer(x), array(16, 16)).rows
-    assert "test_fp8.py" in row.line
+    assert "test_check_fp8.py" in row.line
 
 
 def test_a_cached_program_does_not_bring_the_names_of_another(tmp_path):
