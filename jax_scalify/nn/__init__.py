@@ -16,14 +16,8 @@ from jax_scalify.nn.activations import (
     tanh,
 )
 from jax_scalify.nn.attention import dot_product_attention
-from jax_scalify.nn.dot import (
-    DotGeneral,
-    conv_general_dilated,
-    dot_general,
-    einsum,
-    linear,
-    matmul,
-)
+from jax_scalify.nn.conv import conv_general_dilated
+from jax_scalify.nn.dot import DotGeneral, dot_general, einsum, linear, matmul
 from jax_scalify.nn.layers import dropout, embed, residual_add
 from jax_scalify.nn.losses import (
     cross_entropy,

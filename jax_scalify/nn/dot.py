@@ -1,11 +1,10 @@
-"""Matrix multiplications and convolutions with separate formats for the two passes."""
+"""Matrix multiplications with separate formats for the two passes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import _compat, dtypes
-from jax_scalify.ops.cast import reduce_precision_on_backward, reduce_precision_on_forward
 from jax_scalify.primitives import cast
 
 
@@ -48,13 +46,13 @@ class DotGeneral:
         pair = forward if isinstance(forward, (tuple, list)) else (forward, forward)
         if len(pair) != 2:
             raise TypeError(f"`forward_dtype` must be one dtype or two, got {forward}.")
-        forward = tuple(_float_dtype(d, "forward_dtype") for d in pair)
+        forward = tuple(float_dtype(d, "forward_dtype") for d in pair)
         accumulation = self.accumulation_dtype
         if accumulation is not None:
-            accumulation = _float_dtype(accumulation, "accumulation_dtype")
+            accumulation = float_dtype(accumulation, "accumulation_dtype")
         object.__setattr__(self, "forward_dtype", forward)
         object.__setattr__(self, "accumulation_dtype", accumulation)
-        backward = _float_dtype(self.backward_dtype, "backward_dtype")
+        backward = float_dtype(self.backward_dtype, "backward_dtype")
         object.__setattr__(self, "backward_dtype", backward)
 
     def __call__(
@@ -68,8 +66,8 @@ class DotGeneral:
         out_sharding: Any = None,
     ) -> jax.Array:
         """Multiply like `jax.lax.dot_general`."""
-        _float_dtype(lhs.dtype, "lhs")
-        _float_dtype(rhs.dtype, "rhs")
+        float_dtype(lhs.dtype, "lhs")
+        float_dtype(rhs.dtype, "rhs")
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         dims = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
         out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
@@ -86,7 +84,8 @@ class DotGeneral:
         return self.accumulation_dtype or dtypes.compute_dtype(out)
 
 
-def _float_dtype(dtype: Any, name: str) -> Any:
+def float_dtype(dtype: Any, name: str) -> Any:
+    """Return a dtype, or refuse what is not floating point."""
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`{name}` must be floating point, got {dtype}.")
@@ -253,77 +252,6 @@ def linear(
     types = {"precision": precision, "preferred_element_type": preferred_element_type}
     out = matmul(x, kernel, **types, **formats)
     return out if bias is None else out + bias.astype(out.dtype)
-
-
-def conv_general_dilated(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    feature_group_count: int = 1,
-    batch_group_count: int = 1,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
-    **formats: Any,
-) -> jax.Array:
-    """Convolve like `jax.lax.conv_general_dilated`, in one format forward and another backward.
-
-    The operands and the cotangent are rounded to the values of their formats and convolved in the
-    operands' dtype: XLA has no convolution of FP8 arrays. Fits the `conv_general_dilated=` argument
-    of Flax's convolutions.
-
-    Args:
-        lhs: images, in the layout that `dimension_numbers` says.
-        rhs: kernel.
-        window_strides: as in `jax.lax.conv_general_dilated`, as all up to `precision`.
-        padding: likewise.
-        lhs_dilation: likewise.
-        rhs_dilation: likewise.
-        dimension_numbers: likewise.
-        feature_group_count: likewise.
-        batch_group_count: likewise.
-        precision: likewise.
-        preferred_element_type: dtype of the result; by default that of the operands' promotion.
-        out_sharding: constraint on the result.
-        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
-
-    Raises:
-        TypeError: as `dot_general`.
-
-    Example:
-        >>> x = jnp.full((1, 1, 4), 1.1)
-        >>> print(conv_general_dilated(x, x, (1,), "VALID"))
-        [[[5.0625]]]
-    """
-    _float_dtype(lhs.dtype, "lhs")
-    _float_dtype(rhs.dtype, "rhs")
-    dot = DotGeneral(**formats)
-    common = jnp.promote_types(lhs.dtype, rhs.dtype)
-    lhs, rhs = (
-        reduce_precision_on_forward(x.astype(common), dtype)
-        for x, dtype in zip((lhs, rhs), dot.forward_dtype, strict=True)
-    )
-    out = lax.conv_general_dilated(
-        lhs,
-        rhs,
-        window_strides,
-        padding,
-        lhs_dilation,
-        rhs_dilation,
-        dimension_numbers,
-        feature_group_count,
-        batch_group_count,
-        precision,
-        dot.accumulation_dtype,
-    )
-    out = cast(out, preferred_element_type or common)
-    if out_sharding is not None:
-        out = lax.with_sharding_constraint(out, out_sharding)
-    return reduce_precision_on_backward(out, dot.backward_dtype)
 
 
 # The rules for the two passes
