@@ -158,7 +158,8 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
         dim and one free dim beside batch dims.
 
     Raises:
-        TypeError: if `fun` is not callable.
+        TypeError: if `fun` is not callable, or an argument of a function that is not jitted is
+            neither an array nor a number.
 
     Example:
         >>> x = jnp.ones((32, 64), jnp.float8_e4m3fn)
@@ -176,8 +177,10 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
             raise TypeError("`args` must be left out: `fun` has been traced with its arguments.")
         traced = fun
     elif callable(fun):
-        jitted = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
-        traced = jitted.trace(*args, **kwargs)
+        if not isinstance(fun, jax.stages.Wrapped):
+            _check_arrays((args, kwargs), fun)
+            fun = jax.jit(fun)
+        traced = fun.trace(*args, **kwargs)
     else:
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
     equations = _matmuls(_compat.live_jaxpr(traced.jaxpr), "", 1)
@@ -188,6 +191,17 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
         compiled = traced.lower().compile()
     rows, unmatched = match(rows, hlo.parse_program(compiled.as_text() or ""))
     return Fp8Report(rows, _backend(compiled), unmatched)
+
+
+def _check_arrays(arguments: Any, fun: Callable) -> None:
+    """Raise a `TypeError` for an argument that `jax.jit` has to be told is static."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+            name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+            raise TypeError(
+                f"`{name}` is of type {type(leaf).__name__}, no array. Make it static: "
+                f"`check_fp8(jax.jit({getattr(fun, '__name__', 'fun')}, static_argnames=…), …)`."
+            )
 
 
 def _matmuls(jaxpr: Any, path: str, runs: int | None) -> Iterator[tuple[JaxprEqn, str, int | None]]:
