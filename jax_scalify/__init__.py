@@ -2,7 +2,7 @@
 
 from importlib import metadata as _metadata
 
-from jax_scalify import fp8, lax, nn, numerics, ops, testing, tree
+from jax_scalify import checkpoint, fp8, lax, nn, numerics, ops, testing, tree
 from jax_scalify.array import (
     ScaledArray,
     as_scaled_array,
@@ -39,6 +39,7 @@ __all__ = [
     "ScalifyConfig",
     "as_scaled_array",
     "asarray",
+    "checkpoint",
     "custom_scale",
     "dynamic_rescale",
     "fp8",

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
 
@@ -249,6 +250,59 @@ def conversions_keep_the_sharding():
     assert_sharded(jsa.match_scales(x, jsa.dynamic_rescale(x)), "data", "model")
     frozen = jsa.thaw_scales(jsa.freeze_scales(x))
     assert frozen.data.sharding == data.sharding
+
+
+@case
+def checkpoints():
+    """Each array is restored where its partner is, or is to be."""
+    x = scaled(0, (8, 16), 2.0**-20)
+    state = {
+        "w": put(x, sharding("data")),
+        "static": jax.device_put(ScaledArray(x.data, 4.0), sharding("data")),
+        "rows": put(jsa.as_scaled_array(x.data, "rms", axis=1), sharding(None, "model")),
+        "plain": jax.device_put(x.data, sharding("data")),
+        "keys": jax.device_put(jax.random.split(jax.random.key(0), 8), sharding("data")),
+        "device": jax.device_put(jnp.arange(8), jax.devices()[3]),
+        "anywhere": jnp.arange(8),
+    }
+    others = {name: sharding("model", "data") for name in ("w", "static", "rows", "plain")}
+    others |= {name: sharding("model") for name in ("keys", "device", "anywhere")}
+    moved = jax.device_put(state, jsa.tree.shardings(state, others))
+    narrow = jsa.tree.astype(moved, jnp.float16)
+    narrow["plain"] = put(jsa.as_scaled_array(narrow["plain"]), sharding("model"))
+    with tempfile.TemporaryDirectory() as directory:
+        jsa.checkpoint.save(f"{directory}/x", state)
+        for like in (state, moved, narrow, jax.device_put(state, jax.devices()[0])):
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+            )
+            for template in (like, shapes):
+                got = jsa.checkpoint.restore(f"{directory}/x", template)
+                assert got["static"].is_static
+                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(like), strict=True):
+                    assert a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
+                    assert a.committed == (b.committed or template is shapes)
+                assert_same(
+                    jax.random.key_data(got.pop("keys")), jax.random.key_data(state["keys"])
+                )
+                want = {name: state[name] for name in got}
+                assert_same(got, want, rtol=1e-3 if like is narrow else 0)
+
+
+@case
+def checkpoints_like_the_shapes_of_explicit_shardings():
+    explicit = mesh(jax.sharding.AxisType.Explicit)
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/x"
+        with jax.set_mesh(explicit):
+            x = put(scaled(0, (8, 16)), NamedSharding(explicit, P("data", "model")))
+            jsa.checkpoint.save(path, x)
+            like = jax.eval_shape(jsa.scalify(lambda x: x * 2), x)
+            got = jsa.checkpoint.restore(path, like)
+            assert_sharded(got, "data", "model")
+            assert_same(got, x, rtol=0)
+        with pytest.raises(ValueError, match="restore it inside of `with jax.set_mesh"):
+            jsa.checkpoint.restore(path, like)
 
 
 @case

@@ -1,0 +1,418 @@
+"""Checkpoints of states with scales, and what they can be restored as.
+
+Orbax by itself saves a state of `ScaledArray` and restores it exactly into the same one. What it
+does not: a static scale is no leaf, so that it stores none and restores the one of the target; a
+cast to float16 keeps the scale and may overflow; a plain checkpoint does not restore as scaled, nor
+a scaled one as plain. NumPy scalars and empty arrays are refused.
+
+So here a state becomes a flat dictionary of plain arrays, named by their paths:
+`params/w/data` and `params/w/scale`. `to_storable` and `from_storable` are for a checkpoint manager
+or another format, `save` and `restore` for one checkpoint in a directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+
+from jax_scalify import _compat, dtypes, pow2, storage
+from jax_scalify.array import PACKED, ScaledArray, _leading, is_packed, is_scaled, statistic
+
+
+def save(path: str | os.PathLike, state: Any, *, pack: bool = True, overwrite: bool = False):
+    """Write a state to a directory, with orbax: all of it is there, or nothing.
+
+    For one process. With several, or to keep the last few steps, give `to_storable(state)` to an
+    `orbax.checkpoint.CheckpointManager`; `restore(directory / str(step) / "default", like)` reads
+    what that has written.
+
+    Args:
+        path: the directory to be made.
+        state: any pytree; what is no array, number or key (functions, strings) is left out.
+        pack: store dynamic scales in one byte each (`pack_scales`).
+        overwrite: replace a checkpoint at `path`. The new one is complete before the old one is
+            moved to `path` + ".old", and removed.
+
+    Raises:
+        FileExistsError: if there is something at `path`; with `overwrite`, if it is no checkpoint.
+        ImportError: if orbax is not installed.
+        TypeError, ValueError: as `to_storable` does. Nothing is written then.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/step-100"
+        >>> state = {"w": jsa.scaled_array(jnp.ones(2, jnp.float16), 2.0**-20), "step": 100}
+        >>> jsa.checkpoint.save(path, state)
+        >>> print(jsa.checkpoint.restore(path, like=state)["w"].scale)
+        9.5367431640625e-07
+        >>> plain = {"w": jax.ShapeDtypeStruct((2,), jnp.float32), "step": 0}
+        >>> print(jsa.checkpoint.restore(path, like=plain))
+        {'step': 100, 'w': Array([9.536743e-07, 9.536743e-07], dtype=float32)}
+    """
+    ocp = _orbax()
+    stored = to_storable(state, pack=pack)
+    path = Path(path).absolute()
+    exists = path.exists()
+    if exists and not (overwrite and _is_checkpoint(path)):
+        raise FileExistsError(
+            f"`path`: {str(path)!r} exists"
+            + (" and is no checkpoint." if overwrite else "; `overwrite=True` replaces it.")
+        )
+    new, old = (path.with_name(path.name + end) for end in (".new", ".old"))
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        args = ocp.args.StandardSave(stored)
+        checkpointer.save(new if exists else path, args=args, force=exists)
+    if exists:
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        new.rename(path)
+        shutil.rmtree(old)
+
+
+def restore(path: str | os.PathLike, like: Any, *, dtype: Any = None) -> Any:
+    """Read a checkpoint into a state like another one; `from_storable` says how.
+
+    Every array is read onto the devices of its partner, if that has a sharding. Checkpoints of
+    orbax alone, plain ones too, can be read as well, if they have no static scales.
+
+    Args:
+        path: a directory that `save` or a checkpoint manager has written.
+        like: a state, or its shapes from `jax.eval_shape`.
+        dtype: of the data, instead of those of `like`.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint at `path`.
+        ImportError: if orbax is not installed.
+        ValueError: listing every leaf that differs from `like`. Nothing is read then.
+    """
+    ocp = _orbax()
+    path = Path(path).absolute()
+    if not _is_checkpoint(path):
+        raise FileNotFoundError(f"`path`: there is no checkpoint at {str(path)!r}.")
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        metadata = checkpointer.metadata(path).item_metadata.tree
+        shardings = {
+            _data(names): _sharding(leaf.data if is_scaled(leaf) else leaf)
+            for leaf, names in _match(_flatten(metadata), like)
+            if not _is_key(leaf)
+        }
+
+        def target(keys: tuple, leaf: Any) -> Any:
+            sharding = shardings.get(_name(keys))
+            if sharding is None:  # to the host
+                return np.empty(leaf.shape, leaf.dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        args = ocp.args.StandardRestore(tree_util.tree_map_with_path(target, metadata))
+        stored = checkpointer.restore(path, args=args)
+    return from_storable(stored, like, dtype=dtype)
+
+
+def to_storable(state: Any, *, pack: bool = True) -> dict[str, Any]:
+    """Turn a state into a flat dictionary of plain arrays, without loss.
+
+    A `ScaledArray` becomes `name/data` and `name/scale`, or `name/static_scale`; a key of
+    `jax.random` its data under `name/key<…>`. What is no array, number or key (functions, strings)
+    and arrays without elements are left out: `from_storable` takes them from its `like`.
+
+    Args:
+        state: any pytree of concrete arrays.
+        pack: store dynamic scales in one byte each (`pack_scales`).
+
+    Raises:
+        TypeError: naming a leaf that is traced or abstract, or an array of strings or objects.
+        ValueError: if two leaves have the same name; for a scale that cannot be packed.
+
+    Example:
+        >>> state = {"w": jsa.as_scaled_array(jnp.ones(2)), "rng": jax.random.key(0)}
+        >>> for name, array in jsa.checkpoint.to_storable(state).items():
+        ...     print(name, array.dtype, array.shape)
+        rng/key<fry> uint32 (2,)
+        w/data float32 (2,)
+        w/scale float8_e8m0fnu ()
+    """
+    stored = {}
+    for name, leaf in _flatten(storage.pack_scales(state) if pack else state).items():
+        if _compat.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"`state`: {name!r} must be a concrete array, got {leaf!r}.")
+        if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "OUS":
+            raise TypeError(f"`state`: {name!r} must be an array of numbers, got {leaf.dtype}.")
+        if dtypes.leaf_dtype(leaf) is not None:
+            stored[name] = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return stored
+
+
+def from_storable(stored: Any, like: Any, *, dtype: Any = None) -> Any:
+    """Build a state like another one from stored arrays.
+
+    Each leaf takes its kind, dtype and sharding from `like`, and its value from `stored`:
+
+    - scaled to scaled is exact; a static scale has the stored value and not that of `like`. Data
+      is cast if the dtypes differ. To one of a shorter range it is first brought to RMS 1 (each
+      scale of its own), or below if the maximum would overflow.
+    - plain to scaled is `as_scaled_array(scale="rms")`, in the same way.
+    - scaled to plain is `to_array(dtype)`; plain to plain is cast, as `asarray` does.
+
+    Args:
+        stored: what `to_storable` returned, or any pytree.
+        like: a state, or its shapes from `jax.eval_shape`.
+        dtype: of scaled data and real floating arrays, instead of those of `like`.
+
+    Raises:
+        TypeError: if `dtype` is not a real floating dtype.
+        ValueError: listing every leaf that is missing, left over, or of another shape or kind.
+
+    Example:
+        >>> stored = {"w": np.array([3e-6, 1e-6], np.float32)}
+        >>> like = {"w": jsa.as_scaled_array(jnp.zeros(2, jnp.float16))}
+        >>> print(jsa.checkpoint.from_storable(stored, like)["w"])
+        ScaledArray(data=Array([1.573 , 0.5244], dtype=float16),
+                    scale=Array(1.9073486e-06, dtype=float32))
+    """
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"`dtype` must be a real floating dtype, got {jnp.dtype(dtype)}.")
+    flat = _flatten(stored)
+    leaves = [
+        _load({part: flat[name] for part, name in names.items()}, leaf, dtype)
+        for leaf, names in _match(flat, like)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_scaled), leaves)
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(
+            "`jsa.checkpoint` saves with orbax: pip install 'jax-scalify[checkpoint]'."
+        ) from error
+    return orbax.checkpoint
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "_METADATA").is_file()  # of orbax's tree of arrays
+
+
+# Names
+
+
+def _name(path: tuple) -> str:
+    return tree_util.keystr(path, simple=True, separator="/")
+
+
+def _join(name: str, part: str) -> str:
+    return f"{name}/{part}" if name else part
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _flatten(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by name, those that are scaled in two parts."""
+    flat = {}
+    for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
+        name = _name(path)
+        if 0 in getattr(leaf, "shape", ()):
+            continue  # orbax refuses arrays without elements
+        if is_scaled(leaf):
+            kind = "static_scale" if leaf.is_static else "scale"
+            parts = {_join(name, "data"): leaf.data, _join(name, kind): leaf.scale}
+        elif _is_key(leaf):
+            parts = {_join(name, str(leaf.dtype)): jax.random.key_data(leaf)}
+        else:
+            parts = {name: leaf}
+        twice = sorted(flat.keys() & parts.keys())
+        if twice:
+            raise ValueError(f"Two leaves have the name {twice[0]!r}: rename one of them.")
+        flat |= parts
+    return flat
+
+
+def _find(flat: dict[str, Any], name: str, leaf: Any) -> dict[str, str]:
+    """The names under which a leaf is stored: a plain one, data and scale, or none."""
+    forms = [
+        {"plain": name},
+        {"data": _join(name, "data"), "scale": _join(name, "scale")},
+        {"data": _join(name, "data"), "static_scale": _join(name, "static_scale")},
+    ]
+    if _is_key(leaf):  # the second is how orbax alone stores it
+        forms = [{"plain": _join(name, str(leaf.dtype))}, {"plain": name}]
+    return next((form for form in forms if flat.keys() >= set(form.values())), {})
+
+
+def _match(flat: dict[str, Any], like: Any) -> list[tuple[Any, dict[str, str]]]:
+    """Each leaf of `like` and the names under which it is stored, if everything fits."""
+    found, problems, left = [], [], dict(flat)
+    for path, leaf in tree_util.tree_leaves_with_path(like, is_leaf=is_scaled):
+        name, wanted, names = _name(path), _shape(leaf), {}
+        if wanted is not None:
+            names = _find(left, name, leaf)
+            parts = {part: left.pop(n) for part, n in names.items()}
+            if not parts and wanted.size:
+                problems.append(f"{name!r} is missing, `like` has {_text(wanted)}")
+            elif parts and (difference := _difference(parts, leaf, wanted)):
+                problems.append(f"{name!r} {difference}")
+        found.append((leaf, names))
+    problems += [f"{name!r} ({_text(leaf)}) has no place in `like`" for name, leaf in left.items()]
+    if problems:
+        raise ValueError("The checkpoint differs from `like`:\n  " + "\n  ".join(problems))
+    return found
+
+
+def _data(parts: dict[str, Any]) -> Any:
+    return parts.get("data", parts.get("plain"))
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct | None:
+    """Shape and dtype of what is stored of a leaf; None if nothing is."""
+    if _is_key(leaf):
+        return jax.eval_shape(jax.random.key_data, leaf)
+    if isinstance(leaf, (bool, int, float, complex)):
+        leaf = np.asarray(leaf)
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)
+
+
+def _difference(parts: dict[str, Any], leaf: Any, wanted: jax.ShapeDtypeStruct) -> str | None:
+    data = _data(parts)
+    kinds = (jnp.floating, jnp.complexfloating)
+    same_kind = data.dtype == wanted.dtype or any(
+        jnp.issubdtype(data.dtype, kind) and jnp.issubdtype(wanted.dtype, kind) for kind in kinds
+    )
+    if data.shape != wanted.shape or not same_kind:
+        return f"is {_text(data)}, `like` has {_text(wanted)}"
+    if is_scaled(leaf) and "scale" in parts:
+        shape = parts["scale"].shape
+        ndim = len(data.shape)
+        pairs = zip(_full(shape, ndim), _full(_scale_shape(leaf), ndim), strict=True)
+        if not all(have in (1, want) for have, want in pairs):
+            return f"has a scale of shape {shape}, `like` has {_scale_shape(leaf)}"
+    return None
+
+
+# Values
+
+
+def _load(parts: dict[str, Any], leaf: Any, dtype: Any) -> Any:
+    """A leaf like another one, of a stored value."""
+    wanted = _shape(leaf)
+    if wanted is None:
+        return leaf
+    data = _data(parts)
+    if data is None:  # an array without elements
+        data = np.zeros(wanted.shape, wanted.dtype)
+    if _is_key(leaf):
+        return _placed(jax.random.wrap_key_data(jnp.asarray(data), impl=_key_impl(leaf)), leaf)
+    scale = parts.get("scale", parts.get("static_scale"))
+    if getattr(scale, "dtype", None) == PACKED:
+        scale = storage.unpack_scales(ScaledArray(np.zeros(data.shape), np.asarray(scale))).scale
+    if dtype is None or not jnp.issubdtype(wanted.dtype, jnp.floating):
+        dtype = wanted.dtype
+    if is_scaled(leaf):
+        return _load_scaled(data, scale, leaf, jnp.dtype(dtype))
+    if isinstance(leaf, (bool, int, float, complex)):
+        return type(leaf)(np.asarray(data if scale is None else ScaledArray(data, scale)).item())
+    if scale is None:
+        return _placed(_cast(data, dtype), leaf)
+    return _placed(ScaledArray(data, scale).to_array(dtype), leaf)
+
+
+def _load_scaled(data: Any, scale: Any, leaf: ScaledArray, dtype: np.dtype) -> ScaledArray:
+    shape = _scale_shape(leaf)
+    full = _full(shape, data.ndim)
+    if scale is not None:
+        scale = np.asarray(scale, np.float64)
+        scale = np.broadcast_to(_leading(scale, data.ndim), full)
+    if scale is None or _is_shorter(dtype, data.dtype):
+        data, scale = _by_rms(data, 1.0 if scale is None else scale, dtype, full)
+    data, scale = _placed(_cast(data, dtype), leaf.data), scale.reshape(shape)
+    if leaf.is_static:
+        return ScaledArray(data, float(scale))
+    if is_packed(leaf):
+        packed = storage.pack_scales(ScaledArray(np.zeros(data.shape), scale)).scale
+        return ScaledArray(data, _placed(packed, leaf.scale))
+    return ScaledArray(data, _placed(scale.astype(leaf.scale.dtype), leaf.scale))
+
+
+def _by_rms(data: Any, scale: Any, dtype: np.dtype, full: tuple) -> tuple[jax.Array, np.ndarray]:
+    """Move the data to RMS 1, or below if its maximum would overflow `dtype`, and cast it."""
+    data = jnp.asarray(data)
+    axes = tuple(axis for axis, size in enumerate(full) if size == 1)
+    rms, largest = (
+        np.asarray(statistic(data, stat, axes), np.float64).reshape(full) for stat in ("rms", "max")
+    )
+    # The power is up to a factor of two below what it is rounded down from.
+    size = np.maximum(rms, 2 * largest / float(jnp.finfo(dtype).max))
+    power = pow2.round_down_number(np.where(np.isfinite(size), size, 1))
+    limit = 2.0**pow2.MAX_EXPONENT
+    moved = np.where(power * scale == 0, 0, np.clip(power * scale, 1 / limit, limit))
+    ratio = np.where(moved == 0, 1, scale / np.where(moved == 0, 1, moved))
+    wide = dtypes.compute_dtype(data.dtype)
+    data = data.astype(wide) * jnp.asarray(ratio, dtypes.real_dtype(wide))
+    return dtypes.cast(data, dtype), moved
+
+
+def _is_shorter(dtype: np.dtype, than: np.dtype) -> bool:
+    """Whether the numbers of a dtype end before those of another one, at either end."""
+    one, other = jnp.finfo(dtype), jnp.finfo(than)
+    return one.maxexp < other.maxexp or one.minexp > other.minexp
+
+
+def _cast(data: Any, dtype: Any) -> Any:
+    if data.dtype == dtype:
+        return data
+    if isinstance(data, np.ndarray) and jnp.finfo(dtype).bits == 64:  # JAX may have no such dtype
+        return data.astype(dtype)
+    return dtypes.cast(jnp.asarray(data), dtype)
+
+
+def _scale_shape(leaf: ScaledArray) -> tuple[int, ...]:
+    return () if leaf.is_static else leaf.scale.shape
+
+
+def _full(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """The shape of a scale with the rank of its data, aligned with the leading axes."""
+    return tuple(shape) + (1,) * (ndim - len(shape))
+
+
+def _key_impl(key: Any) -> Any:
+    impls = []
+    jax.eval_shape(lambda k: impls.append(jax.random.key_impl(k)), key)
+    return impls[0]
+
+
+def _sharding(like: Any) -> Any:
+    """Where an array has been put, or an abstract one is to be; None for no matter where."""
+    if isinstance(like, jax.Array) and not like.committed:
+        return None
+    sharding = getattr(like, "sharding", None)
+    named = isinstance(sharding, jax.sharding.NamedSharding)
+    if not named or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        return sharding
+    mesh = jax.sharding.get_mesh()  # `eval_shape` in a mesh of explicit axes names no devices
+    if mesh.abstract_mesh != sharding.mesh:
+        raise ValueError(
+            f"`like` is sharded over {sharding.mesh}, without devices: restore it inside of "
+            "`with jax.set_mesh(mesh)`, or give the arrays of `like` shardings of their own."
+        )
+    return jax.sharding.NamedSharding(mesh, sharding.spec)
+
+
+def _placed(value: Any, like: Any) -> Any:
+    if isinstance(like, (np.ndarray, np.generic)):
+        return np.asarray(value) if isinstance(like, np.ndarray) else np.asarray(value)[()]
+    sharding = _sharding(like)
+    return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
