@@ -1,15 +1,11 @@
-"""Checkpoints with orbax: written under a temporary name, then renamed, so never half there.
-
-The state is stored as a dictionary of plain arrays, named by their paths (`params/blocks/0/...`):
-a checkpoint depends neither on the classes in the state nor on their versions.
-"""
+"""Checkpoints with orbax: written under a temporary name, then renamed, so never half there."""
 
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
-from flax import traverse_util
+
+import jax_scalify as jsa
 
 PyTree = Any
 
@@ -62,36 +58,17 @@ class Checkpoints:
             manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(_to_dict(state)),
+                    state=ocp.args.StandardSave(jsa.checkpoint.to_storable(state)),
                     settings=ocp.args.JsonSave(self._settings),
                 ),
             )
 
     def restore(self, step: int, like: PyTree) -> PyTree:
         """Read a checkpoint into the structure, dtypes and devices of `like`."""
-        template = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
-        )
-        with self._manager() as manager:
-            restored = manager.restore(
-                step,
-                args=ocp.args.Composite(state=ocp.args.StandardRestore(_to_dict(template))),
-            )
-        flat = traverse_util.flatten_dict(restored["state"], sep="/")
-        return jax.tree.unflatten(jax.tree.structure(like), [flat[name] for name in _names(like)])
+        return jsa.checkpoint.restore(self._directory / str(step) / "state", like)
 
     def _manager(self) -> ocp.CheckpointManager:
         # Synchronous: the next step donates the state, and its buffers would be reused while they
         # are still being written.
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         return ocp.CheckpointManager(self._directory, options=options)
-
-
-def _names(tree: PyTree) -> list[str]:
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
-
-
-def _to_dict(tree: PyTree) -> dict:
-    flat = dict(zip(_names(tree), jax.tree.leaves(tree), strict=True))
-    return traverse_util.unflatten_dict(flat, sep="/")
