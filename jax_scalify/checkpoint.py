@@ -26,7 +26,9 @@ from jax_scalify import _compat, dtypes, pow2, storage
 from jax_scalify.array import PACKED, ScaledArray, _leading, is_packed, is_scaled, statistic
 
 
-def save(path: str | os.PathLike, state: Any, *, pack: bool = True, overwrite: bool = False):
+def save(
+    path: str | os.PathLike, state: Any, *, pack: bool = True, overwrite: bool = False
+) -> None:
     """Write a state to a directory, with orbax: all of it is there, or nothing.
 
     For one process. With several, or to keep the last few steps, give `to_storable(state)` to an
@@ -156,8 +158,9 @@ def from_storable(stored: Any, like: Any, *, dtype: Any = None) -> Any:
 
     - scaled to scaled is exact; a static scale has the stored value and not that of `like`. Data
       is cast if the dtypes differ. To one of a shorter range it is first brought to RMS 1 (each
-      scale of its own), or below if the maximum would overflow.
-    - plain to scaled is `as_scaled_array(scale="rms")`, in the same way.
+      scale by itself), to less if the maximum would overflow, and without negative values (second
+      moments) to more if the smallest one would underflow, up to 1/16 of the dtype's maximum.
+    - plain to scaled is `as_scaled_array(scale="rms")`, with the same care.
     - scaled to plain is `to_array(dtype)`; plain to plain is cast, as `asarray` does.
 
     Args:
@@ -297,8 +300,8 @@ def _difference(parts: dict[str, Any], leaf: Any, wanted: jax.ShapeDtypeStruct) 
     if is_scaled(leaf) and "scale" in parts:
         shape = parts["scale"].shape
         ndim = len(data.shape)
-        pairs = zip(_full(shape, ndim), _full(_scale_shape(leaf), ndim), strict=True)
-        if not all(have in (1, want) for have, want in pairs):
+        pairs = zip(_full(shape, ndim), _full(_scale_shape(leaf), ndim))
+        if len(shape) > ndim or not all(have in (1, want) for have, want in pairs):
             return f"has a scale of shape {shape}, `like` has {_scale_shape(leaf)}"
     return None
 
@@ -327,7 +330,8 @@ def _load(parts: dict[str, Any], leaf: Any, dtype: Any) -> Any:
         return type(leaf)(np.asarray(data if scale is None else ScaledArray(data, scale)).item())
     if scale is None:
         return _placed(_cast(data, dtype), leaf)
-    return _placed(ScaledArray(data, scale).to_array(dtype), leaf)
+    array = ScaledArray(data, scale)
+    return _placed(array.__array__(dtype) if _is_wide(data, dtype) else array.to_array(dtype), leaf)
 
 
 def _load_scaled(data: Any, scale: Any, leaf: ScaledArray, dtype: np.dtype) -> ScaledArray:
@@ -348,19 +352,25 @@ def _load_scaled(data: Any, scale: Any, leaf: ScaledArray, dtype: np.dtype) -> S
 
 
 def _by_rms(data: Any, scale: Any, dtype: np.dtype, full: tuple) -> tuple[jax.Array, np.ndarray]:
-    """Move the data to RMS 1, or below if its maximum would overflow `dtype`, and cast it."""
+    """Move the data to RMS 1, or to where it neither over- nor underflows `dtype`, and cast it."""
     data = jnp.asarray(data)
+    wide = dtypes.compute_dtype(data.dtype)
+    target = jnp.finfo(dtype)
     axes = tuple(axis for axis, size in enumerate(full) if size == 1)
     rms, largest = (
         np.asarray(statistic(data, stat, axes), np.float64).reshape(full) for stat in ("rms", "max")
     )
     # The power is up to a factor of two below what it is rounded down from.
-    size = np.maximum(rms, 2 * largest / float(jnp.finfo(dtype).max))
+    size = np.maximum(rms, 2 * largest / float(target.max))
+    if jnp.issubdtype(wide, jnp.floating) and jnp.all(data >= 0):
+        values = jnp.where(data > 0, data.astype(wide), jnp.inf)
+        smallest = np.asarray(jnp.min(values, axes, initial=jnp.inf), np.float64).reshape(full)
+        needed = smallest / float(target.smallest_normal)
+        size = np.minimum(size, np.maximum(needed, 32 * largest / float(target.max)))
     power = pow2.round_down_number(np.where(np.isfinite(size), size, 1))
     limit = 2.0**pow2.MAX_EXPONENT
     moved = np.where(power * scale == 0, 0, np.clip(power * scale, 1 / limit, limit))
     ratio = np.where(moved == 0, 1, scale / np.where(moved == 0, 1, moved))
-    wide = dtypes.compute_dtype(data.dtype)
     data = data.astype(wide) * jnp.asarray(ratio, dtypes.real_dtype(wide))
     return dtypes.cast(data, dtype), moved
 
@@ -374,9 +384,12 @@ def _is_shorter(dtype: np.dtype, than: np.dtype) -> bool:
 def _cast(data: Any, dtype: Any) -> Any:
     if data.dtype == dtype:
         return data
-    if isinstance(data, np.ndarray) and jnp.finfo(dtype).bits == 64:  # JAX may have no such dtype
-        return data.astype(dtype)
-    return dtypes.cast(jnp.asarray(data), dtype)
+    return data.astype(dtype) if _is_wide(data, dtype) else dtypes.cast(jnp.asarray(data), dtype)
+
+
+def _is_wide(data: Any, dtype: Any) -> bool:
+    """Whether NumPy has to compute it: JAX may have no dtype of 64 bits."""
+    return isinstance(data, np.ndarray) and jnp.finfo(dtype).bits == 64
 
 
 def _scale_shape(leaf: ScaledArray) -> tuple[int, ...]:

@@ -268,6 +268,25 @@ def test_a_maximum_far_above_the_rms_fits():
             np.testing.assert_allclose(float(got.data[7]) * float(got.scale), 1000 * scale, 0.07)
 
 
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60])
+def test_small_second_moments_stay(rows, scale):
+    """Adam divides by their root: 0 in place of a small one would make a huge update."""
+    sizes = np.float32(2.0) ** -np.arange(0, 32)[:, None]
+    x = ScaledArray(jnp.square(values((32, 64))) * sizes, jnp.float32(scale))
+    if rows:
+        x = ScaledArray(x.data, jnp.full((32, 1), x.scale))
+    got = from_storable(to_storable(x), jsa.tree.astype(x, jnp.float16))
+    assert jnp.mean(got.data > 0) > (0.99 if rows else 0.97)
+    assert float(jnp.max(got.data)) <= 65504 / 16
+    signed = ScaledArray(x.data.at[0, 0].set(-1.0), x.scale)
+    got = from_storable(to_storable(signed), jsa.tree.astype(signed, jnp.float16))
+    assert rows or jnp.mean(got.data > 0) < 0.85
+    gains = ScaledArray(jnp.linspace(0.5, 2.0, 8), jnp.float32(scale))
+    got = from_storable(to_storable(gains), jsa.tree.astype(gains, jnp.float16))
+    assert_same(got, jsa.tree.astype(gains, jnp.float16))
+
+
 def test_a_dtype_of_a_larger_maximum_but_a_shorter_range_below():
     x = scaled(64, 1.0, ml_dtypes.float8_e4m3b11fnuz)
     x = ScaledArray(x.data * jnp.asarray(2.0**-9, x.dtype), x.scale)
@@ -296,8 +315,9 @@ def test_float64():
         got = from_storable(to_storable(jsa.tree.astype(tree, jnp.float32)), tree)
         np.testing.assert_array_equal(got["x"].data, x.data.astype(jnp.float32))
         assert got["x"].scale.dtype == got["plain"].dtype == jnp.float64
-    host = {"x": np.float32([0.1])}
-    assert_same(from_storable(host, {"x": np.zeros(1)}), {"x": np.float64(host["x"])})
+    host = {"x": np.float32([0.1]), "s": ScaledArray(np.float64([0.1]), np.float64(2))}
+    like = {"x": np.zeros(1), "s": np.zeros(1)}
+    assert_same(from_storable(host, like), {"x": np.float64(host["x"]), "s": np.float64([0.2])})
 
 
 # Plain and scaled
@@ -367,6 +387,7 @@ def test_every_mismatch_is_listed(tmp_path):
         "complex": jnp.ones(2, jnp.complex64),
         "scale": scaled((3, 2), [[1], [2], [4]]),
         "static": scaled((3, 2), [1, 2, 4]),
+        "rank": {"data": jnp.float32(1), "scale": jnp.ones(2)},
         "surplus": scaled(2),
         "same": jnp.ones(2),
     }
@@ -377,6 +398,7 @@ def test_every_mismatch_is_listed(tmp_path):
         "complex": jnp.ones(2),
         "scale": scaled((3, 2)),
         "static": ScaledArray(jnp.ones((3, 2)), 2.0),
+        "rank": scaled(()),
         "missing": {"w": scaled(2, dtype=jnp.float16)},
         "same": jnp.ones(2),
     }
@@ -385,6 +407,7 @@ def test_every_mismatch_is_listed(tmp_path):
         "'integers' is int8[1], `like` has int32[1]",
         "'kind' is int32[3], `like` has float16[3]",
         "'missing/w' is missing, `like` has float16[2]",
+        "'rank' has a scale of shape (2,), `like` has ()",
         "'scale' has a scale of shape (3, 1), `like` has ()",
         "'shape' is float32[3], `like` has float16[4]",
         "'static' has a scale of shape (3,), `like` has ()",
