@@ -2,7 +2,7 @@
 
 from importlib import metadata as _metadata
 
-from jax_scalify import checkpoint, fp8, lax, nn, numerics, ops, testing, tree
+from jax_scalify import checkpoint, fp8, lax, nn, numerics, ops, optim, testing, tree
 from jax_scalify.array import (
     ScaledArray,
     as_scaled_array,
@@ -51,6 +51,7 @@ __all__ = [
     "nn",
     "numerics",
     "ops",
+    "optim",
     "pack_scales",
     "rebalance_scale",
     "register_scale_rule",

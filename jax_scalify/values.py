@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core as jex_core
 
 from jax_scalify import dtypes
+from jax_scalify.abstract import Interpretation
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 
@@ -54,9 +55,6 @@ _KEEPS_NONNEGATIVE = (
     )
 )
 
-
-# Equations that apply the function that they hold to all of their operands.
-_CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call custom_scale".split())
 
 # Equations whose results are what was given, elsewhere, in another dtype, or at another scale.
 _AS_GIVEN = frozenset(
@@ -301,25 +299,26 @@ def _count_sums(eqn: Any, inputs: list[Value]) -> int:
 
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
     """Tell for each result of a jaxpr whether it cannot be negative, given this of its operands."""
-    known = dict(zip(jaxpr.invars, nonneg, strict=True))
 
-    def value_of(atom: Any) -> Value:
+    def value_of(atom: Any, flag: bool) -> Value:
         aval: Any = atom.aval
         if isinstance(atom, jex_core.Literal):
             return Value.of(np.asarray(atom.val, aval.dtype))
-        flag = known.get(atom, False) or aval.dtype == np.bool_
+        flag = flag or aval.dtype == np.bool_
         return Value(shape=aval.shape, dtype=aval.dtype, facts=Facts(nonneg=flag))
 
-    for eqn in jaxpr.eqns:
-        operands = [value_of(v) for v in eqn.invars]
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if eqn.primitive.name in _CALLS:
-            body = getattr(inner, "jaxpr", inner)
-            flags = nonnegative_results(body, [v.nonneg for v in operands])
-        else:
-            flags = [is_nonnegative(eqn, operands)] * len(eqn.outvars)
-        known.update(zip(eqn.outvars, flags, strict=True))
-    return [value_of(v).nonneg for v in jaxpr.outvars]
+    def equation(eqn: Any, flags: list[bool]) -> list[bool]:
+        operands = [value_of(v, flag) for v, flag in zip(eqn.invars, flags, strict=True)]
+        return [is_nonnegative(eqn, operands)] * len(eqn.outvars)
+
+    interpretation = Interpretation(
+        equation=equation,
+        constant=lambda literal: value_of(literal, False).nonneg,
+        join=lambda a, b: a and b,
+        unknown=False,
+    )
+    flags = interpretation.results(jaxpr, nonneg)
+    return [value_of(v, flag).nonneg for v, flag in zip(jaxpr.outvars, flags, strict=True)]
 
 
 def fold_constants(eqn: Any, constants: list[Any]) -> Any:

@@ -1,0 +1,239 @@
+"""Any optimizer, with its state in few bits between the steps."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_scalify import dtypes, primitives
+from jax_scalify.array import ScaledArray, is_scaled
+from jax_scalify.optim.roles import Role, RoleFinder, owners_of
+from jax_scalify.optim.storing import (
+    GRADIENT_EXPONENTS,
+    saturating_cast,
+    store,
+    store_by_gradient,
+    stored,
+)
+
+_POLICIES = ("statistic", "gradient")
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+class Optimizer(NamedTuple):
+    """What is returned for an optimizer that is not a named tuple itself."""
+
+    init: Any
+    update: Any
+
+
+def _checked_dtype(dtype: Any, name: str) -> Any:
+    dtype = jnp.dtype(dtype)
+    if dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
+        raise TypeError(f"`{name}` must be one of {names}, got {dtype}.")
+    return dtype
+
+
+def _widen(tree: Any) -> Any:
+    """Every floating leaf as a plain array of at least float32."""
+
+    def widen(leaf: Any) -> Any:
+        if is_scaled(leaf):
+            return leaf.to_array(dtypes.compute_dtype(leaf.dtype))
+        kind = dtypes.leaf_dtype(leaf)
+        if kind is None or not dtypes.is_scalable(kind):
+            return leaf
+        return jnp.asarray(leaf, dtypes.compute_dtype(kind))
+
+    return jax.tree.map(widen, tree, is_leaf=is_scaled)
+
+
+def low_precision(
+    optimizer: Any,
+    dtype: Any = jnp.float16,
+    *,
+    first_moment_dtype: Any = None,
+    second_moment_dtype: Any = None,
+    policy: Literal["statistic", "gradient"] = "statistic",
+) -> Any:
+    """Store the state of an optimizer as `ScaledArray` in few bits; compute in float32.
+
+    An update reads gradients, state and parameters as float32, runs the optimizer's own update, and
+    stores each floating leaf of the new state: it chooses a scale and casts once. Scalars and what
+    belongs to no parameter (counts, hyperparameters, norms) stay as they are. It works in a plain
+    training step, where the state's leaves are `ScaledArray`s, and inside `scalify`, where
+    parameters and gradients have scales too.
+
+    What a leaf is, a second moment or an accumulated gradient, is found in the optimizer's own
+    equations, so that every optimizer in the form of optax will do, wrapped or wrapping:
+    `MultiSteps`, `apply_if_finite`, `masked`, `inject_hyperparams`, `chain`.
+
+    Policies:
+
+    * "statistic": the RMS of the data becomes 1; of leaves that are never negative (second
+      moments), and in FP8, the maximum comes near the top of the range.
+    * "gradient": no statistics. A leaf that belongs to a parameter, of degree d in the gradient
+      (1 for a first moment, 2 for a second one), has `scale = 2**j * s**d` with `s` the scale of
+      that parameter's gradient. Other leaves are stored by statistic. Only inside `scalify`.
+
+    Data out of range saturates. What never decays, such as the sum of squares of Adagrad, then
+    stops to grow under "gradient": prefer "statistic" for it. Rounding is to nearest: a decay
+    `1 - b` smaller than the spacing of a dtype (0.001 in bfloat16 or FP8) is lost.
+
+    Args:
+        optimizer: an `optax.GradientTransformation`, or anything with `init` and `update`.
+        dtype: of the stored leaves: float32, bfloat16, float16 or FP8.
+        first_moment_dtype: of leaves of degree 1 that may be negative; by default `dtype`.
+        second_moment_dtype: of leaves of degree 2 that are never negative; by default `dtype`.
+        policy: how scales are chosen.
+
+    Returns:
+        An optimizer of the same type. `init(params)` makes `ScaledArray`s: do not pass its result
+        through `as_scaled_array`. `update` returns updates in float32: see `apply_updates`.
+
+    Raises:
+        TypeError: if `optimizer` is none, or for another dtype.
+        ValueError: for an unknown policy; when called, for "gradient" outside `scalify`.
+
+    Example:
+        >>> import optax
+        >>> opt = jsa.optim.low_precision(optax.adam(1e-3))
+        >>> params = jnp.ones(2)
+        >>> updates, state = jax.jit(opt.update)(jnp.full(2, 1e-6), opt.init(params), params)
+        >>> print(state[0].nu.dtype, f"{state[0].nu.to_array(jnp.float32)[0]:.1e}")
+        float16 1.0e-15
+    """
+    if hasattr(optimizer, "gradient_transformation"):  # optax.MultiSteps
+        optimizer = optimizer.gradient_transformation()
+    if not (callable(getattr(optimizer, "init", None)) and callable(optimizer.update)):
+        raise TypeError(
+            "`optimizer` must have `init` and `update`, as an optax.GradientTransformation has, "
+            f"got {type(optimizer).__name__}."
+        )
+    if policy not in _POLICIES:
+        raise ValueError(f"`policy` must be one of {list(_POLICIES)}, got {policy!r}.")
+    dtype = _checked_dtype(dtype, "dtype")
+    first, second = (
+        dtype if own is None else _checked_dtype(own, name)
+        for own, name in (
+            (first_moment_dtype, "first_moment_dtype"),
+            (second_moment_dtype, "second_moment_dtype"),
+        )
+    )
+    find_roles = RoleFinder(optimizer.init, optimizer.update)
+
+    def dtype_of(role: Role) -> Any:
+        if role.degree == 1 and not role.nonneg:
+            return first
+        return second if role.degree == 2 else dtype
+
+    def init(params: Any) -> Any:
+        wide = _widen(params)
+        state = _widen(optimizer.init(wide))
+        leaves, tree = jax.tree.flatten(state)
+        if {first, second} == {dtype}:
+            roles = [Role(param=owner) for owner in owners_of(state, wide)]
+        else:
+            roles = find_roles(wide, state, wide, {})
+        new = [
+            stored(x, ScaledArray(jax.ShapeDtypeStruct(x.shape, dtype_of(role)), jnp.float32(0)))
+            if _is_stored(x, role)
+            else _kept(x, x)
+            for x, role in zip(leaves, roles, strict=True)
+        ]
+        return jax.tree.unflatten(tree, new)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        olds = jax.tree.leaves(state, is_leaf=is_scaled)
+        if policy == "gradient" and any(map(is_scaled, olds)):
+            raise ValueError(
+                '`policy="gradient"` needs the scales of the gradients: call `update` inside '
+                '`jax_scalify.scalify`, or take `policy="statistic"`.'
+            )
+        grads, state, params = _widen((grads, state, params))
+        roles = find_roles(grads, state, params, extra_args)
+        updates, new = optimizer.update(grads, state, params, **extra_args)
+        leaves, tree = jax.tree.flatten(new)
+        gradients = jax.tree.leaves(grads) if policy == "gradient" else None
+        new = [
+            _store(x, old, role, gradients) if _is_stored(x, role) else _kept(x, old)
+            for x, old, role in zip(leaves, olds, roles, strict=True)
+        ]
+        return updates, jax.tree.unflatten(tree, new)
+
+    if not hasattr(optimizer, "_replace"):
+        return Optimizer(init, update)
+    return optimizer._replace(init=init, update=update)
+
+
+def _is_stored(x: Any, role: Role) -> bool:
+    """Whether a leaf is stored in few bits: a real floating array that belongs to a parameter."""
+    kind = dtypes.leaf_dtype(x)
+    floating = kind is not None and jnp.issubdtype(kind, jnp.floating)
+    return floating and bool(jnp.ndim(x)) and role.param is not None
+
+
+def _kept(x: Any, old: Any) -> Any:
+    """A leaf that is not stored in few bits, in a dtype that does not change."""
+    kind = dtypes.leaf_dtype(x)
+    if kind is None:
+        return x
+    if is_scaled(old):
+        return stored(x, old)
+    plain = primitives.stop_scaling(x) if dtypes.is_scalable(kind) else x
+    return jnp.asarray(plain, dtypes.leaf_dtype(old))
+
+
+def _store(x: Any, old: Any, role: Role, grads: list[Any] | None) -> Any:
+    """A leaf in few bits: outside `scalify` a `ScaledArray`, inside an array that has a scale."""
+    if is_scaled(old):
+        return stored(x, old, wide=role.is_wide)
+    if grads is not None and role.param is not None and role.degree in GRADIENT_EXPONENTS:
+        grad, degree = grads[role.param], int(role.degree)
+        return store_by_gradient(x, old, grad, wide=role.is_wide, degree=degree)
+    return store(x, old, wide=role.is_wide)
+
+
+def apply_updates(params: Any, updates: Any, *, key: Any = None) -> Any:
+    """Add updates to parameters in float32; round once to the parameters' own dtype.
+
+    Parameters in float16 are the master weights then: no copy in float32 is kept.
+
+    Args:
+        params: arrays, or outside `scalify` also `ScaledArray`s.
+        updates: of the same structure.
+        key: of `jax.random`, for stochastic rounding, so that updates smaller than the spacing of
+            the parameters' dtype count on average; by default, to nearest even.
+
+    Example:
+        >>> params = {"w": jnp.ones(1000, jnp.float16)}
+        >>> updates = {"w": jnp.full(1000, 1e-4)}
+        >>> new = jsa.optim.apply_updates(params, updates, key=jax.random.key(0))
+        >>> print(jnp.unique(new["w"]), new["w"].dtype)
+        [1.    1.001] float16
+    """
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_scaled)
+    steps = tree.flatten_up_to(updates)
+    keys = [None] * len(leaves) if key is None else jax.random.split(key, len(leaves))
+    return tree.unflatten(map(_applied, leaves, steps, keys))
+
+
+def _applied(param: Any, update: Any, key: Any) -> Any:
+    if update is None:
+        return param
+    if is_scaled(param):
+        total = _widen(param) + _widen(update)
+        if key is None:
+            return stored(total, param)
+        at_scale = stored(
+            total, ScaledArray(jax.ShapeDtypeStruct(param.shape, jnp.float32), param.scale)
+        )
+        return ScaledArray(dtypes.cast(at_scale.data, param.dtype, key=key), at_scale.scale)
+    dtype = jnp.asarray(param).dtype
+    total = _widen(param) + _widen(update)
+    return (
+        saturating_cast(total, dtype=dtype) if key is None else primitives.cast(total, dtype, key)
+    )

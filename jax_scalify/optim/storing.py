@@ -1,0 +1,142 @@
+"""How a float32 result becomes a `ScaledArray` of few bits: the choice of a scale, and one cast.
+
+Inside `scalify` these are the rules of functions that only cast; outside, the same code makes the
+`ScaledArray`s themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import array as array_lib
+from jax_scalify import dtypes, pow2
+from jax_scalify.algebra import Scale
+from jax_scalify.array import ScaledArray
+from jax_scalify.custom_scale import custom_scale
+
+# `scale = 2**j * s**d`, for a leaf of degree `d` in a gradient of scale `s`.
+GRADIENT_EXPONENTS = {1: -6, 2: -6}
+
+_SMALLEST, _LARGEST = math.ldexp(1.0, -pow2.MAX_EXPONENT), math.ldexp(1.0, pow2.MAX_EXPONENT)
+
+
+def saturate(x: jax.Array, dtype: Any, *, wide: bool = False) -> jax.Array:
+    """Cast once: what is finite stays finite; in a `wide` leaf, what is not 0 does not become 0.
+
+    A second moment is divided by: if it were rounded to 0, the step would be huge.
+    """
+    limit = np.array(jnp.finfo(dtype).max, x.dtype)
+    x = jnp.where(jnp.isfinite(x), lax.clamp(-limit, x, limit), x)
+    if wide and dtypes.has_short_range(dtype):
+        smallest = np.array(jnp.finfo(dtype).smallest_subnormal, x.dtype)
+        x = jnp.where((x != 0) & (jnp.abs(x) < smallest), jnp.copysign(smallest, x), x)
+    return dtypes.cast(x, dtype)
+
+
+def scale_by_statistic(x: jax.Array, old: jax.Array, dtype: Any, *, wide: bool) -> jax.Array:
+    """Choose a scale for `data = x / scale` in `dtype`, by looking at `x`.
+
+    The data's RMS is in [1, 2), or if an element would leave the range then, its maximum near the
+    top; so it is, too, in FP8 and in a `wide` leaf. A zero has scale 0; what is not
+    finite keeps the `old` scale, whose shape the result has.
+    """
+    axes = tuple(a for a in range(x.ndim) if old.shape[a] == 1) if old.ndim else None
+    largest = array_lib.statistic(x, "max", axes)
+    top = min(pow2.floor_exponent(jnp.finfo(dtype).max) - 1, 14)
+    power = pow2.round_down(largest, old.dtype)
+    scale = power * math.ldexp(1.0, -top)
+    if not (wide or dtypes.is_narrow_float(dtype)):
+        rms = array_lib.statistic(x, "rms", axes)
+        scale = jnp.maximum(scale, pow2.round_down(rms, old.dtype))
+    scale = jnp.where(power == 0, 0, jnp.maximum(scale, _SMALLEST))
+    return jnp.where(jnp.isfinite(largest), scale, old)
+
+
+def scale_of_gradient(grad: ScaledArray, old: jax.Array, degree: int) -> jax.Array:
+    """`2**j * s**degree` for a gradient of scale `s`; of a gradient that is 0, the `old` scale."""
+    scale = array_lib.align_scale(grad.scale, grad.ndim)
+    if scale.ndim:  # one scale for what shares one in `old`
+        fits = old.ndim == scale.ndim
+        axes = tuple(a for a in range(scale.ndim) if not fits or old.shape[a] == 1)
+        scale = jnp.max(scale, axes, keepdims=fits)
+    exponent = GRADIENT_EXPONENTS[degree]
+    limit = math.ldexp(1.0, (pow2.MAX_EXPONENT - abs(exponent)) // degree)
+    followed = jnp.clip(scale, 1 / limit, limit) ** degree * math.ldexp(1.0, exponent)
+    old = jnp.where(old == 0, 1, old)
+    return jnp.where(scale == 0, old, followed.astype(old.dtype))
+
+
+def stored(
+    x: jax.Array,
+    like: ScaledArray,
+    *,
+    wide: bool = False,
+    degree: int | None = None,
+    grad: ScaledArray | None = None,
+) -> ScaledArray:
+    """Return `x` as `like` is stored: its dtype and shape of scale; a static scale stays."""
+    if like.is_static and like.scale:
+        data = saturate(x * np.array(1 / like.scale, x.dtype), like.dtype, wide=wide)
+        return ScaledArray(data, like.scale)
+    old = array_lib.align_scale(like.scale, like.ndim)
+    if grad is None or degree is None:
+        scale = scale_by_statistic(x, old, like.dtype, wide=wide)
+    else:
+        scale = scale_of_gradient(grad, old, degree)
+    scale = jnp.broadcast_to(scale, old.shape).astype(old.dtype)
+    inverse = (1 / jnp.where(scale == 0, 1, scale)).astype(x.dtype)
+    data = jnp.where(scale == 0, jnp.where(jnp.isfinite(x), 0, x), x * inverse)
+    data = saturate(data, like.dtype, wide=wide)
+    return ScaledArray(data, scale.reshape(jnp.shape(like.scale)))
+
+
+@custom_scale(static_argnames=("wide",))
+def store(x: jax.Array, like: jax.Array, *, wide: bool) -> jax.Array:
+    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale found by a statistic."""
+    return saturate(x, like.dtype, wide=wide)
+
+
+@store.defscale
+def _store_scale(x: ScaledArray, like: ScaledArray, *, wide: bool) -> ScaledArray:
+    return stored(x.to_array(), _with_array(like), wide=wide)
+
+
+@custom_scale(static_argnames=("wide", "degree"))
+def store_by_gradient(
+    x: jax.Array, like: jax.Array, grad: jax.Array, *, wide: bool, degree: int
+) -> jax.Array:
+    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale that follows the gradient's."""
+    return saturate(x, like.dtype, wide=wide)
+
+
+@store_by_gradient.defscale
+def _store_by_gradient_scale(
+    x: ScaledArray, like: ScaledArray, grad: ScaledArray, *, wide: bool, degree: int
+) -> ScaledArray:
+    like, grad = _with_array(like), _with_array(grad)
+    return stored(x.to_array(), like, wide=wide, degree=degree, grad=grad)
+
+
+@custom_scale(static_argnames=("dtype",))
+def saturating_cast(x: jax.Array, *, dtype: Any) -> jax.Array:
+    """Cast the data; what is finite stays finite."""
+    return saturate(x, dtype)
+
+
+@saturating_cast.defscale
+def _saturating_cast_scale(x: ScaledArray, *, dtype: Any) -> ScaledArray:
+    return ScaledArray(saturate(x.data, dtype), x.scale)
+
+
+def _with_array(x: ScaledArray) -> ScaledArray:
+    """The scale of a rule's operand as a number, if it is known while tracing, or an array."""
+    scale = x.scale
+    if isinstance(scale, Scale):
+        scale = scale.value if scale.is_static else jnp.asarray(scale)
+    return ScaledArray(x.data, scale)
