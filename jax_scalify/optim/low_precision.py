@@ -6,15 +6,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_scalify import dtypes, primitives
 from jax_scalify.array import ScaledArray, is_scaled
-from jax_scalify.optim.roles import Role, RoleFinder, owners_of
+from jax_scalify.optim.roles import Role, RoleFinder
 from jax_scalify.optim.storing import (
     GRADIENT_EXPONENTS,
     saturating_cast,
     store,
-    store_by_gradient,
     stored,
 )
 
@@ -30,11 +30,11 @@ class Optimizer(NamedTuple):
 
 
 def _checked_dtype(dtype: Any, name: str) -> Any:
-    dtype = jnp.dtype(dtype)
-    if dtype not in _DTYPES:
-        names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
-        raise TypeError(f"`{name}` must be one of {names}, got {dtype}.")
-    return dtype
+    names = [jnp.dtype(d).name for d in _DTYPES]
+    given = getattr(dtype, "name", getattr(dtype, "__name__", dtype))
+    if given not in names:
+        raise TypeError(f"`{name}` must be one of {', '.join(names)}, got {given!r}.")
+    return jnp.dtype(given)
 
 
 def _widen(tree: Any) -> Any:
@@ -63,9 +63,10 @@ def low_precision(
 
     An update reads gradients, state and parameters as float32, runs the optimizer's own update, and
     stores each floating leaf of the new state: it chooses a scale and casts once. Scalars and what
-    belongs to no parameter (counts, hyperparameters, norms) stay as they are. It works in a plain
-    training step, where the state's leaves are `ScaledArray`s, and inside `scalify`, where
-    parameters and gradients have scales too.
+    belongs to no parameter (counts, hyperparameters, norms) stay as they are; what starts from the
+    parameters (a copy, an average of them) keeps their dtype. It works in a plain training step,
+    where the state's leaves are `ScaledArray`s, and inside `scalify`, where parameters and
+    gradients have scales too.
 
     What a leaf is, a second moment or an accumulated gradient, is found in the optimizer's own
     equations, so that every optimizer in the form of optax will do, wrapped or wrapping:
@@ -79,9 +80,10 @@ def low_precision(
       (1 for a first moment, 2 for a second one), has `scale = 2**j * s**d` with `s` the scale of
       that parameter's gradient. Other leaves are stored by statistic. Only inside `scalify`.
 
-    Data out of range saturates. What never decays, such as the sum of squares of Adagrad, then
-    stops to grow under "gradient": prefer "statistic" for it. Rounding is to nearest: a decay
-    `1 - b` smaller than the spacing of a dtype (0.001 in bfloat16 or FP8) is lost.
+    Data out of range saturates. "gradient" is for moments that are averages of gradients: the sum
+    of squares of Adagrad would stop to grow at the top of the range, and Prodigy multiplies
+    gradients by 1e-6 first, so both want "statistic". Rounding is stochastic, by bits that
+    are made of the numbers themselves: an update is a function of its arguments, as ever.
 
     Args:
         optimizer: an `optax.GradientTransformation`, or anything with `init` and `update`.
@@ -91,8 +93,10 @@ def low_precision(
         policy: how scales are chosen.
 
     Returns:
-        An optimizer of the same type. `init(params)` makes `ScaledArray`s: do not pass its result
-        through `as_scaled_array`. `update` returns updates in float32: see `apply_updates`.
+        An optimizer of the same type. `init(params)` makes `ScaledArray`s, which
+        `as_scaled_array` leaves as they are; what a wrapper around this one adds to the state is
+        for you to scale, by that function. `update` returns updates in float32: see
+        `apply_updates`. Wrappers that compare dtypes (`apply_if_finite`) want such gradients too.
 
     Raises:
         TypeError: if `optimizer` is none, or for another dtype.
@@ -125,23 +129,25 @@ def low_precision(
     )
     find_roles = RoleFinder(optimizer.init, optimizer.update)
 
-    def dtype_of(role: Role) -> Any:
+    def like_of(x: Any, role: Role, params: list[Any]) -> ScaledArray:
+        own = second if role.degree == 2 else dtype
         if role.degree == 1 and not role.nonneg:
-            return first
-        return second if role.degree == 2 else dtype
+            own = first
+        if role.is_weight and role.param is not None:
+            own = jnp.result_type(params[role.param].dtype)
+        return ScaledArray(jax.ShapeDtypeStruct(x.shape, own), jnp.float32(0))
 
     def init(params: Any) -> Any:
         wide = _widen(params)
         state = _widen(optimizer.init(wide))
-        leaves, tree = jax.tree.flatten(state)
         if {first, second} == {dtype}:
-            roles = [Role(param=owner) for owner in owners_of(state, wide)]
+            roles = find_roles.at_start(state, wide)
         else:
             roles = find_roles(wide, state, wide, {})
+        leaves, tree = jax.tree.flatten(state)
+        weights = jax.tree.leaves(params, is_leaf=is_scaled)
         new = [
-            stored(x, ScaledArray(jax.ShapeDtypeStruct(x.shape, dtype_of(role)), jnp.float32(0)))
-            if _is_stored(x, role)
-            else _kept(x, x)
+            stored(x, like_of(x, role, weights)) if _is_stored(x, role) else _kept(x, x)
             for x, role in zip(leaves, roles, strict=True)
         ]
         return jax.tree.unflatten(tree, new)
@@ -157,9 +163,9 @@ def low_precision(
         roles = find_roles(grads, state, params, extra_args)
         updates, new = optimizer.update(grads, state, params, **extra_args)
         leaves, tree = jax.tree.flatten(new)
-        gradients = jax.tree.leaves(grads) if policy == "gradient" else None
+        gradients = jax.tree.leaves(grads)
         new = [
-            _store(x, old, role, gradients) if _is_stored(x, role) else _kept(x, old)
+            _store(x, old, role, gradients, policy) if _is_stored(x, role) else _kept(x, old)
             for x, old, role in zip(leaves, olds, roles, strict=True)
         ]
         return updates, jax.tree.unflatten(tree, new)
@@ -177,24 +183,28 @@ def _is_stored(x: Any, role: Role) -> bool:
 
 
 def _kept(x: Any, old: Any) -> Any:
-    """A leaf that is not stored in few bits, in a dtype that does not change."""
-    kind = dtypes.leaf_dtype(x)
-    if kind is None:
-        return x
+    """A leaf that is not stored in few bits: of the dtype and kind (plain, scaled) that it had."""
     if is_scaled(old):
         return stored(x, old)
-    plain = primitives.stop_scaling(x) if dtypes.is_scalable(kind) else x
-    return jnp.asarray(plain, dtypes.leaf_dtype(old))
+    kind = dtypes.leaf_dtype(old)
+    if kind is None:
+        return x
+    x = jnp.asarray(x, kind)
+    if not dtypes.is_scalable(kind):
+        return x
+    # `scalify` does not see that this is `x` alone: the result is scaled if `old` is.
+    return lax.select(jnp.ones(x.shape, bool), primitives.stop_scaling(x), jnp.asarray(old))
 
 
-def _store(x: Any, old: Any, role: Role, grads: list[Any] | None) -> Any:
+def _store(x: Any, old: Any, role: Role, grads: list[Any], policy: str) -> Any:
     """A leaf in few bits: outside `scalify` a `ScaledArray`, inside an array that has a scale."""
+    grad = x if role.param is None else grads[role.param]
     if is_scaled(old):
-        return stored(x, old, wide=role.is_wide)
-    if grads is not None and role.param is not None and role.degree in GRADIENT_EXPONENTS:
-        grad, degree = grads[role.param], int(role.degree)
-        return store_by_gradient(x, old, grad, wide=role.is_wide, degree=degree)
-    return store(x, old, wide=role.is_wide)
+        salt = grad if grad.shape == x.shape else None
+        return stored(x, old, wide=role.is_wide, salt=salt)
+    follows = policy == "gradient" and role.degree in GRADIENT_EXPONENTS
+    degree = int(role.degree) if follows and role.degree is not None else None
+    return store(x, old, grad, wide=role.is_wide, degree=degree)
 
 
 def apply_updates(params: Any, updates: Any, *, key: Any = None) -> Any:

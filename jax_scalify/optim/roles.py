@@ -21,13 +21,15 @@ class Role:
     Attributes:
         nonneg: no element is ever negative, as of a second moment or a maximum.
         degree: by which power of a factor it grows if all gradients do: 1 for a first moment, 2 for
-            a second one; None if it is not known, or the leaf starts from the parameters.
+            a second one; None if it is not known, or of a weight.
         param: which parameter it belongs to, by number; None for none.
+        is_weight: it starts from the parameters: a copy or an average of them.
     """
 
     nonneg: bool = False
     degree: Degree = None
     param: int | None = None
+    is_weight: bool = False
 
     @property
     def is_wide(self) -> bool:
@@ -63,18 +65,29 @@ class RoleFinder:
         ).jaxpr
         leaves = jax.tree.leaves(state)
         count = len(jax.tree.leaves(grads))
-        degrees = _degrees(step, start, count, len(leaves))
         flags = _nonnegative(step, start, count, len(leaves))
-        owners = owners_of(state, like_params)
-        return [Role(*role) for role in zip(flags, degrees, owners, strict=True)]
+        owners, weights = owners_of(state, like_params), _depends_on_operands(start)
+        degrees = _degrees(step, count, weights)
+        return [Role(*role) for role in zip(flags, degrees, owners, weights, strict=True)]
+
+    def at_start(self, state: Any, params: Any) -> list[Role]:
+        """Return what is known of the roles without a look at the update."""
+        params = _shapes(params)
+        weights = _depends_on_operands(jax.make_jaxpr(self._init)(params).jaxpr)
+        owners = owners_of(state, params)
+        pairs = zip(owners, weights, strict=True)
+        return [Role(param=owner, is_weight=weight) for owner, weight in pairs]
 
 
 def owners_of(state: Any, params: Any) -> list[int | None]:
     """Return for each leaf the parameter whose key path is the longest end of the leaf's."""
     own = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    ends = [(path[start:] for start in range(len(path) + 1)) for path in paths]
-    return [next((own[end] for end in several if end in own), None) for several in ends]
+
+    def owner(path: tuple) -> int | None:
+        ends = (path[start:] for start in range(len(path) + 1))
+        return next((own[end] for end in ends if end in own), None)
+
+    return [owner(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
 
 
 def _nonnegative(step: Any, start: Any, count: int, size: int) -> list[bool]:
@@ -89,21 +102,22 @@ def _nonnegative(step: Any, start: Any, count: int, size: int) -> list[bool]:
         flags = kept
 
 
-def _degrees(step: Any, start: Any, count: int, size: int) -> list[Degree]:
+def _degrees(step: Any, count: int, weights: list[bool]) -> list[Degree]:
     """The degrees that a step gives back, once those of the state are known."""
-    from_params = _depends_on_operands(start)
+    size = len(weights)
     known: list[Degree] = [None] * size
     rounds = []
     for _ in range(3):
         rest = [None] * (len(step.invars) - count - size)
         results = degrees_of_results(step, [1] * count + known + rest)
         out = results[len(results) - size :]
-        known = [None if p else d for d, p in zip(out, from_params, strict=True)]
+        known = [None if w else d for d, w in zip(out, weights, strict=True)]
         rounds.append(known)
     return [a if a == b else None for a, b in zip(*rounds[-2:], strict=True)]
 
 
 def _depends_on_operands(jaxpr: Any) -> list[bool]:
+    """Tell for each result whether it is made of operands."""
     moved = set(jaxpr.invars)
 
     def depends(atom: Any) -> bool:

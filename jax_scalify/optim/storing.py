@@ -26,17 +26,32 @@ GRADIENT_EXPONENTS = {1: -6, 2: -6}
 _SMALLEST, _LARGEST = math.ldexp(1.0, -pow2.MAX_EXPONENT), math.ldexp(1.0, pow2.MAX_EXPONENT)
 
 
-def saturate(x: jax.Array, dtype: Any, *, wide: bool = False) -> jax.Array:
+def saturate(
+    x: jax.Array, dtype: Any, *, wide: bool = False, bits: jax.Array | None = None
+) -> jax.Array:
     """Cast once: what is finite stays finite; in a `wide` leaf, what is not 0 does not become 0.
 
-    A second moment is divided by: if it were rounded to 0, the step would be huge.
+    A second moment is divided by: if it were rounded to 0, the step would be huge. With random
+    `bits` (`uint32`, one an element) the rounding is stochastic, else to nearest even.
     """
     limit = np.array(jnp.finfo(dtype).max, x.dtype)
     x = jnp.where(jnp.isfinite(x), lax.clamp(-limit, x, limit), x)
     if wide and dtypes.has_short_range(dtype):
         smallest = np.array(jnp.finfo(dtype).smallest_subnormal, x.dtype)
         x = jnp.where((x != 0) & (jnp.abs(x) < smallest), jnp.copysign(smallest, x), x)
-    return dtypes.cast(x, dtype)
+    return dtypes.cast(x, dtype) if bits is None else dtypes.round_stochastically(x, bits, dtype)
+
+
+def _bits_of(x: jax.Array, salt: jax.Array) -> jax.Array:
+    """Random bits, made of the numbers that are rounded: no key to keep, and steps repeat exactly.
+
+    Source: the last steps of MurmurHash3 by Austin Appleby.
+    """
+    first, second = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, salt))
+    bits = first * np.uint32(0x9E3779B1) + second
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+    return bits ^ (bits >> np.uint32(16))
 
 
 def scale_by_statistic(x: jax.Array, old: jax.Array, dtype: Any, *, wide: bool) -> jax.Array:
@@ -77,50 +92,57 @@ def stored(
     like: ScaledArray,
     *,
     wide: bool = False,
-    degree: int | None = None,
+    salt: jax.Array | None = None,
     grad: ScaledArray | None = None,
+    degree: int | None = None,
 ) -> ScaledArray:
-    """Return `x` as `like` is stored: its dtype and shape of scale; a static scale stays."""
+    """Return `x` as `like` is stored: in its dtype, with its shape of scale.
+
+    The rounding is stochastic: to nearest, the small steps of a moving average would be lost, or
+    too large (0.999 x in float16, 0.9 x in E4M3).
+
+    Args:
+        x: what is to be stored, in float32.
+        like: as it was stored so far. A static scale is kept.
+        wide: whether the elements spread over a wide range, as squares do.
+        salt: other numbers of the shape of `x`, which change from step to step.
+        grad: the gradient, if the scale follows it by `degree`; else a statistic is taken.
+        degree: of `x` in the gradient.
+    """
+    old = array_lib.align_scale(jnp.asarray(like.scale, jnp.float32), like.ndim)
     if like.is_static and like.scale:
-        data = saturate(x * np.array(1 / like.scale, x.dtype), like.dtype, wide=wide)
-        return ScaledArray(data, like.scale)
-    old = array_lib.align_scale(like.scale, like.ndim)
-    if grad is None or degree is None:
+        scale = old
+    elif grad is None or degree is None:
         scale = scale_by_statistic(x, old, like.dtype, wide=wide)
     else:
-        scale = scale_of_gradient(grad, old, degree)
-    scale = jnp.broadcast_to(scale, old.shape).astype(old.dtype)
+        scale = jnp.broadcast_to(scale_of_gradient(grad, old, degree), old.shape)
     inverse = (1 / jnp.where(scale == 0, 1, scale)).astype(x.dtype)
-    data = jnp.where(scale == 0, jnp.where(jnp.isfinite(x), 0, x), x * inverse)
-    data = saturate(data, like.dtype, wide=wide)
+    data = jnp.where((scale == 0) & jnp.isfinite(x), 0, x * inverse)
+    bits = _bits_of(x, x if salt is None else salt)
+    data = saturate(data, like.dtype, wide=wide, bits=bits)
+    if like.is_static and like.scale:
+        return ScaledArray(data, like.scale)
     return ScaledArray(data, scale.reshape(jnp.shape(like.scale)))
 
 
-@custom_scale(static_argnames=("wide",))
-def store(x: jax.Array, like: jax.Array, *, wide: bool) -> jax.Array:
-    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale found by a statistic."""
+@custom_scale(static_argnames=("wide", "degree"))
+def store(
+    x: jax.Array, like: jax.Array, grad: jax.Array, *, wide: bool, degree: int | None
+) -> jax.Array:
+    """Cast `x` to the dtype of `like`; inside `scalify`, choose a scale.
+
+    With a `degree` the scale follows that of the gradient, else it is found by a statistic.
+    """
     return saturate(x, like.dtype, wide=wide)
 
 
 @store.defscale
-def _store_scale(x: ScaledArray, like: ScaledArray, *, wide: bool) -> ScaledArray:
-    return stored(x.to_array(), _with_array(like), wide=wide)
-
-
-@custom_scale(static_argnames=("wide", "degree"))
-def store_by_gradient(
-    x: jax.Array, like: jax.Array, grad: jax.Array, *, wide: bool, degree: int
-) -> jax.Array:
-    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale that follows the gradient's."""
-    return saturate(x, like.dtype, wide=wide)
-
-
-@store_by_gradient.defscale
-def _store_by_gradient_scale(
-    x: ScaledArray, like: ScaledArray, grad: ScaledArray, *, wide: bool, degree: int
+def _store_scale(
+    x: ScaledArray, like: ScaledArray, grad: ScaledArray, *, wide: bool, degree: int | None
 ) -> ScaledArray:
     like, grad = _with_array(like), _with_array(grad)
-    return stored(x.to_array(), like, wide=wide, degree=degree, grad=grad)
+    salt = grad.data if grad.shape == x.shape else None
+    return stored(x.to_array(), like, wide=wide, salt=salt, grad=grad, degree=degree)
 
 
 @custom_scale(static_argnames=("dtype",))
