@@ -13,6 +13,7 @@ from jax_scalify.array import ScaledArray, is_scaled
 from jax_scalify.optim.roles import Role, RoleFinder
 from jax_scalify.optim.storing import (
     GRADIENT_EXPONENTS,
+    bits_of,
     saturating_cast,
     store,
     stored,
@@ -200,8 +201,8 @@ def _store(x: Any, old: Any, role: Role, grads: list[Any], policy: str) -> Any:
     """A leaf in few bits: outside `scalify` a `ScaledArray`, inside an array that has a scale."""
     grad = x if role.param is None else grads[role.param]
     if is_scaled(old):
-        salt = grad if grad.shape == x.shape else None
-        return stored(x, old, wide=role.is_wide, salt=salt)
+        bits = bits_of(x, grad if grad.shape == x.shape else x)
+        return stored(x, old, wide=role.is_wide, bits=bits)
     follows = policy == "gradient" and role.degree in GRADIENT_EXPONENTS
     degree = int(role.degree) if follows and role.degree is not None else None
     return store(x, old, grad, wide=role.is_wide, degree=degree)
@@ -234,16 +235,11 @@ def apply_updates(params: Any, updates: Any, *, key: Any = None) -> Any:
 def _applied(param: Any, update: Any, key: Any) -> Any:
     if update is None:
         return param
-    if is_scaled(param):
-        total = _widen(param) + _widen(update)
-        if key is None:
-            return stored(total, param)
-        at_scale = stored(
-            total, ScaledArray(jax.ShapeDtypeStruct(param.shape, jnp.float32), param.scale)
-        )
-        return ScaledArray(dtypes.cast(at_scale.data, param.dtype, key=key), at_scale.scale)
-    dtype = jnp.asarray(param).dtype
     total = _widen(param) + _widen(update)
-    return (
-        saturating_cast(total, dtype=dtype) if key is None else primitives.cast(total, dtype, key)
-    )
+    if not is_scaled(param):
+        dtype = jnp.asarray(param).dtype
+        if key is not None:
+            return primitives.cast(total, dtype, key)
+        return saturating_cast(total, dtype=dtype)
+    bits = None if key is None else dtypes.random_bits(key, total.shape)
+    return stored(total, param, bits=bits)

@@ -20,8 +20,10 @@ from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.custom_scale import custom_scale
 
-# `scale = 2**j * s**d`, for a leaf of degree `d` in a gradient of scale `s`.
-GRADIENT_EXPONENTS = {1: -6, 2: -6}
+# `j` in `scale = 2**j * s**d`, for a leaf of degree `d` in a gradient of scale `s`. The data of
+# gradients has an RMS of 2**-9 to 2**4, and single elements are 2**4 times as large. So a second
+# moment in float16 leaves the range at an element of 2**7, and has 8 bits at an RMS of 2**-9.
+GRADIENT_EXPONENTS = {1: -6, 2: -2}
 
 _SMALLEST, _LARGEST = math.ldexp(1.0, -pow2.MAX_EXPONENT), math.ldexp(1.0, pow2.MAX_EXPONENT)
 
@@ -42,8 +44,11 @@ def saturate(
     return dtypes.cast(x, dtype) if bits is None else dtypes.round_stochastically(x, bits, dtype)
 
 
-def _bits_of(x: jax.Array, salt: jax.Array) -> jax.Array:
-    """Random bits, made of the numbers that are rounded: no key to keep, and steps repeat exactly.
+def bits_of(x: jax.Array, salt: jax.Array) -> jax.Array:
+    """Make random bits of the numbers that are rounded, and of others that change at each step.
+
+    Rounded to nearest, the small steps of a moving average are lost or too large (0.999 x in
+    float16, 0.9 x in E4M3). These bits need no key in the state, and a step repeats exactly.
 
     Source: the last steps of MurmurHash3 by Austin Appleby.
     """
@@ -92,20 +97,17 @@ def stored(
     like: ScaledArray,
     *,
     wide: bool = False,
-    salt: jax.Array | None = None,
+    bits: jax.Array | None = None,
     grad: ScaledArray | None = None,
     degree: int | None = None,
 ) -> ScaledArray:
     """Return `x` as `like` is stored: in its dtype, with its shape of scale.
 
-    The rounding is stochastic: to nearest, the small steps of a moving average would be lost, or
-    too large (0.999 x in float16, 0.9 x in E4M3).
-
     Args:
         x: what is to be stored, in float32.
         like: as it was stored so far. A static scale is kept.
         wide: whether the elements spread over a wide range, as squares do.
-        salt: other numbers of the shape of `x`, which change from step to step.
+        bits: random bits, for stochastic rounding; by default, to nearest even.
         grad: the gradient, if the scale follows it by `degree`; else a statistic is taken.
         degree: of `x` in the gradient.
     """
@@ -118,7 +120,6 @@ def stored(
         scale = jnp.broadcast_to(scale_of_gradient(grad, old, degree), old.shape)
     inverse = (1 / jnp.where(scale == 0, 1, scale)).astype(x.dtype)
     data = jnp.where((scale == 0) & jnp.isfinite(x), 0, x * inverse)
-    bits = _bits_of(x, x if salt is None else salt)
     data = saturate(data, like.dtype, wide=wide, bits=bits)
     if like.is_static and like.scale:
         return ScaledArray(data, like.scale)
@@ -141,8 +142,9 @@ def _store_scale(
     x: ScaledArray, like: ScaledArray, grad: ScaledArray, *, wide: bool, degree: int | None
 ) -> ScaledArray:
     like, grad = _with_array(like), _with_array(grad)
-    salt = grad.data if grad.shape == x.shape else None
-    return stored(x.to_array(), like, wide=wide, salt=salt, grad=grad, degree=degree)
+    values = x.to_array()
+    bits = bits_of(values, grad.data if grad.shape == x.shape else values)
+    return stored(values, like, wide=wide, bits=bits, grad=grad, degree=degree)
 
 
 @custom_scale(static_argnames=("dtype",))
