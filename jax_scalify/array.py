@@ -14,6 +14,7 @@ import numpy as np
 from jax import export, tree_util
 
 from jax_scalify import _compat, dtypes, pow2
+from jax_scalify.statistics import statistic
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,36 +219,6 @@ def _keepdims_axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ..
     own = () if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
     own = {a % ndim for a in own if -ndim <= a < ndim}
     return tuple(a for a in range(ndim) if a not in own)
-
-
-def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """Return the RMS ("rms", "l2"), mean absolute value ("l1") or maximum ("max") in float32.
-
-    The data is divided by its largest power of two first, so that no square over- or underflows.
-    Without axes the result is 0-d; else the axes are kept with size 1.
-    """
-    keepdims = axes is not None
-    wide = jnp.abs(data).astype(dtypes.real_dtype(dtypes.compute_dtype(data.dtype)))
-    if data.size == 0:
-        return jnp.zeros(jnp.sum(wide, axes, keepdims=keepdims).shape, wide.dtype)
-    largest = jnp.max(wide, axes, keepdims=keepdims)
-    if stat == "max":
-        return largest
-    power = pow2.round_down(largest)
-    power = jnp.where(power == 0, jnp.ones_like(power), power)
-    unit = wide / power
-    if stat == "l1":
-        return jnp.mean(unit, axes, keepdims=keepdims) * power
-    return jnp.sqrt(jnp.mean(jnp.square(unit), axes, keepdims=keepdims)) * power
-
-
-STATISTICS = ("rms", "l2", "l1", "max")
-
-
-def check_statistic(stat: Any, name: str = "stat") -> None:
-    """Raise a `ValueError` for a statistic that does not exist."""
-    if stat not in STATISTICS:
-        raise ValueError(f"`{name}` must be one of {list(STATISTICS)}, got {stat!r}.")
 
 
 def rescale_data(data: jax.Array, ratio: jax.Array) -> jax.Array:

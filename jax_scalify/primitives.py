@@ -7,6 +7,7 @@ it, their rules (`rules/scaling.py`) move powers of two between data and scale.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax_scalify import array as array_lib
 from jax_scalify import dtypes, pow2
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import current_config
+from jax_scalify.statistics import check_statistic
 
 
 def _define(name: str, impl: Callable, abstract: Callable, multiple_results=False) -> Primitive:
@@ -55,7 +57,6 @@ set_scaling_p = _define_identity("set_scaling")
 match_scale_p = _define_identity("match_scale")
 rebalance_scale_p = _define_identity("rebalance_scale")
 stop_scaling_p = _define_identity("stop_scaling")
-dynamic_rescale_p = _define_identity("dynamic_rescale")
 # `jvp` sends the tangent, not the primal, through `on_backward`: see `_on_backward_jvp`.
 on_backward_p = _define_identity(
     "on_backward",
@@ -65,6 +66,12 @@ get_data_and_scale_p = _define(
     "get_data_and_scale",
     lambda x, *, scale_dtype: (x, jnp.ones((), scale_dtype)),
     lambda x, *, scale_dtype: (x, jax.typeof(np.ones((), scale_dtype))),
+    multiple_results=True,
+)
+dynamic_rescale_p = _define(  # the value, and whether its statistic is finite
+    "dynamic_rescale",
+    lambda x, *, batch_ndim, **_: (x, jnp.ones(x.shape[:batch_ndim], bool)),
+    lambda x, *, batch_ndim, **_: (x, x.update(shape=x.shape[:batch_ndim], dtype=bool)),
     multiple_results=True,
 )
 
@@ -117,6 +124,20 @@ def _get_data_and_scale_jvp(primals, tangents, *, scale_dtype):
 ad.primitive_jvps[get_data_and_scale_p] = _get_data_and_scale_jvp
 
 
+def identity_jvp(primitive: Primitive) -> Callable:
+    """The derivative of a primitive that returns its first operand, and then what is constant."""
+
+    def jvp(primals, tangents, **params):
+        out = primitive.bind(*primals, **params)
+        constant = (ad.Zero(jax.typeof(o).to_tangent_aval()) for o in out[1:])
+        return out, [tangents[0], *constant]
+
+    return jvp
+
+
+ad.primitive_jvps[dynamic_rescale_p] = identity_jvp(dynamic_rescale_p)
+
+
 def _batch_unary(primitive: Primitive) -> None:
     def batch(args, dims, **params):
         out = primitive.bind(*args, **params)
@@ -127,7 +148,7 @@ def _batch_unary(primitive: Primitive) -> None:
 
 def _batch_dynamic_rescale(args, dims, *, stat, target, batch_ndim):
     x = jnp.moveaxis(args[0], dims[0], 0)  # every example has a scale of its own
-    return dynamic_rescale_p.bind(x, stat=stat, target=target, batch_ndim=batch_ndim + 1), 0
+    return dynamic_rescale_p.bind(x, stat=stat, target=target, batch_ndim=batch_ndim + 1), (0, 0)
 
 
 def _batch_match_scale(args, dims):
@@ -305,15 +326,28 @@ def stop_scaling(x: Any, dtype: Any = None) -> Any:
 
 def rescale_leaf(x: Any, stat: str = "rms", target: float = 1.0) -> Any:
     """Move the data's statistic to `target`: the rule of `dynamic_rescale` for one array."""
+    return _rescale_leaf(_checked(x) if not array_lib.is_scaled(x) else x, stat, target)[0]
+
+
+def _rescale_leaf(x: Any, stat: str, target: float) -> tuple[Any, Any]:
+    """The array rescaled, and whether its statistic is finite."""
     if isinstance(x, ScaledArray):
-        return _outside(rescale_leaf, x, stat, target)
-    x = _checked(x)
-    if not dtypes.is_scalable(x.dtype):
-        return x
-    return dynamic_rescale_p.bind(x, stat=stat, target=target, batch_ndim=0)
+        return _rescale_outside(x, stat, target)
+    kind = dtypes.leaf_dtype(x)
+    if kind is None or not dtypes.is_scalable(kind):
+        return x, True
+    out = dynamic_rescale_p.bind(jnp.asarray(x), stat=stat, target=target, batch_ndim=0)
+    return tuple(out)
 
 
-def dynamic_rescale(tree: Any, stat: str = "rms", target: float = 1.0) -> Any:
+@functools.partial(jax.jit, static_argnums=(1, 2))  # one program for all leaves of a shape
+def _rescale_outside(x: ScaledArray, stat: str, target: float) -> tuple[Any, Any]:
+    return _outside(_rescale_leaf, x, stat, target)
+
+
+def dynamic_rescale(
+    tree: Any, stat: str = "rms", target: float = 1.0, *, return_finite: bool = False
+) -> Any:
     """Rescale every scaled leaf so that a statistic of its data is about `target`.
 
     The statistic is taken in float32 over the whole leaf (for each index of a scale that is not
@@ -326,6 +360,11 @@ def dynamic_rescale(tree: Any, stat: str = "rms", target: float = 1.0) -> Any:
             pass through unchanged.
         stat: "rms" (or "l2"), "l1" (mean absolute value) or "max".
         target: power of two that the statistic is brought to.
+        return_finite: whether to tell if every statistic was finite.
+
+    Returns:
+        The tree; with `return_finite`, also a 0-d bool array, False if a leaf was left alone. Plain
+        leaves have no say.
 
     Raises:
         ValueError: for an unknown `stat`, or a `target` that is not a power of two.
@@ -334,18 +373,20 @@ def dynamic_rescale(tree: Any, stat: str = "rms", target: float = 1.0) -> Any:
         >>> x = jsa.ScaledArray(jnp.full(4, 64.0, jnp.float16), jnp.float32(1.0))
         >>> print(jsa.dynamic_rescale(x).scale)
         64.0
+        >>> state = {"w": x, "b": jsa.as_scaled_array(jnp.array([1.0, jnp.inf]))}
+        >>> state, finite = jsa.dynamic_rescale(state, return_finite=True)
+        >>> print(state["w"].scale, finite)
+        64.0 False
     """
-    array_lib.check_statistic(stat)
+    check_statistic(stat)
     if not pow2.is_power_of_two(target):
         raise ValueError(f"`target` must be a power of two, got {target!r}.")
-
-    def rescale(leaf: Any) -> Any:
-        kind = None if array_lib.is_scaled(leaf) else dtypes.leaf_dtype(leaf)
-        if array_lib.is_scaled(leaf) or (kind is not None and dtypes.is_scalable(kind)):
-            return rescale_leaf(leaf, stat, float(target))
-        return leaf
-
-    return jax.tree.map(rescale, tree, is_leaf=array_lib.is_scaled)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=array_lib.is_scaled)
+    leaves = [_rescale_leaf(leaf, stat, float(target)) for leaf in leaves]
+    tree = structure.unflatten(leaf for leaf, _ in leaves)
+    if not return_finite:
+        return tree
+    return tree, functools.reduce(jnp.logical_and, (flag for _, flag in leaves), jnp.bool_(True))
 
 
 def match_scales(tree: Any, like: Any) -> Any:

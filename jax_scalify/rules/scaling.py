@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_scalify import algebra, dtypes, pow2, primitives
@@ -15,6 +16,7 @@ from jax_scalify.config import Pow2RoundMode
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, multiply, uniform_over
 from jax_scalify.rules.subtrace import takes_values
+from jax_scalify.statistics import statistic
 from jax_scalify.values import Facts, Value
 
 
@@ -103,24 +105,39 @@ def get_data_and_scale_rule(ctx: RuleContext, x: ScaledArray, *, scale_dtype: An
 
 
 @register_scale_rule(primitives.dynamic_rescale_p)
+@takes_values
 def dynamic_rescale_rule(
-    ctx: RuleContext, x: ScaledArray, *, stat: str, target: float, batch_ndim: int
-) -> ScaledArray:
+    ctx: RuleContext, value: Value, *, stat: str, target: float, batch_ndim: int
+) -> list[Any]:
     """Read the data: its statistic, as a power of two, moves into the scale.
 
     A zero gets scale 0; a non-finite statistic changes nothing.
     """
-    x = ScaledArray(filled(x.data, ctx.out_avals[0].shape), x.scale)
-    axes = None
-    if x.scale.ndim:
-        axes = tuple(a for a in range(x.ndim) if x.scale.shape[a] == 1)
-    elif batch_ndim:
-        axes = tuple(range(batch_ndim, x.ndim))
-    wide = array_lib.statistic(x.data, stat, axes)
+    examples = ctx.out_avals[1].shape
+    if not value.is_scaled:
+        return [value, Value.filled(examples, np.bool_(True))]
+    x = ScaledArray(filled(value.array.data, value.shape), value.array.scale)
+    wide = statistic(x.data, stat, _measured_axes(x, batch_ndim))
+    finite = jnp.isfinite(wide)
     power = pow2.round_down(wide, ctx.table.dtype)
     if ctx.config.rounding_mode is Pow2RoundMode.UP:
         power = jnp.where(wide > power, 2 * power, power)
     power = lax.mul(power, jnp.asarray(1 / target, power.dtype))
-    power = jnp.where(jnp.isfinite(wide), power, jnp.ones_like(power))
-    factor = ctx.table.atom(power)
-    return ScaledArray(multiply(x.data, factor**-1, x.dtype), x.scale * factor)
+    factor = ctx.table.atom(jnp.where(finite, power, jnp.ones_like(power)))
+    flag = jnp.broadcast_to(jnp.all(finite, tuple(range(batch_ndim, finite.ndim))), examples)
+    return [ScaledArray(_moved(x.data, factor**-1), x.scale * factor), flag]
+
+
+def _measured_axes(x: ScaledArray, batch_ndim: int) -> tuple[int, ...] | None:
+    """The axes that share a scale; None for all of them."""
+    if x.scale.ndim:
+        return tuple(a for a in range(x.ndim) if x.scale.shape[a] == 1)
+    return tuple(range(batch_ndim, x.ndim)) if batch_ndim else None
+
+
+def _moved(data: Any, factor: Scale) -> Any:
+    """`data * factor`; an infinity stays one, where a cast to FP8 would make it a number."""
+    moved = multiply(data, factor, data.dtype)
+    if not dtypes.is_narrow_float(data.dtype) or not np.isinf(np.array(np.inf, data.dtype)):
+        return moved
+    return lax.select(lax.is_finite(data), moved, data)
