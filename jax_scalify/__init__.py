@@ -13,6 +13,7 @@ from jax_scalify.array import (
 )
 from jax_scalify.config import Pow2RoundMode, ScalifyConfig
 from jax_scalify.custom_scale import custom_scale
+from jax_scalify.delayed import delayed_rescale, init_delayed_rescale
 from jax_scalify.fp8 import fp8_matmuls
 from jax_scalify.primitives import (
     dynamic_rescale,
@@ -41,11 +42,13 @@ __all__ = [
     "asarray",
     "checkpoint",
     "custom_scale",
+    "delayed_rescale",
     "dynamic_rescale",
     "fp8",
     "fp8_matmuls",
     "freeze_scales",
     "get_data_and_scale",
+    "init_delayed_rescale",
     "lax",
     "match_scales",
     "nn",

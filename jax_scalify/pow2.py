@@ -59,6 +59,20 @@ def round_down(value: jax.Array, dtype: Any = None) -> jax.Array:
     return _round_down(value, jnp.dtype(value.dtype if dtype is None else dtype))
 
 
+def exponent(power: jax.Array) -> jax.Array:
+    """Return the exponents of traced powers of two, as `int32`; that of 0 is below all others."""
+    integer, nmant = exponent_layout(power.dtype)
+    biased = lax.bitcast_convert_type(power, integer) >> np.array(nmant, integer)
+    return biased.astype(jnp.int32) - (jnp.finfo(power.dtype).maxexp - 1)
+
+
+def power(exponent: jax.Array, dtype: Any) -> jax.Array:
+    """Return `2**exponent` of traced integers, within the range of scales."""
+    integer, nmant = exponent_layout(dtype)
+    biased = jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT) + (jnp.finfo(dtype).maxexp - 1)
+    return lax.bitcast_convert_type(biased.astype(integer) << np.array(nmant, integer), dtype)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _round_down(value: jax.Array, dtype: np.dtype) -> jax.Array:
     if jnp.finfo(value.dtype).bits < jnp.finfo(dtype).bits:

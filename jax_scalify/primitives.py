@@ -25,7 +25,8 @@ from jax_scalify.config import current_config
 from jax_scalify.statistics import check_statistic
 
 
-def _define(name: str, impl: Callable, abstract: Callable, multiple_results=False) -> Primitive:
+def define(name: str, impl: Callable, abstract: Callable, multiple_results=False) -> Primitive:
+    """A primitive of ours: how it is evaluated and lowered, and the types of its results."""
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_impl(impl)
@@ -36,7 +37,7 @@ def _define(name: str, impl: Callable, abstract: Callable, multiple_results=Fals
 
 def _define_identity(name: str, transpose: Callable | None = None) -> Primitive:
     """A primitive whose value is its first operand; linear in it, its derivative the identity."""
-    primitive = _define(name, lambda x, *_, **__: x, lambda x, *_, **__: x)
+    primitive = define(name, lambda x, *_, **__: x, lambda x, *_, **__: x)
 
     def jvp(primals, tangents, **params):
         return primitive.bind(*primals, **params), tangents[0]
@@ -62,13 +63,13 @@ on_backward_p = _define_identity(
     "on_backward",
     transpose=lambda cotangent, *operands, function: function(cotangent, *operands),
 )
-get_data_and_scale_p = _define(
+get_data_and_scale_p = define(
     "get_data_and_scale",
     lambda x, *, scale_dtype: (x, jnp.ones((), scale_dtype)),
     lambda x, *, scale_dtype: (x, jax.typeof(np.ones((), scale_dtype))),
     multiple_results=True,
 )
-dynamic_rescale_p = _define(  # the value, and whether its statistic is finite
+dynamic_rescale_p = define(  # the value, and whether its statistic is finite
     "dynamic_rescale",
     lambda x, *, batch_ndim, **_: (x, jnp.ones(x.shape[:batch_ndim], bool)),
     lambda x, *, batch_ndim, **_: (x, x.update(shape=x.shape[:batch_ndim], dtype=bool)),
@@ -76,14 +77,14 @@ dynamic_rescale_p = _define(  # the value, and whether its statistic is finite
 )
 
 
-cast_p = _define(
+cast_p = define(
     "saturating_cast",
     lambda x, *, dtype: dtypes.cast(x, dtype),
     lambda x, *, dtype: x.update(dtype=dtype, weak_type=False),
 )
 
 
-stochastic_cast_p = _define(
+stochastic_cast_p = define(
     "stochastic_cast",
     lambda x, bits, *, dtype: dtypes.round_stochastically(x, bits, dtype),
     lambda x, bits, *, dtype: x.update(dtype=dtype, weak_type=False),

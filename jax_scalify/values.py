@@ -49,9 +49,10 @@ _KEEPS_NONNEGATIVE = (
         """reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated reduce_prod cumprod
         dynamic_slice gather concatenate pad dynamic_update_slice scatter scatter-add scatter_add
         sort split stack unstack tile ragged_dot_general select_and_scatter_add
-        set_scaling rebalance_scale dynamic_rescale on_backward saturating_cast stochastic_cast
-        top_k reduce_window_max reduce_window_min select_and_gather_add approx_top_k device_put psum
-        psum_invariant all_gather all_to_all ppermute reduce_scatter pmax pmin pvary""".split()
+        set_scaling rebalance_scale dynamic_rescale delayed_rescale on_backward saturating_cast
+        stochastic_cast top_k reduce_window_max reduce_window_min select_and_gather_add
+        approx_top_k device_put psum psum_invariant all_gather all_to_all ppermute reduce_scatter
+        pmax pmin pvary""".split()
     )
 )
 
@@ -61,7 +62,7 @@ _AS_GIVEN = frozenset(
     """reshape squeeze transpose rev slice dynamic_slice expand_dims split unstack concatenate stack
     convert_element_type copy copy_p neg reduce_precision optimization_barrier name stop_gradient
     device_put sharding_constraint set_scaling rebalance_scale stop_scaling dynamic_rescale
-    match_scale on_backward saturating_cast stochastic_cast""".split()
+    delayed_rescale match_scale on_backward saturating_cast stochastic_cast""".split()
 )
 
 _SUMS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum")

@@ -140,3 +140,16 @@ def test_a_factor_that_is_traced_moves_the_data_no_faster_than_the_value():
         w, exact = step(w, jnp.float16(2.0**-6)), exact * (1 - 2.0**-6)
     np.testing.assert_allclose(np.asarray(w, np.float64), exact, rtol=2e-2)
     assert 2.0**-4 < float(jnp.max(w.data)) < 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_exponents_of_arrays_and_back(dtype):
+    limit = min(126, jnp.finfo(dtype).maxexp - 1)
+    exponents = np.arange(max(-126, int(jnp.finfo(dtype).minexp)), limit + 1, dtype=np.int32)
+    powers = jnp.asarray(np.ldexp(1.0, exponents).astype(jnp.dtype(dtype)))
+    np.testing.assert_array_equal(pow2.exponent(powers), exponents)
+    np.testing.assert_array_equal(pow2.power(exponents, jnp.dtype(dtype)), powers)
+    assert int(pow2.exponent(jnp.zeros((), dtype))) < exponents[0]
+    if dtype != "float16":  # scales are of float32's range
+        beyond = pow2.power(jnp.asarray([-(2**30), 127, 2**30]), jnp.dtype(dtype))
+        np.testing.assert_array_equal(beyond.astype(float), [2.0**-126, 2.0**126, 2.0**126])

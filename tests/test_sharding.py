@@ -248,6 +248,10 @@ def conversions_keep_the_sharding():
     x = put(jsa.as_scaled_array(data), data.sharding)
     assert_sharded(jsa.dynamic_rescale(x), "data", "model")
     assert_sharded(jsa.match_scales(x, jsa.dynamic_rescale(x)), "data", "model")
+    history = jsa.init_delayed_rescale(x)
+    moved, history = jax.jit(jsa.delayed_rescale)(x, history)
+    assert_sharded(moved, "data", "model")
+    assert history[0] == 2
     frozen = jsa.thaw_scales(jsa.freeze_scales(x))
     assert frozen.data.sharding == data.sharding
 

@@ -1,5 +1,6 @@
 """Casts and rescales for use inside models."""
 
+from jax_scalify.delayed import amax_history, delayed_rescale
 from jax_scalify.ops.cast import (
     cast_on_backward,
     cast_on_forward,
@@ -16,8 +17,10 @@ from jax_scalify.ops.rescale import (
 )
 
 __all__ = [
+    "amax_history",
     "cast_on_backward",
     "cast_on_forward",
+    "delayed_rescale",
     "dynamic_rescale_l1",
     "dynamic_rescale_l1_grad",
     "dynamic_rescale_l2",

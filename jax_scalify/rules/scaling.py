@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,6 +14,7 @@ from jax_scalify import array as array_lib
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
+from jax_scalify.delayed import NOTHING_SEEN, delayed_rescale_p
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, multiply, uniform_over
 from jax_scalify.rules.subtrace import takes_values
@@ -61,7 +63,15 @@ def _at_scale(ctx: RuleContext, x: ScaledArray, scale: Scale) -> ScaledArray:
             axes = tuple(a for a in range(own.ndim) if not asked.ndim or asked.shape[a] == 1)
             own = jnp.max(own, axes, keepdims=asked.ndim > 0, initial=0)
         scale = x.scale if scale.is_zero else ctx.table.atom(jnp.where(asked == 0, own, asked))
-    return ScaledArray(multiply(data, x.scale / scale, ctx.out_dtype), scale)
+    return ScaledArray(_moved(data, x.scale / scale), scale)
+
+
+def _moved(data: Any, factor: Scale) -> Any:
+    """`data * factor`; an infinity stays one, where a cast to FP8 would make it a number."""
+    moved = multiply(data, factor, data.dtype)
+    if not dtypes.is_narrow_float(data.dtype) or not np.isinf(np.array(np.inf, data.dtype)):
+        return moved
+    return lax.select(lax.is_finite(data), moved, data)
 
 
 @register_scale_rule(primitives.cast_p)
@@ -124,7 +134,7 @@ def dynamic_rescale_rule(
         power = jnp.where(wide > power, 2 * power, power)
     power = lax.mul(power, jnp.asarray(1 / target, power.dtype))
     factor = ctx.table.atom(jnp.where(finite, power, jnp.ones_like(power)))
-    flag = jnp.broadcast_to(jnp.all(finite, tuple(range(batch_ndim, finite.ndim))), examples)
+    flag = _of_examples(finite, examples)
     return [ScaledArray(_moved(x.data, factor**-1), x.scale * factor), flag]
 
 
@@ -135,9 +145,54 @@ def _measured_axes(x: ScaledArray, batch_ndim: int) -> tuple[int, ...] | None:
     return tuple(range(batch_ndim, x.ndim)) if batch_ndim else None
 
 
-def _moved(data: Any, factor: Scale) -> Any:
-    """`data * factor`; an infinity stays one, where a cast to FP8 would make it a number."""
-    moved = multiply(data, factor, data.dtype)
-    if not dtypes.is_narrow_float(data.dtype) or not np.isinf(np.array(np.inf, data.dtype)):
-        return moved
-    return lax.select(lax.is_finite(data), moved, data)
+def _of_examples(finite: jax.Array, examples: tuple[int, ...]) -> jax.Array:
+    """Whether all is finite, for each example of a batch."""
+    rest = tuple(range(len(examples), finite.ndim))
+    return jnp.broadcast_to(jnp.all(finite, rest), examples)
+
+
+@register_scale_rule(delayed_rescale_p)
+@takes_values
+def delayed_rescale_rule(
+    ctx: RuleContext, value: Value, history: Value, *, algorithm: str, top: int, batch_ndim: int
+) -> list[Any]:
+    """`scale = 2**(amax - top)`, with the exponent `amax` of the history; the data's enters it.
+
+    Nothing seen: the scale stays.
+    """
+    examples = ctx.out_avals[2].shape
+    if not value.is_scaled:
+        return [value, history, Value.filled(examples, np.bool_(True))]
+    x = ScaledArray(filled(value.array.data, value.shape), value.array.scale)
+    seen = history.plain()
+    amax, finite = _amax_exponent(ctx, x, seen.shape[1:])
+    expected = jnp.max(seen, 0) if algorithm == "max" else seen[0]
+    scale = pow2.power(expected - top, ctx.table.dtype)
+    scale = jnp.where(expected == NOTHING_SEEN, jnp.zeros_like(scale), scale)
+    entered = jnp.concatenate([amax[None], seen[:-1]])
+    return [
+        _at_scale(ctx, x, ctx.table.atom(scale)),
+        Value.of(jnp.where(finite, entered, seen)),
+        _of_examples(finite, examples),
+    ]
+
+
+def _amax_exponent(
+    ctx: RuleContext, x: ScaledArray, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The exponents of the largest values for scales of a shape, and whether these are finite."""
+    shared = [d == 1 for d in shape] or [True] * x.ndim
+    own = [d == 1 for d in x.scale.shape] or [True] * x.ndim
+    axes = tuple(a for a in range(x.ndim) if shared[a] and own[a])
+    largest = statistic(x.data, "max", axes)
+    power = pow2.round_down(largest)
+    if x.scale.is_static and not x.scale.is_zero:
+        scale, nonzero = int(x.scale.exponent), power > 0
+    else:
+        array = jnp.asarray(x.scale.array, ctx.table.dtype)
+        scale, nonzero = pow2.exponent(array), (power > 0) & (array > 0)
+    amax = jnp.where(nonzero, pow2.exponent(power) + scale, NOTHING_SEEN)
+    axes = tuple(a for a in range(x.ndim) if shared[a])
+    amax = jnp.max(amax, axes, keepdims=True)
+    finite = jnp.all(jnp.isfinite(largest), axes, keepdims=True)
+    return amax.reshape(shape), finite.reshape(shape)
