@@ -109,8 +109,8 @@ def _round_steps(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
     wide, source = size.dtype, jnp.finfo(size.dtype)
     smallest = max(math.ldexp(1.0, target.minexp), float(source.smallest_normal))
     largest = math.ldexp(1.0, source.maxexp - 2)  # XLA may flush the reciprocal of a larger one
-    binade = lax.clamp(np.array(smallest, wide), _binade(size), np.array(largest, wide))
-    ulp = binade * np.array(2.0**-target.nmant, wide)
+    power = lax.clamp(np.array(smallest, wide), binade(size), np.array(largest, wide))
+    ulp = power * np.array(2.0**-target.nmant, wide)
     steps = size / ulp
     down = lax.floor(steps)
     threshold = ((steps - down) * np.array(2.0**32, wide)).astype(jnp.uint32)
@@ -120,8 +120,8 @@ def _round_steps(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
     return lax.min(rounded, np.array(target.max, wide))
 
 
-def _binade(size: jax.Array) -> jax.Array:
-    """The powers of two at or below positive numbers."""
+def binade(size: jax.Array) -> jax.Array:
+    """The powers of two at or below positive numbers; of subnormal ones 0."""
     integer, nmant = pow2.exponent_layout(size.dtype)
     infinity = np.array(np.inf, size.dtype).view(integer)
     exponent = lax.bitwise_and(lax.bitcast_convert_type(size, integer), infinity)

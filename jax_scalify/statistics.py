@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_scalify import dtypes, pow2
+from jax_scalify import dtypes
 
 STATISTICS = ("rms", "l2", "l1", "max")
 
@@ -48,10 +48,13 @@ def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -
 
     def again() -> jax.Array:
         sizes = _sizes(data, wide)
-        power = pow2.round_down(_average(sizes, "max", axes))
+        # XLA may flush the reciprocal of a larger power.
+        largest = math.ldexp(1.0, finfo.maxexp - 2)
+        power = jnp.minimum(dtypes.binade(_average(sizes, "max", axes)), largest)
         power = jnp.where(power == 0, jnp.ones_like(power), power)
         unit = _average(sizes / power, stat, axes)
-        return jnp.where(unit > 0, jnp.maximum(unit * power, finfo.tiny), unit)
+        is_number = (unit > 0) & (unit < jnp.inf)
+        return jnp.where(is_number, jnp.clip(unit * power, finfo.tiny, finfo.max), unit)
 
     return lax.cond(in_range, lambda: average, again)
 

@@ -94,6 +94,24 @@ def test_zero_empty_and_what_is_not_finite(dtype, stat):
         assert not np.isfinite(float(statistic(data, stat)))
 
 
+@pytest.mark.parametrize("stat", STATS)
+def test_float64(stat):
+    with jax.enable_x64(True):
+        for exponent in (-1000, -600, -126, 0, 126, 600, 1020):
+            values = np.ldexp(NOISE, exponent)
+            got = statistic(jnp.asarray(values), stat, (1,))
+            want = np.ldexp(reference(NOISE, stat, 1), exponent)
+            np.testing.assert_allclose(got, want, rtol=1e-14)
+
+
+@pytest.mark.parametrize("stat", STATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_the_largest_number_alone(dtype, stat):
+    largest = jnp.finfo(dtype).max
+    got = statistic(jnp.full(1000, largest), stat)
+    np.testing.assert_allclose(got, float(largest), rtol=1e-6)
+
+
 def test_complex():
     data = jnp.asarray([3 + 4j, 0], jnp.complex64)
     for factor in (1.0, 2.0**100, 2.0**-100):
