@@ -23,7 +23,8 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat, dtypes, pow2, storage
-from jax_scalify.array import PACKED, ScaledArray, _leading, is_packed, is_scaled, statistic
+from jax_scalify.array import PACKED, ScaledArray, _leading, is_packed, is_scaled
+from jax_scalify.statistics import statistic
 
 
 def save(

@@ -19,6 +19,7 @@ from jax_scalify import dtypes, pow2
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.custom_scale import custom_scale
+from jax_scalify.statistics import statistic
 
 # `j` in `scale = 2**j * s**d`, for a leaf of degree `d` in a gradient of scale `s`. The data of
 # gradients has an RMS of 2**-9 to 2**4, and single elements are 2**4 times as large. So a second
@@ -67,12 +68,12 @@ def scale_by_statistic(x: jax.Array, old: jax.Array, dtype: Any, *, wide: bool) 
     finite keeps the `old` scale, whose shape the result has.
     """
     axes = tuple(a for a in range(x.ndim) if old.shape[a] == 1) if old.ndim else None
-    largest = array_lib.statistic(x, "max", axes)
+    largest = statistic(x, "max", axes)
     top = min(pow2.floor_exponent(jnp.finfo(dtype).max) - 1, 14)
     power = pow2.round_down(largest, old.dtype)
     scale = power * math.ldexp(1.0, -top)
     if not (wide or dtypes.is_narrow_float(dtype)):
-        rms = array_lib.statistic(x, "rms", axes)
+        rms = statistic(x, "rms", axes)
         scale = jnp.maximum(scale, pow2.round_down(rms, old.dtype))
     scale = jnp.where(power == 0, 0, jnp.maximum(scale, _SMALLEST))
     return jnp.where(jnp.isfinite(largest), scale, old)
