@@ -101,12 +101,15 @@ class Facts:
         peaked: they are exponentials, or a mask, in a dtype of short range: one of them may be as
             large as all others together, and the range does not hold both ends.
         sums: how many sums over other axes, as of a matmul, were added up to it; else 0.
+        bound: none is below it if it is negative, and none above if it is positive: the result of
+            the first half of `clip`; else None.
     """
 
     nonneg: bool = False
     computed: bool = False
     peaked: bool = False
     sums: int = 0
+    bound: float | None = None
 
     def join(self, other: Facts) -> Facts:
         """What is known of a value that may be either of two."""
@@ -115,6 +118,7 @@ class Facts:
             self.computed or other.computed,
             self.peaked or other.peaked,
             self.sums if self.sums == other.sums else 0,
+            self.bound if self.bound == other.bound else None,
         )
 
 
@@ -247,6 +251,7 @@ def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
         _is_computed(eqn, inputs),
         _is_peaked(eqn, inputs),
         _count_sums(eqn, inputs),
+        _bound(eqn, inputs),
     )
 
 
@@ -296,6 +301,16 @@ def _count_sums(eqn: Any, inputs: list[Value]) -> int:
     if name == "add_any":
         return sum(counts) if all(counts) else 0
     return max(counts) if name in _AS_GIVEN else 0
+
+
+def _bound(eqn: Any, inputs: list[Value]) -> float | None:
+    """The negative constant of a maximum, or the positive one of a minimum."""
+    name = eqn.primitive.name
+    if name not in ("max", "min"):
+        return inputs[0].facts.bound if name in ("convert_element_type", "copy") else None
+    numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
+    beyond_zero = [n for n in numbers if (n < 0 if name == "max" else n > 0)]
+    return beyond_zero[0] if beyond_zero else None
 
 
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:

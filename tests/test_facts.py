@@ -295,3 +295,28 @@ def test_the_program_grows_linearly_with_depth(layers):
     assert count(jsa.scalify(step), static, ScaledArray(x, 1.0)) < 5 * plain
     dynamic = [ScaledArray(w, jnp.float32(1)) for w in params]
     assert count(jsa.scalify(step), dynamic, ScaledArray(x, jnp.float32(1))) < 12 * plain
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("exponent", [-20, 0, 20, 54])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda x: jnp.clip(x, -1, 1),
+        lambda x: jnp.maximum(jnp.minimum(x, 2), -0.5),
+        lambda x: jnp.minimum(jnp.maximum(jnp.minimum(x, 3), -5), 1),
+        lambda x: jnp.minimum(jnp.minimum(x, 0), 1),
+        lambda x: jnp.maximum(jnp.maximum(x, -100), -1),
+    ],
+)
+def test_both_halves_of_a_clip_bound_the_scale(clip, exponent, dtype):
+    # -1 at a scale of 2**54 was -2**30 in float16, and an update of that scale flushed the weights.
+    data = jnp.array([0, 1, -1, 0.25, -3], dtype)
+    x = ScaledArray(data, jnp.float32(2.0**exponent))
+    out = jax.jit(jsa.scalify(clip))(x)
+    bounded = np.isfinite(np.asarray(clip(jnp.float32([-jnp.inf, jnp.inf])))).all()
+    if bounded:
+        np.testing.assert_array_equal(jsa.asarray(out, jnp.float32), clip(x.to_array(jnp.float32)))
+        assert float(out.scale) <= 4
+    else:
+        assert float(out.scale) == 2.0**exponent

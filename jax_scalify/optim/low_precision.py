@@ -16,6 +16,7 @@ from jax_scalify.optim.storing import (
     bits_of,
     saturating_cast,
     store,
+    store_weight,
     stored,
 )
 
@@ -118,8 +119,7 @@ def low_precision(
             "`optimizer` must have `init` and `update`, as an optax.GradientTransformation has, "
             f"got {type(optimizer).__name__}."
         )
-    if policy not in _POLICIES:
-        raise ValueError(f"`policy` must be one of {list(_POLICIES)}, got {policy!r}.")
+    _check_policy(policy)
     dtype = _checked_dtype(dtype, "dtype")
     first, second = (
         dtype if own is None else _checked_dtype(own, name)
@@ -208,7 +208,13 @@ def _store(x: Any, old: Any, role: Role, grads: list[Any], policy: str) -> Any:
     return store(x, old, grad, wide=role.is_wide, degree=degree)
 
 
-def apply_updates(params: Any, updates: Any, *, key: Any = None) -> Any:
+def apply_updates(
+    params: Any,
+    updates: Any,
+    *,
+    key: Any = None,
+    policy: Literal["statistic", "gradient"] = "statistic",
+) -> Any:
     """Add updates to parameters in float32; round once to the parameters' own dtype.
 
     Parameters in float16 are the master weights then: no copy in float32 is kept.
@@ -218,6 +224,13 @@ def apply_updates(params: Any, updates: Any, *, key: Any = None) -> Any:
         updates: of the same structure.
         key: of `jax.random`, for stochastic rounding, so that updates smaller than the spacing of
             the parameters' dtype count on average; by default, to nearest even.
+        policy: how the scales of parameters are chosen, static ones apart: "statistic", RMS 1, or
+            lower where an element would leave the range; "gradient", without statistics inside
+            `scalify`: the larger scale of parameter and update. It never sinks: an optimizer that
+            divides by almost nothing makes updates of an immense scale, and the parameters vanish.
+
+    Raises:
+        ValueError: for an unknown policy.
 
     Example:
         >>> params = {"w": jnp.ones(1000, jnp.float16)}
@@ -226,20 +239,28 @@ def apply_updates(params: Any, updates: Any, *, key: Any = None) -> Any:
         >>> print(jnp.unique(new["w"]), new["w"].dtype)
         [1.    1.001] float16
     """
+    _check_policy(policy)
     leaves, tree = jax.tree.flatten(params, is_leaf=is_scaled)
     steps = tree.flatten_up_to(updates)
     keys = [None] * len(leaves) if key is None else jax.random.split(key, len(leaves))
-    return tree.unflatten(map(_applied, leaves, steps, keys))
+    return tree.unflatten(_applied(*each, policy) for each in zip(leaves, steps, keys))
 
 
-def _applied(param: Any, update: Any, key: Any) -> Any:
+def _check_policy(policy: str) -> None:
+    if policy not in _POLICIES:
+        raise ValueError(f"`policy` must be one of {list(_POLICIES)}, got {policy!r}.")
+
+
+def _applied(param: Any, update: Any, key: Any, policy: str) -> Any:
     if update is None:
         return param
     total = _widen(param) + _widen(update)
-    if not is_scaled(param):
-        dtype = jnp.asarray(param).dtype
-        if key is not None:
-            return primitives.cast(total, dtype, key)
-        return saturating_cast(total, dtype=dtype)
     bits = None if key is None else dtypes.random_bits(key, total.shape)
-    return stored(total, param, bits=bits)
+    if is_scaled(param):
+        return stored(total, param, bits=bits)
+    dtype = jnp.asarray(param).dtype
+    if policy == "statistic":
+        return store_weight(total, jnp.asarray(param), bits)
+    return (
+        saturating_cast(total, dtype=dtype) if key is None else primitives.cast(total, dtype, key)
+    )

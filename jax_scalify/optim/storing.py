@@ -148,6 +148,17 @@ def _store_scale(
     return stored(values, like, wide=wide, bits=bits, grad=grad, degree=degree)
 
 
+@custom_scale
+def store_weight(x: jax.Array, like: jax.Array, bits: jax.Array | None) -> jax.Array:
+    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale found by a statistic."""
+    return saturate(x, like.dtype, bits=bits)
+
+
+@store_weight.defscale
+def _store_weight_scale(x: ScaledArray, like: ScaledArray, bits: jax.Array | None) -> ScaledArray:
+    return stored(x.to_array(), _with_array(like), bits=bits)
+
+
 @custom_scale(static_argnames=("dtype",))
 def saturating_cast(x: jax.Array, *, dtype: Any) -> jax.Array:
     """Cast the data; what is finite stays finite."""

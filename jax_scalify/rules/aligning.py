@@ -61,15 +61,26 @@ def _extremum_rule(sign: int) -> Rule:
         args = (lhs, rhs)
         numbers = [ctx.inputs[i].constant for i in (0, 1)]
         harmless = [n is not None and sign * n <= 0 for n in numbers]
+        bound = None
         if any(harmless):  # max(x, c <= 0): the constant saturates, right for every finite x
             which = harmless.index(True)
             scale = args[which ^ 1].scale
-            if sign < 0 and ctx.inputs[which ^ 1].nonneg:  # 0 <= min(x, c) <= c
-                scale = algebra.meet(scale, _bound(numbers[which], args[which]))
+            limit = _bound(numbers[which], args[which])
+            other = ctx.inputs[which ^ 1]
+            if sign < 0 and other.nonneg:  # 0 <= min(x, c) <= c
+                scale = algebra.meet(scale, limit)
+            elif other.facts.bound is not None and sign * other.facts.bound > 0:
+                bound = other.facts.bound  # the second half of `clip`
+                own = Scale(pow2.split_constant(bound)[1])
+                scale = algebra.meet(scale, algebra.join(limit, own))
         else:
             scale = shared_scale(ctx, {0: lhs, 1: rhs})
         data = same_dtype(*(align(ctx, i, x, scale) for i, x in enumerate(args)))
-        return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), scale)
+        out = ctx.bind(*data, **params)
+        if bound is not None:  # at the scale of the first half it may have been too small to write
+            again = align_constant(bound, out.dtype, scale)
+            out = lax.max(out, again) if sign < 0 else lax.min(out, again)
+        return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant on the far side of 0: no vote."
     return rule

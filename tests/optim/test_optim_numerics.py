@@ -1,5 +1,7 @@
 """Scales and data of the stored state: range, long runs, what is not finite, and errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from test_low_precision import all_finite, make_step, problem, shapes, train
 
 import jax_scalify as jsa
+from jax_scalify import ScaledArray
 from jax_scalify.optim.storing import saturate
 
 optax = pytest.importorskip("optax")
@@ -221,3 +224,29 @@ def test_errors():
     params = jnp.ones(2)
     with pytest.raises(ValueError, match='`policy="gradient"` needs .*scalify'):
         opt.update(params, opt.init(params), params)
+
+
+def test_updates_of_an_immense_scale_do_not_wipe_out_float16_weights():
+    # Sophia and mechanize divide by almost nothing.
+    weights = ScaledArray(jnp.float16([1.0, -0.5]), jnp.float32(2.0**-3))
+    updates = ScaledArray(jnp.float32([2.0**-64, 0.0]), jnp.float32(2.0**54))
+    new = jax.jit(jsa.scalify(jsa.optim.apply_updates))(weights, updates)
+    np.testing.assert_array_equal(
+        jsa.asarray(new, jnp.float32), np.float32([0.125 + 2.0**-10, -0.0625])
+    )
+    assert new.dtype == jnp.float16 and float(new.scale) == 2.0**-4
+    follows = functools.partial(jsa.optim.apply_updates, policy="gradient")
+    assert float(jsa.scalify(follows)(weights, updates).scale) == 2.0**54
+
+
+def test_frozen_weights_keep_their_scale():
+    weights = ScaledArray(jnp.float16([4.0, -0.5]), 0.25)
+    updates = ScaledArray(jnp.float32([1.0, 1.0]), 1.0)
+    new = jax.jit(jsa.scalify(jsa.optim.apply_updates))(weights, updates)
+    assert new.scale == 0.25 and new.is_static
+    np.testing.assert_array_equal(jsa.asarray(new, jnp.float32), [2.0, 0.875])
+
+
+def test_an_unknown_policy_for_weights():
+    with pytest.raises(ValueError, match="`policy` must be one of"):
+        jsa.optim.apply_updates(jnp.ones(2), jnp.ones(2), policy="none")
