@@ -384,12 +384,14 @@ class ScaleTable:
         """Split a traced array into data in [1, 2) and a scale, element by element.
 
         What is between 1/2 and 1 has scale 1: a decay that is applied again and again would double
-        the data each time, and halve the scale.
+        the data each time, and halve the scale. So has what is not finite: it may be a branch that
+        is not taken, whose scale must not flush the one that is.
         """
         known = self._splits.get(id(value))
         if known is None:
             power = round_down(value, self.dtype)
-            power = jnp.where(power == 0.5, jnp.ones_like(power), power)
+            to_one = lax.bitwise_or(lax.eq(power, np.array(0.5, power.dtype)), ~jnp.isfinite(value))
+            power = jnp.where(to_one, jnp.ones_like(power), power)
             scale = self.atom(_compat.pin(power))
             compute = dtypes.compute_dtype(value.dtype)
             data = lax.mul(value.astype(compute), (ONE / scale).array.astype(compute))

@@ -320,3 +320,14 @@ def test_both_halves_of_a_clip_bound_the_scale(clip, exponent, dtype):
         assert float(out.scale) <= 4
     else:
         assert float(out.scale) == 2.0**exponent
+
+
+@pytest.mark.parametrize("factor", [jnp.nan, jnp.inf])
+def test_a_branch_that_is_not_taken_does_not_flush_the_other(factor):
+    # RAdam's rectification is the root of a negative number in the first steps, and not used then.
+    def f(x, factor):
+        return jnp.where(jnp.isfinite(factor), factor * x, x)
+
+    x = ScaledArray(jnp.float16([1.0, 3.0]), jnp.float32(2.0**-10))
+    out = jax.jit(jsa.scalify(f))(x, jnp.float32(factor))
+    np.testing.assert_array_equal(jsa.asarray(out, jnp.float32), x.to_array(jnp.float32))
