@@ -14,6 +14,7 @@ from jax_scalify.optim.roles import Role, RoleFinder
 from jax_scalify.optim.storing import (
     GRADIENT_EXPONENTS,
     bits_of,
+    drawn,
     saturating_cast,
     store,
     store_weight,
@@ -21,6 +22,7 @@ from jax_scalify.optim.storing import (
 )
 
 _POLICIES = ("statistic", "gradient")
+_ROUNDINGS = ("stochastic", "nearest")
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
@@ -214,6 +216,7 @@ def apply_updates(
     *,
     key: Any = None,
     policy: Literal["statistic", "gradient"] = "statistic",
+    rounding: Literal["stochastic", "nearest"] = "stochastic",
 ) -> Any:
     """Add updates to parameters in float32; round once to the parameters' own dtype.
 
@@ -222,15 +225,18 @@ def apply_updates(
     Args:
         params: arrays, or outside `scalify` also `ScaledArray`s.
         updates: of the same structure.
-        key: of `jax.random`, for stochastic rounding, so that updates smaller than the spacing of
-            the parameters' dtype count on average; by default, to nearest even.
+        key: of `jax.random`, for stochastic rounding. By default the random bits are made of the
+            numbers themselves: a step repeats exactly, but where a parameter and its update are the
+            same at every step, so is the rounding.
         policy: how the scales of parameters are chosen, static ones apart: "statistic", RMS 1, or
             lower where an element would leave the range; "gradient", without statistics inside
             `scalify`: the larger scale of parameter and update. It never sinks: an optimizer that
             divides by almost nothing makes updates of an immense scale, and the parameters vanish.
+        rounding: "stochastic", so that updates smaller than the spacing of the parameters' dtype
+            count on average; to "nearest" they are lost, weight decay first of all.
 
     Raises:
-        ValueError: for an unknown policy.
+        ValueError: for an unknown policy or rounding.
 
     Example:
         >>> params = {"w": jnp.ones(1000, jnp.float16)}
@@ -240,10 +246,13 @@ def apply_updates(
         [1.    1.001] float16
     """
     _check_policy(policy)
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"`rounding` must be one of {list(_ROUNDINGS)}, got {rounding!r}.")
     leaves, tree = jax.tree.flatten(params, is_leaf=is_scaled)
     steps = tree.flatten_up_to(updates)
     keys = [None] * len(leaves) if key is None else jax.random.split(key, len(leaves))
-    return tree.unflatten(_applied(*each, policy) for each in zip(leaves, steps, keys))
+    nearest = rounding == "nearest"
+    return tree.unflatten(_applied(*each, policy, nearest) for each in zip(leaves, steps, keys))
 
 
 def _check_policy(policy: str) -> None:
@@ -251,16 +260,14 @@ def _check_policy(policy: str) -> None:
         raise ValueError(f"`policy` must be one of {list(_POLICIES)}, got {policy!r}.")
 
 
-def _applied(param: Any, update: Any, key: Any, policy: str) -> Any:
+def _applied(param: Any, update: Any, key: Any, policy: str, nearest: bool) -> Any:
     if update is None:
         return param
-    total = _widen(param) + _widen(update)
-    bits = None if key is None else dtypes.random_bits(key, total.shape)
+    update = _widen(update)
+    total = _widen(param) + update
+    salt = None if nearest or key is not None else update
+    bits = None if nearest or key is None else dtypes.random_bits(key, total.shape)
     if is_scaled(param):
-        return stored(total, param, bits=bits)
-    dtype = jnp.asarray(param).dtype
-    if policy == "statistic":
-        return store_weight(total, jnp.asarray(param), bits)
-    return (
-        saturating_cast(total, dtype=dtype) if key is None else primitives.cast(total, dtype, key)
-    )
+        return stored(total, param, bits=drawn(total, bits, salt))
+    rule = store_weight if policy == "statistic" else saturating_cast
+    return rule(total, jnp.asarray(param), bits, salt)

@@ -148,26 +148,38 @@ def _store_scale(
     return stored(values, like, wide=wide, bits=bits, grad=grad, degree=degree)
 
 
+def drawn(x: jax.Array, bits: jax.Array | None, salt: jax.Array | None) -> jax.Array | None:
+    """The bits to round `x` with: those given, or made of it and a salt; None for to nearest."""
+    return bits if salt is None else bits_of(x, salt)
+
+
 @custom_scale
-def store_weight(x: jax.Array, like: jax.Array, bits: jax.Array | None) -> jax.Array:
+def store_weight(
+    x: jax.Array, like: jax.Array, bits: jax.Array | None, salt: jax.Array | None
+) -> jax.Array:
     """Cast `x` to the dtype of `like`; inside `scalify`, at a scale found by a statistic."""
-    return saturate(x, like.dtype, bits=bits)
+    return saturate(x, like.dtype, bits=drawn(x, bits, salt))
 
 
 @store_weight.defscale
-def _store_weight_scale(x: ScaledArray, like: ScaledArray, bits: jax.Array | None) -> ScaledArray:
-    return stored(x.to_array(), _with_array(like), bits=bits)
+def _store_weight_scale(x: ScaledArray, like: ScaledArray, bits: Any, salt: Any) -> ScaledArray:
+    values = x.to_array()
+    salt = salt.to_array() if array_lib.is_scaled(salt) else salt
+    return stored(values, _with_array(like), bits=drawn(values, bits, salt))
 
 
-@custom_scale(static_argnames=("dtype",))
-def saturating_cast(x: jax.Array, *, dtype: Any) -> jax.Array:
-    """Cast the data; what is finite stays finite."""
-    return saturate(x, dtype)
+@custom_scale
+def saturating_cast(
+    x: jax.Array, like: jax.Array, bits: jax.Array | None, salt: jax.Array | None
+) -> jax.Array:
+    """Cast `x` to the dtype of `like`; inside `scalify`, the data, at the scale that it has."""
+    return saturate(x, like.dtype, bits=drawn(x, bits, salt))
 
 
 @saturating_cast.defscale
-def _saturating_cast_scale(x: ScaledArray, *, dtype: Any) -> ScaledArray:
-    return ScaledArray(saturate(x.data, dtype), x.scale)
+def _saturating_cast_scale(x: ScaledArray, like: Any, bits: Any, salt: Any) -> ScaledArray:
+    salt = salt.to_array() if array_lib.is_scaled(salt) else salt
+    return ScaledArray(saturate(x.data, like.dtype, bits=drawn(x.data, bits, salt)), x.scale)
 
 
 def _with_array(x: ScaledArray) -> ScaledArray:

@@ -247,6 +247,18 @@ def test_frozen_weights_keep_their_scale():
     np.testing.assert_array_equal(jsa.asarray(new, jnp.float32), [2.0, 0.875])
 
 
-def test_an_unknown_policy_for_weights():
-    with pytest.raises(ValueError, match="`policy` must be one of"):
-        jsa.optim.apply_updates(jnp.ones(2), jnp.ones(2), policy="none")
+def test_unknown_options_for_weights():
+    for name in ("policy", "rounding"):
+        with pytest.raises(ValueError, match=f"`{name}` must be one of"):
+            jsa.optim.apply_updates(jnp.ones(2), jnp.ones(2), **{name: "none"})
+
+
+@pytest.mark.parametrize("policy", ["statistic", "gradient"])
+@pytest.mark.parametrize("scalified", [False, True])
+def test_small_updates_count_on_average_without_a_key(scalified, policy):
+    updates = jnp.asarray(np.random.default_rng(0).uniform(0.5e-4, 1.5e-4, 10_000), jnp.float32)
+    w = jsa.as_scaled_array(jnp.ones(10_000, jnp.float16))
+    for rounding, mean in (("stochastic", 1.0001), ("nearest", 1.0)):
+        add = functools.partial(jsa.optim.apply_updates, policy=policy, rounding=rounding)
+        new = jax.jit(jsa.scalify(add) if scalified else add)(w, updates)
+        np.testing.assert_allclose(np.mean(np.asarray(new, np.float64)), mean, atol=2e-5)
