@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps must be positive, got {options.steps}")
 
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     store = Store(options.out / f"optimizers-jax{jax.__version__}.json")
     cells = Cells(store, options.fresh, console)
     for part, name in itertools.product(options.parts, options.problems):

@@ -3,8 +3,9 @@
     python benchmarks/soak.py                          # the GPT of `small_problems`, 5 ways, ...
     python benchmarks/soak.py --ways float32 gradient --problems digits --steps 2000
 
-Weights, activations, gradients and both moments are float16. The ways differ in who chooses the
-scales of the state:
+Weights, activations, gradients and both moments are float16; weights are rounded stochastically,
+since an update of less than half their spacing is lost otherwise, weight decay first of all (a way
+`nearest` shows it). The ways differ in who chooses the scales of the state:
 
 * `gradient`: nobody looks at it. Moments follow the scale of their gradient, weights keep theirs.
 * `gradient+rescale`: besides, `dynamic_rescale` of the weights every 100 steps.
@@ -56,7 +57,7 @@ from benchmarks.small_problems import (  # noqa: E402
 from examples.gpt.report import ProgressLine  # noqa: E402
 from examples.gpt.step import astype  # noqa: E402
 
-WAYS = ("float32", "gradient", "gradient+rescale", "rescale", "statistic")
+WAYS = ("float32", "nearest", "gradient", "gradient+rescale", "rescale", "statistic")
 LIMIT = 1.0  # how far the loss may be from float32, in %
 EVERY = 100  # steps from one rescale to the next
 LOOK_EVERY = 500  # steps from one line of the history to the next
@@ -83,14 +84,21 @@ def make_way(way: str, problem: Problem, steps: int) -> tuple[Callable, Callable
     policy = "statistic" if way == "statistic" else "gradient"
     optimizer = jsa.optim.low_precision(plain, policy=policy)
 
+    def key_of(state: TrainState) -> jax.Array | None:
+        if way in ("float32", "nearest"):
+            return None
+        return jax.random.fold_in(jax.random.key(0), state.opt_state[0].count)
+
     def ours(state: TrainState, grads: PyTree) -> TrainState:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return TrainState(jsa.optim.apply_updates(state.params, updates), opt_state)
+        params = jsa.optim.apply_updates(state.params, updates, key=key_of(state))
+        return TrainState(params, opt_state)
 
     def wide(state: TrainState, grads: PyTree) -> TrainState:
         grads, (params, opt_state) = astype((grads, state), jnp.float32)
         updates, opt_state = plain.update(grads, opt_state, params)
-        return astype(TrainState(optax.apply_updates(params, updates), opt_state), compute)
+        params = jsa.optim.apply_updates(state.params, updates, key=key_of(state))
+        return TrainState(params, astype(opt_state, compute))
 
     apply = wide if way in ("float32", "rescale") else ours
 
@@ -327,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.steps < 1:
         parser.error(f"--steps must be positive, got {options.steps}")
 
-    console = Console() if sys.stdout.isatty() else Console(width=130)
+    console = Console() if sys.stdout.isatty() else Console(width=160)
     store = Store(options.out / f"soak-jax{jax.__version__}.json")
     cells = Cells(store, options.fresh, console)
     for way, name in itertools.product(options.ways, options.problems):
@@ -338,6 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "learning_rate": LEARNING_RATES[name],
             "weight_decay": WEIGHT_DECAY,
             "b2": B2,
+            "rounding": "stochastic",
         }
         cells.add({f"{way}/{name}": task}, settings)
     for name, policy in itertools.product(options.situations, ("statistic", "gradient")):
