@@ -124,7 +124,7 @@ def usual_step(
     return update
 
 
-def our_step(problem: Problem, optimizer: Any) -> Callable:
+def our_step(problem: Problem, optimizer: Any, policy: str) -> Callable:
     """Return the step through `scalify`."""
     loss_fn = problem.make_loss(jnp.float16)
 
@@ -132,7 +132,7 @@ def our_step(problem: Problem, optimizer: Any) -> Callable:
         state, _ = carry
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = jsa.optim.apply_updates(state.params, updates)
+        params = jsa.optim.apply_updates(state.params, updates, policy=policy)
         return (TrainState(params, opt_state), None), loss, jnp.int32(0)
 
     return jsa.scalify(update)
@@ -148,7 +148,7 @@ def make_variant(variant: str, problem: Problem, steps: int) -> tuple[Callable, 
         }.get(variant, {})
         optimizer = jsa.optim.low_precision(optimizer, **kind)
         first = lambda params: (scaled_state(optimizer, params), None)  # noqa: E731
-        return first, our_step(problem, optimizer), jnp.float16
+        return first, our_step(problem, optimizer, kind.get("policy", "statistic")), jnp.float16
     family = variant.partition("-")[0]
     compute = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}.get(family, jnp.float16)
     narrow = variant in ("float16", "bfloat16", "dynamic-float16")

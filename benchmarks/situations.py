@@ -74,8 +74,12 @@ def make_update(problem: Problem, optimizer: Any, dtype: Any, stochastic: bool =
         loss, grads = jax.value_and_grad(scaled)(state.params)
         grads = astype(grads, jnp.float32)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        key = jax.random.fold_in(jax.random.key(0), number) if stochastic else None
-        params = jsa.optim.apply_updates(state.params, updates, key=key)
+        params = jsa.optim.apply_updates(
+            state.params,
+            updates,
+            key=jax.random.fold_in(jax.random.key(0), number),
+            rounding="stochastic" if stochastic else "nearest",
+        )
         return TrainState(params, opt_state), loss, jnp.int32(0)
 
     return update

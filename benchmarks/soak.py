@@ -83,21 +83,23 @@ def make_way(way: str, problem: Problem, steps: int) -> tuple[Callable, Callable
     loss_fn = problem.make_loss(compute)
     policy = "statistic" if way == "statistic" else "gradient"
     optimizer = jsa.optim.low_precision(plain, policy=policy)
+    apply_updates = functools.partial(
+        jsa.optim.apply_updates,
+        policy=policy,
+        rounding="nearest" if way in ("float32", "nearest") else "stochastic",
+    )
 
-    def key_of(state: TrainState) -> jax.Array | None:
-        if way in ("float32", "nearest"):
-            return None
+    def key_of(state: TrainState) -> jax.Array:
         return jax.random.fold_in(jax.random.key(0), state.opt_state[0].count)
 
     def ours(state: TrainState, grads: PyTree) -> TrainState:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = jsa.optim.apply_updates(state.params, updates, key=key_of(state))
-        return TrainState(params, opt_state)
+        return TrainState(apply_updates(state.params, updates, key=key_of(state)), opt_state)
 
     def wide(state: TrainState, grads: PyTree) -> TrainState:
         grads, (params, opt_state) = astype((grads, state), jnp.float32)
         updates, opt_state = plain.update(grads, opt_state, params)
-        params = jsa.optim.apply_updates(state.params, updates, key=key_of(state))
+        params = apply_updates(state.params, updates, key=key_of(state))
         return TrainState(params, astype(opt_state, compute))
 
     apply = wide if way in ("float32", "rescale") else ours
