@@ -80,7 +80,10 @@ def scale_by_statistic(x: jax.Array, old: jax.Array, dtype: Any, *, wide: bool) 
 
 
 def scale_of_gradient(grad: ScaledArray, old: jax.Array, degree: int) -> jax.Array:
-    """`2**j * s**degree` for a gradient of scale `s`; of a gradient that is 0, the `old` scale."""
+    """`2**j * s**degree` for a gradient of scale `s`; the `old` scale if it is 0 or not finite.
+
+    A step that is refused for an infinite gradient then leaves every bit as it was.
+    """
     scale = array_lib.align_scale(grad.scale, grad.ndim)
     if scale.ndim:  # one scale for what shares one in `old`
         fits = old.ndim == scale.ndim
@@ -90,7 +93,8 @@ def scale_of_gradient(grad: ScaledArray, old: jax.Array, degree: int) -> jax.Arr
     limit = math.ldexp(1.0, (pow2.MAX_EXPONENT - abs(exponent)) // degree)
     followed = jnp.clip(scale, 1 / limit, limit) ** degree * math.ldexp(1.0, exponent)
     old = jnp.where(old == 0, 1, old)
-    return jnp.where(scale == 0, old, followed.astype(old.dtype))
+    finite = jnp.all(jnp.isfinite(grad.data))
+    return jnp.where((scale == 0) | ~finite, old, followed.astype(old.dtype))
 
 
 def stored(

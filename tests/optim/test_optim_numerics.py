@@ -262,3 +262,26 @@ def test_small_updates_count_on_average_without_a_key(scalified, policy):
         add = functools.partial(jsa.optim.apply_updates, policy=policy, rounding=rounding)
         new = jax.jit(jsa.scalify(add) if scalified else add)(w, updates)
         np.testing.assert_allclose(np.mean(np.asarray(new, np.float64)), mean, atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", ["statistic", "gradient"])
+@pytest.mark.parametrize("factor", [jnp.inf, jnp.nan])
+def test_a_refused_step_leaves_every_bit(policy, factor):
+    opt = jsa.optim.low_precision(optax.apply_if_finite(optax.adamw(1e-2), 5), policy=policy)
+    rng = np.random.default_rng(0)
+    weights, x = rng.normal(size=(2, 16, 16)).astype(np.float32)
+
+    @jax.jit
+    @jsa.scalify
+    def step(w, state, factor):
+        grads = jax.grad(lambda w: jnp.square(x @ w).mean() * factor)(w.astype(jnp.float32))
+        updates, state = opt.update(grads, state, w)
+        return jsa.optim.apply_updates(w, updates, policy=policy), state
+
+    state = jsa.as_scaled_array(weights, "rms", dtype=jnp.float16), opt.init(weights)
+    for _ in range(3):
+        state = step(*state, jnp.float32(1))
+    refused = step(*state, jnp.float32(factor))
+    for old, new in ((state[0], refused[0]), (state[1].inner_state, refused[1].inner_state)):
+        jax.tree.map(np.testing.assert_array_equal, old, new)
+    assert refused[1].total_notfinite == 1
