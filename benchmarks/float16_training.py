@@ -13,6 +13,7 @@ next one.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
@@ -44,9 +45,7 @@ from examples.gpt.config import get_size  # noqa: E402
 from examples.gpt.report import ProgressLine  # noqa: E402
 from examples.gpt.step import (  # noqa: E402
     TrainState,
-    astype,
     first_bad_step,
-    keep_moments,
     make_optimizer,
 )
 from examples.gpt.train import write_text  # noqa: E402
@@ -54,7 +53,6 @@ from examples.gpt.train import write_text  # noqa: E402
 TEXT_MODELS = ("gpt4", "llama", "bert")
 PRECISIONS = ("float32", "float16", "fp8-body", "fp8")
 LIMITS = {"float16": 0.5, "fp8-body": 1.0, "fp8": 1.0}  # how far the loss may be from float32, in %
-MOMENT_EXPONENTS = (-2, 2)
 # Peaks of the schedules, chosen in float32: BERT's norms behind the residual adds want a small one.
 LEARNING_RATES = {"gpt4": 6e-3, "llama": 6e-3, "bert": 7e-4}
 HELD_OUT_BATCHES = 32
@@ -72,8 +70,11 @@ def make_steps(
     config = dataclasses.replace(
         get_size("tiny"), steps=steps, learning_rate=LEARNING_RATES[model.name]
     )
-    optimizer = make_optimizer(config)
+    optimizer, apply_updates = make_optimizer(config), optax.apply_updates
     narrow = precision != "float32"
+    if narrow:  # without statistics: the scales of moments follow those of their gradients
+        optimizer = jsa.optim.low_precision(optimizer, policy="gradient")
+        apply_updates = functools.partial(jsa.optim.apply_updates, policy="gradient")
     dtype = jnp.float16 if narrow else jnp.float32
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -84,12 +85,8 @@ def make_steps(
 
     def update(state: TrainState, batch: Any) -> TrainState:
         grads = jax.grad(loss_fn)(state.params, batch)
-        grads, (params, opt_state) = astype((grads, state), jnp.float32)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        if narrow:
-            opt_state = keep_moments(opt_state, grads, MOMENT_EXPONENTS)
-        return astype(TrainState(params, opt_state), dtype)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return TrainState(apply_updates(state.params, updates), opt_state)
 
     transform = jsa.scalify if narrow else lambda fun: fun
     return optimizer, jax.jit(transform(update), donate_argnums=0), jax.jit(transform(loss_fn))
@@ -101,7 +98,8 @@ def train(model: Model, precision: str, seed: int, steps: int, progress: Callabl
     params = model.init(seed)[0]
     state = TrainState(params, optimizer.init(params))
     if precision != "float32":
-        state = astype(jsa.as_scaled_array(state, scale="rms"), jnp.float16)
+        weights = jsa.as_scaled_array(params, scale="rms", dtype=jnp.float16)
+        state = TrainState(weights, state.opt_state)
     bad, start = jnp.int32(-1), time.monotonic()
     for step in range(steps):
         state = update(state, model.batch(seed, step))
@@ -161,8 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def settings_of(model: str) -> dict:
         rate = LEARNING_RATES[model]
-        exponents = list(MOMENT_EXPONENTS)
-        return {"steps": options.steps, "learning_rate": rate, "moment_exponents": exponents}
+        return {"steps": options.steps, "learning_rate": rate, "state": "low_precision"}
 
     for model, seed, precision in itertools.product(
         options.models, options.seeds, options.precisions
