@@ -251,7 +251,7 @@ def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
         _is_computed(eqn, inputs),
         _is_peaked(eqn, inputs),
         _count_sums(eqn, inputs),
-        _bound(eqn, inputs),
+        _one_sided_bound(eqn, inputs),
     )
 
 
@@ -303,7 +303,7 @@ def _count_sums(eqn: Any, inputs: list[Value]) -> int:
     return max(counts) if name in _AS_GIVEN else 0
 
 
-def _bound(eqn: Any, inputs: list[Value]) -> float | None:
+def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
     """The negative constant of a maximum, or the positive one of a minimum."""
     name = eqn.primitive.name
     if name not in ("max", "min"):

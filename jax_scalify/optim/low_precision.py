@@ -15,7 +15,6 @@ from jax_scalify.optim.storing import (
     GRADIENT_EXPONENTS,
     bits_of,
     drawn,
-    saturating_cast,
     store,
     store_weight,
     stored,
@@ -269,5 +268,5 @@ def _applied(param: Any, update: Any, key: Any, policy: str, nearest: bool) -> A
     bits = None if nearest or key is None else dtypes.random_bits(key, total.shape)
     if is_scaled(param):
         return stored(total, param, bits=drawn(total, bits, salt))
-    rule = store_weight if policy == "statistic" else saturating_cast
-    return rule(total, jnp.asarray(param), bits, salt)
+    by_statistic = policy == "statistic"
+    return store_weight(total, jnp.asarray(param), bits, salt, by_statistic=by_statistic)

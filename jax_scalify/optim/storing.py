@@ -157,33 +157,31 @@ def drawn(x: jax.Array, bits: jax.Array | None, salt: jax.Array | None) -> jax.A
     return bits if salt is None else bits_of(x, salt)
 
 
-@custom_scale
+@custom_scale(static_argnames=("by_statistic",))
 def store_weight(
-    x: jax.Array, like: jax.Array, bits: jax.Array | None, salt: jax.Array | None
+    x: jax.Array,
+    like: jax.Array,
+    bits: jax.Array | None,
+    salt: jax.Array | None,
+    *,
+    by_statistic: bool,
 ) -> jax.Array:
-    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale found by a statistic."""
+    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale found by statistic or its own.
+
+    With a salt the bits to round with are made of it and `x`; with neither, to nearest even.
+    """
     return saturate(x, like.dtype, bits=drawn(x, bits, salt))
 
 
 @store_weight.defscale
-def _store_weight_scale(x: ScaledArray, like: ScaledArray, bits: Any, salt: Any) -> ScaledArray:
+def _store_weight_scale(
+    x: ScaledArray, like: ScaledArray, bits: Any, salt: Any, *, by_statistic: bool
+) -> ScaledArray:
     values = x.to_array()
-    salt = salt.to_array() if array_lib.is_scaled(salt) else salt
-    return stored(values, _with_array(like), bits=drawn(values, bits, salt))
-
-
-@custom_scale
-def saturating_cast(
-    x: jax.Array, like: jax.Array, bits: jax.Array | None, salt: jax.Array | None
-) -> jax.Array:
-    """Cast `x` to the dtype of `like`; inside `scalify`, the data, at the scale that it has."""
-    return saturate(x, like.dtype, bits=drawn(x, bits, salt))
-
-
-@saturating_cast.defscale
-def _saturating_cast_scale(x: ScaledArray, like: Any, bits: Any, salt: Any) -> ScaledArray:
-    salt = salt.to_array() if array_lib.is_scaled(salt) else salt
-    return ScaledArray(saturate(x.data, like.dtype, bits=drawn(x.data, bits, salt)), x.scale)
+    bits = drawn(values, bits, salt.to_array() if array_lib.is_scaled(salt) else salt)
+    if by_statistic:
+        return stored(values, _with_array(like), bits=bits)
+    return ScaledArray(saturate(x.data, like.dtype, bits=bits), x.scale)
 
 
 def _with_array(x: ScaledArray) -> ScaledArray:
