@@ -17,6 +17,7 @@ import numpy as np
 from jax.interpreters import ad, batching
 
 from jax_scalify import dtypes, pow2, primitives
+from jax_scalify import tree as tree_lib
 from jax_scalify.array import ScaledArray, is_scaled
 
 NOTHING_SEEN = -(2**30)
@@ -170,7 +171,7 @@ def delayed_rescale(
         raise ValueError(f"`algorithm` must be one of {list(_ALGORITHMS)}, got {algorithm!r}.")
     options = algorithm, operator.index(margin), None if dtype is None else np.dtype(dtype)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_scaled)
-    histories = structure.flatten_up_to(history)
+    histories = tree_lib.flatten_like(structure, history, "history", "tree")
     out = [_rescale(x, h, *options) for x, h in zip(leaves, histories, strict=True)]
     result = (
         structure.unflatten(x for x, _, _ in out),

@@ -36,6 +36,14 @@ def unflatten(treedef: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def flatten_like(structure: Any, tree: Any, name: str, like: str) -> list[Any]:
+    """Return the parts of a tree at the leaves of a structure; an error names both arguments."""
+    try:
+        return structure.flatten_up_to(tree)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{name}` must have the structure of `{like}`: {error}") from None
+
+
 def structure(tree: Any, is_leaf: Callable | None = None) -> Any:
     """Return the structure."""
     return jax.tree.structure(tree, is_leaf=_is_leaf(is_leaf))

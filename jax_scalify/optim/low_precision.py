@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import dtypes, primitives
+from jax_scalify import tree as tree_lib
 from jax_scalify.array import ScaledArray, is_scaled
 from jax_scalify.optim.roles import Role, RoleFinder
 from jax_scalify.optim.storing import (
@@ -235,7 +236,7 @@ def apply_updates(
             count on average; to "nearest" they are lost, weight decay first of all.
 
     Raises:
-        ValueError: for an unknown policy or rounding.
+        ValueError: for an unknown policy or rounding, or updates of another structure or shape.
 
     Example:
         >>> params = {"w": jnp.ones(1000, jnp.float16)}
@@ -248,7 +249,7 @@ def apply_updates(
     if rounding not in _ROUNDINGS:
         raise ValueError(f"`rounding` must be one of {list(_ROUNDINGS)}, got {rounding!r}.")
     leaves, tree = jax.tree.flatten(params, is_leaf=is_scaled)
-    steps = tree.flatten_up_to(updates)
+    steps = tree_lib.flatten_like(tree, updates, "updates", "params")
     keys = [None] * len(leaves) if key is None else jax.random.split(key, len(leaves))
     nearest = rounding == "nearest"
     return tree.unflatten(_applied(*each, policy, nearest) for each in zip(leaves, steps, keys))
@@ -262,6 +263,12 @@ def _check_policy(policy: str) -> None:
 def _applied(param: Any, update: Any, key: Any, policy: str, nearest: bool) -> Any:
     if update is None:
         return param
+    param = param if is_scaled(param) else jnp.asarray(param)
+    shape = jnp.shape(update)
+    if shape != param.shape:
+        raise ValueError(
+            f"`updates` must have the shapes of `params`, got {shape} for {param.shape}."
+        )
     update = _widen(update)
     total = _widen(param) + update
     salt = None if nearest or key is not None else update
@@ -269,4 +276,4 @@ def _applied(param: Any, update: Any, key: Any, policy: str, nearest: bool) -> A
     if is_scaled(param):
         return stored(total, param, bits=drawn(total, bits, salt))
     by_statistic = policy == "statistic"
-    return store_weight(total, jnp.asarray(param), bits, salt, by_statistic=by_statistic)
+    return store_weight(total, param, bits, salt, by_statistic=by_statistic)

@@ -253,6 +253,14 @@ def test_unknown_options_for_weights():
             jsa.optim.apply_updates(jnp.ones(2), jnp.ones(2), **{name: "none"})
 
 
+def test_updates_that_do_not_fit():
+    params = {"w": jnp.ones(1)}
+    with pytest.raises(ValueError, match="`updates` must have the structure of `params`"):
+        jsa.optim.apply_updates(params, {"v": jnp.ones(1)})
+    with pytest.raises(ValueError, match=r"`updates` must have the shapes.* got \(2,\) for \(1,\)"):
+        jsa.optim.apply_updates(params, {"w": jnp.ones(2)})
+
+
 @pytest.mark.parametrize("policy", ["statistic", "gradient"])
 @pytest.mark.parametrize("scalified", [False, True])
 def test_small_updates_count_on_average_without_a_key(scalified, policy):
