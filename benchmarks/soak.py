@@ -9,9 +9,11 @@ since an update of less than half their spacing is lost otherwise, weight decay 
 
 * `gradient`: nobody looks at it. Moments follow the scale of their gradient, weights keep theirs.
 * `gradient+rescale`: besides, `dynamic_rescale` of the weights every 100 steps.
-* `rescale`: AdamW's arithmetic in float32 and no `jsa.optim`; scales are what `scalify` makes of
-  them, and `dynamic_rescale` every 100 steps of the whole state: weights and first moments to RMS
-  1, second moments to a maximum of 2^13.
+* `rescale`: AdamW's arithmetic in float32 and no `jsa.optim`; `dynamic_rescale` of the whole state
+  every 100 steps, weights and first moments to RMS 1, second moments to a maximum of 2^10. From one
+  rescale to the next the state keeps its scales (`match_scales`): the larger of two scales, which
+  `scalify` gives a sum, would lift moments to where their gradients' scales are. Moments begin as
+  zeros, which have no scale to keep, so the first 100 steps are free.
 * `statistic`: the default of `jsa.optim.low_precision`, moments are rescaled at every step.
 
 Each step's state is looked at on the device: the first value that is not finite is reported. RMS
@@ -29,7 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -61,7 +63,7 @@ WAYS = ("float32", "nearest", "gradient", "gradient+rescale", "rescale", "statis
 LIMIT = 1.0  # how far the loss may be from float32, in %
 EVERY = 100  # steps from one rescale to the next
 LOOK_EVERY = 500  # steps from one line of the history to the next
-NU_TARGET = 2.0**13
+NU_TARGET = 2.0**10
 LEARNING_RATES = {"digits": 1e-3, "gpt": 3e-3}
 WEIGHT_DECAY = 0.1
 B2 = 0.999
@@ -76,8 +78,17 @@ def make_optimizer(problem: Problem, steps: int) -> optax.GradientTransformation
     return optax.adamw(schedule, b2=B2, weight_decay=WEIGHT_DECAY)
 
 
-def make_way(way: str, problem: Problem, steps: int) -> tuple[Callable, Callable, Callable]:
-    """Return `first_state(params)`, the step `(state, batch) -> ...` and the rescale of a state."""
+class Way(NamedTuple):
+    """How a state is made, trained and rescaled; `first_update` is the step up to a rescale."""
+
+    first_state: Callable
+    update: Callable
+    rescale: Callable = lambda state: state
+    first_update: Callable | None = None
+
+
+def make_way(way: str, problem: Problem, steps: int) -> Way:
+    """Return the `Way` of a name."""
     plain = make_optimizer(problem, steps)
     compute = jnp.float32 if way == "float32" else jnp.float16
     loss_fn = problem.make_loss(compute)
@@ -108,21 +119,27 @@ def make_way(way: str, problem: Problem, steps: int) -> tuple[Callable, Callable
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
         return apply(state, grads), loss, jnp.int32(0)
 
+    def hold(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, jax.Array]:
+        new, loss, skipped = update(state, batch)
+        return jsa.match_scales(new, state), loss, skipped
+
     if way == "float32":
-        return lambda params: TrainState(params, plain.init(params)), update, lambda state: state
+        return Way(lambda params: TrainState(params, plain.init(params)), update)
     if way == "rescale":
-        first = lambda params: jsa.as_scaled_array(  # noqa: E731
-            scaled_state(plain, params), dtype=jnp.float16
-        )
-        return first, jsa.scalify(update), rescale
-    first = functools.partial(scaled_state, optimizer)
+
+        def first_state(params: PyTree) -> TrainState:
+            return jsa.as_scaled_array(scaled_state(plain, params), dtype=jnp.float16)
+
+        return Way(first_state, jsa.scalify(hold), rescale, jsa.scalify(update))
+    first_state = functools.partial(scaled_state, optimizer)
     if way == "gradient+rescale":
-        return (
-            first,
-            jsa.scalify(update),
-            lambda s: s._replace(params=jsa.dynamic_rescale(s.params)),
-        )
-    return first, jsa.scalify(update), lambda state: state
+        return Way(first_state, jsa.scalify(update), rescale_weights)
+    return Way(first_state, jsa.scalify(update))
+
+
+def rescale_weights(state: TrainState) -> TrainState:
+    """Rescale the weights to RMS 1."""
+    return state._replace(params=jsa.dynamic_rescale(state.params))
 
 
 def rescale(state: TrainState) -> TrainState:
@@ -189,9 +206,10 @@ def soak(way: str, problem: Problem, seed: int, steps: int, console: Console) ->
         per parameter, and for each leaf log2 of RMS and maximum of its data every `LOOK_EVERY`
         steps.
     """
-    first_state, update, rescale_state = make_way(way, problem, steps)
-    run, rescale_state = make_run(update), jax.jit(rescale_state)
-    state = first_state(problem.init(seed))
+    made = make_way(way, problem, steps)
+    run, rescale_state = make_run(made.update), jax.jit(made.rescale)
+    first_run = make_run(made.first_update) if made.first_update else run
+    state = made.first_state(problem.init(seed))
     size = bytes_per_parameter(state)
     batches = problem.batches(seed, steps)
     history: dict[str, list] = {}
@@ -199,7 +217,7 @@ def soak(way: str, problem: Problem, seed: int, steps: int, console: Console) ->
     with ProgressLine(f"{way} {problem.name}", steps, console) as progress:
         for start in range(0, steps, EVERY):
             chunk = jax.tree.map(lambda x: x[start : start + EVERY], batches)  # noqa: B023
-            state, chunk_losses, chunk_bad, _ = run(state, chunk)
+            state, chunk_losses, chunk_bad, _ = (run if start else first_run)(state, chunk)
             if bad < 0 <= int(chunk_bad):
                 bad = start + int(chunk_bad)
             losses = np.asarray(chunk_losses)
