@@ -14,9 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import (
     config,  # pyright: ignore[reportPrivateImportUsage]
+    core,
     source_info_util,
 )
-from jax._src.interpreters.partial_eval import convert_constvars_jaxpr, dce_jaxpr
+from jax._src.interpreters.partial_eval import (
+    DynamicJaxprTrace,
+    convert_constvars_jaxpr,
+    dce_jaxpr,
+)
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -130,6 +135,21 @@ def live_jaxpr(closed: Any) -> jex_core.Jaxpr:
     """Return a jaxpr without the equations, here and in calls and loops, that no result needs."""
     jaxpr = getattr(closed, "jaxpr", closed)
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def computes_scales_together() -> bool:
+    """Tell whether scales are computed together: in a jaxpr that is traced, if barriers are kept.
+
+    The CPU pipeline of JAX 0.10 would compute them again in every kernel that uses one of them.
+    """
+    return JAX_VERSION >= (0, 11) and isinstance(core.trace_ctx.trace, DynamicJaxprTrace)
+
+
+def replace_equations(closed: Any, equations: Sequence[Any], count: int) -> Any:
+    """Return a closed jaxpr with other equations and the first `count` of its results."""
+    jaxpr = closed.jaxpr
+    outvars = list(jaxpr.outvars[:count])
+    return close_jaxpr(jaxpr.replace(eqns=list(equations), outvars=outvars), closed.consts)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jax_scalify.pow2 import (
     is_power_of_two,
     round_down,
 )
+from jax_scalify.scale_program import Monomial, ScaleProgram
 
 _MAX_FACTORS = 3
 
@@ -36,13 +37,32 @@ class Atom:
     """A scale that is known at run time only: an array of powers of two (or 0).
 
     Its array has shape `()`, or the rank of the data with every dim 1 or equal to the data's.
+
+    Attributes:
+        table: that of its trace.
+        index: atoms are ordered as they were made.
+        source: its array; None if a scale program computes it.
+        number: what the scale program calls it; None if it is not scalar or there is no program.
+        members: the monomials of which this atom is the maximum.
+        nonzero: whether it is known not to be 0.
     """
 
     table: ScaleTable
-    array: jax.Array
     index: int
-    members: frozenset[tuple] = frozenset()  # the monomials of which this atom is the maximum
-    nonzero: bool = False  # known not to be 0
+    source: jax.Array | None = None
+    number: int | None = None
+    members: frozenset[tuple] = frozenset()
+    nonzero: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of its array."""
+        return () if self.source is None else self.source.shape
+
+    @property
+    def array(self) -> jax.Array:
+        """Its array, to be computed if need be."""
+        return self.table.request(Scale(0, ((self, 1),))) if self.source is None else self.source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +122,7 @@ class Scale:
     @property
     def shape(self) -> tuple[int, ...]:
         """`()`, or a shape of the data's rank whose dims are 1 or the data's."""
-        return np.broadcast_shapes(*(atom.array.shape for atom, _ in self.factors))
+        return np.broadcast_shapes(*(atom.shape for atom, _ in self.factors))
 
     @property
     def ndim(self) -> int:
@@ -222,9 +242,14 @@ class ScaleTable:
     One table belongs to one trace level, so that nothing memoised leaks out of a loop body.
     """
 
-    def __init__(self, dtype: Any = jnp.float32):
-        """Start an empty table for scales of the given dtype."""
+    def __init__(self, dtype: Any = jnp.float32, program: ScaleProgram | None = None):
+        """Start an empty table for scales of the given dtype.
+
+        With a program, scalar scales are computed together when the trace is over; else, and other
+        scales always, one by one.
+        """
         self.dtype = jnp.dtype(dtype)
+        self._program = program
         self._counter = itertools.count()
         self._atoms: dict[int, Atom] = {}
         self._memo: dict[Any, Any] = {}
@@ -236,9 +261,31 @@ class ScaleTable:
         """Make a scale of an array of powers of two; the same array gives the same atom."""
         atom = self._atoms.get(id(array))
         if atom is None:
-            atom = Atom(self, array, next(self._counter), members, nonzero)
+            program = None if array.shape else self._program
+            number = program.source(array) if program else None
+            atom = Atom(self, next(self._counter), array, number, members, nonzero)
             self._atoms[id(array)] = atom
         return Scale(0, ((atom, 1),))
+
+    def _computed(
+        self, number: int, members: frozenset = frozenset(), nonzero: bool = False
+    ) -> Scale:
+        """Make a scale that the program computes."""
+        atom = Atom(self, next(self._counter), None, number, members, nonzero)
+        return Scale(0, ((atom, 1),))
+
+    def _together(self, *scales: Scale) -> tuple[ScaleProgram, list[Monomial]] | None:
+        """The program and the monomials that it knows, if it computes some scales together."""
+        if self._program is None:
+            return None
+        monomials = []
+        for scale in scales:
+            factors = [(atom.number, power) for atom, power in scale.factors]
+            known = [(number, power) for number, power in factors if number is not None]
+            if len(known) < len(factors):
+                return None
+            monomials.append(Monomial(scale.exponent, tuple(known)))
+        return self._program, monomials
 
     def _memoised(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._memo:
@@ -247,7 +294,13 @@ class ScaleTable:
 
     def request(self, scale: Scale) -> jax.Array:
         """Make the array of a monomial that data is multiplied by, one kernel for all users."""
-        if len(scale.factors) == 1:
+        ((first, power), *others) = scale.factors
+        if not others and power == 1 and scale.exponent == 0 and first.source is not None:
+            return first.source
+        if together := self._together(scale):
+            program, (monomial,) = together
+            return program.placeholder(monomial)
+        if not others:
             return self.product(scale)
         return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
 
@@ -255,6 +308,9 @@ class ScaleTable:
         """Compute a monomial and go on with one atom, within the range of scales."""
 
         def make() -> Scale:
+            if together := self._together(scale):
+                program, terms = together
+                return self._computed(program.maximum(terms), nonzero=scale.is_nonzero)
             largest = np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype)
             array = _compat.pin(lax.min(self.product(scale), largest))
             return self.atom(array, nonzero=scale.is_nonzero)
@@ -265,6 +321,10 @@ class ScaleTable:
         """Make the array of a scale that leaves the trace, within the range of scales."""
         if scale.is_static:
             return jnp.array(scale.value, self.dtype)
+        together = self._together(scale) if scale.may_leave_range else None
+        if together:
+            program, (monomial,) = together
+            return program.placeholder(monomial, within_range=True)
         array = jnp.asarray(scale.array)
         if scale.may_leave_range:
             array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
@@ -321,7 +381,7 @@ class ScaleTable:
     def alignment(self, ratio: Scale) -> Scale:
         """Make the ratio of a scale to a maximum that is at least as large."""
         below = [a for a, power in ratio.factors if power == -1 and a.members]
-        if not below:
+        if not below or self._together(ratio):
             return ratio
         joined = below[-1]
 
@@ -342,12 +402,15 @@ class ScaleTable:
                 return term * common
 
         def make() -> tuple[Scale, float]:
+            nonzero = any(t.is_nonzero for t in terms)
+            if together := self._together(*terms):
+                program, monomials = together
+                return self._computed(program.maximum(monomials), members, nonzero), low
             array = jnp.asarray(terms[0].array, self.dtype)
             for term in terms[1:]:
                 array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
             if any(t.may_leave_range for t in terms):
                 array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
-            nonzero = any(t.is_nonzero for t in terms)
             return self.atom(_compat.pin(array), members, nonzero=nonzero), low
 
         # Maxima that differ by a power of two are one atom, which has the value of the first.
@@ -360,6 +423,11 @@ class ScaleTable:
         """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
 
         def make() -> tuple[Scale, Scale]:
+            if together := self._together(scale):
+                program, (monomial,) = together
+                root, rest = program.root(monomial, degree)
+                found = self._computed(root, nonzero=scale.is_nonzero)
+                return found, self._computed(rest, nonzero=True)
             array = scale.array
             integer, nmant = exponent_layout(self.dtype)
             # exponent = biased - bias; one more multiple of the bias keeps the division positive
@@ -394,8 +462,10 @@ class ScaleTable:
             power = jnp.where(to_one, jnp.ones_like(power), power)
             scale = self.atom(_compat.pin(power))
             compute = dtypes.compute_dtype(value.dtype)
-            data = lax.mul(value.astype(compute), (ONE / scale).array.astype(compute))
-            known = (value, data.astype(value.dtype), scale)  # keeps `value`, hence its id, alive
+            inverse = self._reciprocal(scale.factors[0][0])
+            data = lax.mul(value.astype(compute), inverse.astype(compute))
+            data = _compat.pin(data.astype(value.dtype))
+            known = (value, data, scale)  # keeps `value`, hence its id, alive
             self._splits[id(value)] = known
         return known[1:]
 
@@ -438,3 +508,14 @@ def _broadcast(operation: Callable) -> Callable:
         return operation(*jnp.broadcast_arrays(a, b))
 
     return apply
+
+
+def trace_together(function: Callable[..., list[Any]], dtype: Any, arrays: Sequence[Any]) -> Any:
+    """Trace `function(table, *arrays)`, all scalar scales of the table being computed together."""
+    program = ScaleProgram(dtype)
+
+    def flat(*arrays: Any) -> list[Any]:
+        results = function(ScaleTable(dtype, program), *arrays)
+        return [*results, *program.sources]
+
+    return program.resolve(jax.make_jaxpr(flat)(*arrays))

@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 
 from jax_scalify import _compat, algebra, dtypes, pow2, primitives
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
-from jax_scalify.algebra import Scale, ScaleTable
+from jax_scalify.algebra import Scale, ScaleTable, trace_together
 from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
@@ -42,11 +42,12 @@ from jax_scalify.values import (
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
 _MASK = 9_999.0
 _FUSED = ELEMENTWISE | MOVEMENT
+_SAME = frozenset("copy copy_p convert_element_type".split())  # in the same dtype: nothing happens
 _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
 # follow a residual stream through all layers. The chain is cut after this many alignments, which
 # keeps the compiled program linear in depth.
-_MAX_FUSED_ALIGNMENTS = 8
+_MAX_FUSED_ALIGNMENTS = 2
 
 
 def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
@@ -109,11 +110,31 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
 
 def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
-    table = ScaleTable(config.scale_dtype)
-    inputs = [_enter(x, table) for x in operands]
-    outputs = evaluate(closed, inputs, table, config)
-    keep_static = not any(v.is_scaled and not v.array.scale.is_static for v in inputs)
-    return _own_scales([_leave(v, table, keep_static) for v in outputs], operands)
+    keep_static = not any(is_scaled(x) and not x.is_static for x in operands)
+
+    def interpret(table: ScaleTable, operands: Sequence[Any]) -> list[Any]:
+        inputs = [_enter(x, table) for x in operands]
+        outputs = evaluate(closed, inputs, table, config)
+        return [_leave(v, table, keep_static) for v in outputs]
+
+    if not _compat.computes_scales_together():
+        return _own_scales(interpret(ScaleTable(config.scale_dtype), operands), operands)
+
+    leaves, tree = jax.tree.flatten(list(operands))
+    variable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    out_tree = None
+
+    def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
+        nonlocal out_tree
+        full = list(leaves)
+        for i, array in zip(variable, arrays, strict=True):
+            full[i] = array
+        out, out_tree = jax.tree.flatten(interpret(table, jax.tree.unflatten(tree, full)))
+        return out
+
+    arrays = [leaves[i] for i in variable]
+    scaled = trace_together(flat, config.scale_dtype, arrays)
+    return jax.tree.unflatten(out_tree, jex_core.jaxpr_as_fun(scaled)(*arrays))
 
 
 def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:
@@ -297,6 +318,8 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
         if out is None:
             with jax.ensure_compile_time_eval():
                 out = np.asarray(_bind_uniform(eqn, inputs))[()]
+    elif name in _SAME and aval.dtype == inputs[0].dtype:
+        out = inputs[0].uniform  # the same scalar is split once
     else:
         out = _bind_uniform(eqn, inputs)
     facts = facts_of(eqn, inputs)

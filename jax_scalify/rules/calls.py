@@ -18,6 +18,7 @@ from jax_scalify.algebra import Atom, Scale, ScaleTable
 from jax_scalify.array import ScaledArray
 from jax_scalify.registry import RuleContext, register_scale_rule, rules_version
 from jax_scalify.rules.subtrace import Form, takes_values
+from jax_scalify.scale_program import CALL_NAME
 from jax_scalify.values import Value
 
 
@@ -130,6 +131,9 @@ def _constrain(value: Value, sharding: Any) -> Value:
 @takes_values
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """The body, interpreted once for its calls; shardings become constraints on the data."""
+    if params["name"] == CALL_NAME:  # of a `scalify` inside this one
+        plain = [ctx.dequantise(v.array) if v.is_scaled else v.plain() for v in args]
+        return [Value.of(out) for out in ctx.bind(*plain, jaxpr=jaxpr, **params)]
     inputs = [_constrain(v, s) for v, s in zip(args, params["in_shardings"], strict=True)]
     if any(v.scale is not None for v in inputs):  # a scale that was taken out stays symbolic
         outputs = ctx.scale_jaxpr(jaxpr, inputs)
