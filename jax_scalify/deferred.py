@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -115,19 +116,23 @@ def defer_constant(x: ScaledArray, number: Any, scale: Any) -> ScaledArray | Non
     return Deferred(raw, float(number), exponent, scale)
 
 
-def split(*arrays: ScaledArray) -> Any:
-    """Return the factors of a product: `(*raws, exponent)`, together `product of data`.
+def split(x: ScaledArray) -> tuple[Any, int]:
+    """Return `(raw, exponent)` with `data = raw * 2**exponent`."""
+    return (x.raw, x.exponent) if isinstance(x, Deferred) else (x.data, 0)
 
-    Those that are furthest from their data are multiplied first, if all cannot wait together.
+
+def split_product(*arrays: ScaledArray, powers: Sequence[int] | None = None) -> Any:
+    """Return `(*raws, exponent)` of a product of powers, which is that of raws `* 2**exponent`.
+
+    If all cannot wait together, those that weigh most are multiplied first.
     """
-    exponents = [x.exponent if isinstance(x, Deferred) else 0 for x in arrays]
-    while len(arrays) > 1 and abs(sum(exponents)) > LARGEST_EXPONENT:
-        exponents[exponents.index(max(exponents, key=abs))] = 0
-    raws = [
-        x.raw if isinstance(x, Deferred) and x.exponent == exponent else x.data
-        for x, exponent in zip(arrays, exponents, strict=True)
-    ]
-    return (*raws, sum(exponents))
+    powers = powers or (1,) * len(arrays)
+    parts = [split(x) for x in arrays]
+    weights = [power * exponent for power, (_, exponent) in zip(powers, parts, strict=True)]
+    while abs(sum(weights)) > LARGEST_EXPONENT:
+        heaviest = weights.index(max(weights, key=abs))
+        parts[heaviest], weights[heaviest] = (arrays[heaviest].data, 0), 0
+    return (*(raw for raw, _ in parts), sum(weights))
 
 
 def settled(x: Any) -> Any:

@@ -9,7 +9,15 @@ from jax import lax
 import jax_scalify as jsa
 from jax_scalify import ScaledArray, deferred
 from jax_scalify.algebra import Scale
-from jax_scalify.deferred import LARGEST_EXPONENT, Deferred, defer, defer_constant, settled, split
+from jax_scalify.deferred import (
+    LARGEST_EXPONENT,
+    Deferred,
+    defer,
+    defer_constant,
+    settled,
+    split,
+    split_product,
+)
 from jax_scalify.registry import all_equations
 from tests.opaque import opaque_primitive
 
@@ -73,6 +81,7 @@ RULES = {
     "mul-power": lambda h, v: h * -4.0,
     "div": lambda h, v: h / v,
     "div-by": lambda h, v: v / h,
+    "div-far": lambda h, v: jnp.square(h) / (v @ v / jnp.square(v @ v) / jnp.square(h)),
     "div-constant": lambda h, v: h / 8.0,
     "neg": lambda h, v: -h,
     "abs": lambda h, v: jnp.abs(h * -0.3),
@@ -260,9 +269,12 @@ def test_a_long_chain_of_sums_stays_in_range():
 def test_operands_and_results_stay_within_their_bounds():
     far = defer(X, 20, Scale(0))
     assert isinstance(far, Deferred)
-    a, b, exponent = split(far, far)
+    a, b, exponent = split_product(far, far)
     assert exponent == 20 and np.array_equal(a, X * 2.0**20) and b is X
-    assert split(far)[1] == 20
+    assert split(far)[1] == split_product(far, far, powers=(1, -1))[2] + 20 == 20
+    assert split_product(far, powers=(2,))[1] == 0
+    lower = defer(X, -20, Scale(0))
+    assert split_product(far, lower, powers=(1, -1))[2] in (20, -20)
     assert type(defer(X, 2 * LARGEST_EXPONENT + 1, Scale(0))) is ScaledArray
     assert defer_constant(far, 1e30, Scale(0)) is None
     product = defer_constant(far, 0.3, Scale(0))

@@ -11,11 +11,11 @@ from jax_scalify import dtypes
 from jax_scalify.algebra import ONE, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import (
-    LARGEST_EXPONENT,
     Deferred,
     defer,
     defer_constant,
     split,
+    split_product,
     takes_deferred,
 )
 from jax_scalify.registry import RuleContext, register_scale_rule
@@ -47,7 +47,7 @@ def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
             product = defer_constant(other, x.data, scale)
             if product is not None:
                 return product
-    *data, exponent = split(lhs, rhs)
+    *data, exponent = split_product(lhs, rhs)
     return defer(ctx.bind(*data, **params), exponent, scale)
 
 
@@ -61,30 +61,24 @@ def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
         data, exponent = split(lhs)
         data = filled(data, ctx.out_avals[0].shape)
         return defer(data if sign > 0 else lax.neg(data), exponent, scale)
-    (dividend, above), (divisor, below) = split(lhs), split(rhs)
-    return defer(ctx.bind(dividend, divisor, **params), above - below, scale)
-
-
-def _factor(x: ScaledArray, power: int) -> tuple[Any, int]:
-    """What to take a power of, and the exponent of the power of two that it has yet to get."""
-    data, exponent = split(x)
-    return (data, exponent) if abs(power * exponent) <= LARGEST_EXPONENT else (x.data, 0)
+    *data, exponent = split_product(lhs, rhs, powers=(1, -1))
+    return defer(ctx.bind(*data, **params), exponent, scale)
 
 
 @register_scale_rule(lax.square_p)
 @takes_deferred
 def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**2`."""
-    data, exponent = _factor(x, 2)
-    return defer(ctx.bind(data, **params), 2 * exponent, x.scale**2)
+    data, exponent = split_product(x, powers=(2,))
+    return defer(ctx.bind(data, **params), exponent, x.scale**2)
 
 
 @register_scale_rule(lax.integer_pow_p)
 @takes_deferred
 def integer_pow_rule(ctx: RuleContext, x: ScaledArray, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`."""
-    data, exponent = _factor(x, y)
-    return defer(ctx.bind(data, y=y, **params), y * exponent, x.scale**y)
+    data, exponent = split_product(x, powers=(y,))
+    return defer(ctx.bind(data, y=y, **params), exponent, x.scale**y)
 
 
 def _root(ctx: RuleContext, x: ScaledArray, degree: int, inverse: bool, **params: Any) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
-from jax_scalify.deferred import split, takes_deferred
+from jax_scalify.deferred import split, split_product, takes_deferred
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import (
     Terms,
@@ -113,7 +113,7 @@ def dot_general_rule(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs, rhs = _full(ctx, lhs, rhs)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
-    *data, exponent = split(lhs, rhs)
+    *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
         *data,
         dimension_numbers=dimension_numbers,
@@ -145,7 +145,7 @@ def ragged_dot_general_rule(
     Where the contracted axis is the ragged one, K is its mean length a group.
     """
     lhs, rhs = map(uniform_over, _full(ctx, lhs, rhs))
-    *data, exponent = split(lhs, rhs)
+    *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
         *data,
         *group_sizes,
@@ -210,7 +210,7 @@ def conv_general_dilated_rule(
     lhs, rhs = _full(ctx, lhs, rhs)
     lhs = uniform_over(lhs, dims.lhs_spec if batched else dims.lhs_spec[1:])
     rhs = uniform_over(rhs, dims.rhs_spec[1:])
-    *data, exponent = split(lhs, rhs)
+    *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
         *data,
         preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
