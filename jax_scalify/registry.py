@@ -15,6 +15,7 @@ from jax_scalify import _compat, dtypes
 from jax_scalify.algebra import Scale, ScaleTable
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import ScalifyConfig
+from jax_scalify.deferred import Deferred
 from jax_scalify.values import Value
 
 Rule = Callable[..., Any]
@@ -185,6 +186,8 @@ def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
 
 def to_plain(x: ScaledArray, dtype: Any) -> Any:
     """Return `data * scale` of an array inside the transform."""
+    if isinstance(x, Deferred) and x.reaches(x.scale):
+        return dtypes.cast(x.times(x.scale), dtype)
     if isinstance(x.scale, Scale) and x.scale.is_one:
         return dtypes.cast(x.data, dtype)
     scale = x.scale.array if isinstance(x.scale, Scale) else x.scale

@@ -16,6 +16,7 @@ from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.algebra import Scale, ScaleTable, trace_together
 from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
+from jax_scalify.deferred import Deferred, settled
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.registry import (
     RuleContext,
@@ -274,6 +275,8 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
         if getattr(rule, "takes_values", False)
         else [promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
     )
+    if not getattr(rule, "takes_deferred", False):
+        args = [settled(a) for a in args]
     ctx = RuleContext(
         primitive=eqn.primitive,
         in_avals=tuple(v.aval for v in eqn.invars),
@@ -390,10 +393,10 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             scale = Scale.of(o.scale) if static else table.atom(align_scale(o.scale, o.ndim))
             o = ScaledArray(o.data, scale)
         if isinstance(o, ScaledArray):
-            o = ScaledArray(o.data, o.scale.settled())
+            o = _with(o, o.scale.settled())
         depth = _fused_depth(eqn, inputs, o)
         if depth >= _MAX_FUSED_ALIGNMENTS:
-            o, depth = ScaledArray(_compat.pin(o.data), o.scale), 0
+            o, depth = _with(o, o.scale, _compat.pin), 0
         value = Value.of(o, facts=facts, depth=depth)
         if value.shape != var.aval.shape or value.dtype != var.aval.dtype:
             raise TypeError(
@@ -402,6 +405,13 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             )
         values.append(value)
     return values
+
+
+def _with(x: ScaledArray, scale: Scale, function: Callable[[Any], Any] = lambda data: data) -> Any:
+    """An array with another scale, its data, or what is to be multiplied yet, from a function."""
+    if isinstance(x, Deferred):
+        return x.moved(function(x.source), scale)
+    return ScaledArray(function(x.data), scale)
 
 
 def _fused_depth(eqn: Any, inputs: list[Value], out: Any) -> int:

@@ -12,10 +12,12 @@ from jax import lax
 from jax_scalify import algebra, dtypes, pow2
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
+from jax_scalify.deferred import defer, split, takes_deferred
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.common import (
     align,
     align_constant,
+    bring_together,
     constant_floor,
     filled,
     multiply,
@@ -30,17 +32,19 @@ def _sum_rule(negate_rhs: bool) -> Rule:
     def rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
         shape = ctx.out_avals[0].shape
         if ctx.inputs[1].constant == 0:
-            return ScaledArray(filled(lhs.data, shape), lhs.scale)
+            data, exponent = split(lhs)
+            return defer(filled(data, shape), exponent, lhs.scale)
         if ctx.inputs[0].constant == 0:
-            data = lax.neg(rhs.data) if negate_rhs else rhs.data
-            return ScaledArray(filled(data, shape), rhs.scale)
+            data, exponent = split(rhs)
+            data = lax.neg(data) if negate_rhs else data
+            return defer(filled(data, shape), exponent, rhs.scale)
         scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True) * _growth(ctx)
-        lhs_data, rhs_data = same_dtype(align(ctx, 0, lhs, scale), align(ctx, 1, rhs, scale))
+        data, exponent = bring_together(ctx, {0: lhs, 1: rhs}, scale)
         operation = lax.sub if negate_rhs else lax.add
-        return ScaledArray(dtypes.cast(operation(lhs_data, rhs_data), ctx.out_dtype), scale)
+        return defer(dtypes.cast(operation(*same_dtype(*data)), ctx.out_dtype), exponent, scale)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant 0 changes nothing."
-    return rule
+    return takes_deferred(rule)
 
 
 def _growth(ctx: RuleContext) -> Scale:
@@ -75,15 +79,15 @@ def _extremum_rule(sign: int) -> Rule:
                 scale = algebra.meet(scale, algebra.join(limit, own))
         else:
             scale = shared_scale(ctx, {0: lhs, 1: rhs})
-        data = same_dtype(*(align(ctx, i, x, scale) for i, x in enumerate(args)))
-        out = ctx.bind(*data, **params)
+        data, exponent = bring_together(ctx, dict(enumerate(args)), scale)
+        out = ctx.bind(*same_dtype(*data), **params)
         if bound is not None:  # at the scale of the first half it may have been too small to write
-            again = align_constant(bound, out.dtype, scale)
+            again = align_constant(bound, out.dtype, scale * Scale(exponent))
             out = lax.max(out, again) if sign < 0 else lax.min(out, again)
-        return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
+        return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant on the far side of 0: no vote."
-    return rule
+    return takes_deferred(rule)
 
 
 register_scale_rule(lax.max_p)(_extremum_rule(+1))
@@ -96,6 +100,7 @@ def _bound(number: Any, x: ScaledArray) -> Scale:
 
 
 @register_scale_rule(lax.clamp_p)
+@takes_deferred
 def clamp_rule(
     ctx: RuleContext, low: ScaledArray, x: ScaledArray, high: ScaledArray, **params: Any
 ) -> ScaledArray:
@@ -108,66 +113,73 @@ def clamp_rule(
         scale = algebra.meet(x.scale, algebra.join(*bounds))
         if numbers[0] > 0 or numbers[1] < 0:
             scale = algebra.join(scale, algebra.meet(*bounds))
-    args = [align(ctx, i, a, scale) for i, a in enumerate((low, x, high))]
+    args, exponent = bring_together(ctx, {0: low, 1: x, 2: high}, scale)
     shape = ctx.out_avals[0].shape
     args = [a if i != 1 and not np.ndim(a) else filled(a, shape) for i, a in enumerate(args)]
     out = ctx.bind(*same_dtype(*args), **params)
-    return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
+    return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
 
 
 def _brought_together(
     ctx: RuleContext, operands: dict[int, ScaledArray], factor: Scale = algebra.ONE
-) -> tuple[list[Any], Scale]:
-    """Align operands in the result's dtype, at a multiple of the largest vote, in their shapes."""
+) -> tuple[list[Any], Scale, int]:
+    """Align operands in the result's dtype, at a multiple of the largest vote, in their shapes.
+
+    The result has yet to be multiplied by `2**exponent`: the last of what is returned.
+    """
     scale = shared_scale(ctx, operands) * factor
     if factor.exponent < 0:  # constants have to fit still
         numbers = [(ctx.inputs[i].constant, x.dtype) for i, x in operands.items()]
         floors = [constant_floor(abs(n), dtype) for n, dtype in numbers if n and np.isfinite(n)]
         scale = algebra.join(scale, *floors)
-    data = [
-        filled(align(ctx, i, x, scale, ctx.out_dtype), ctx.in_avals[i].shape)
-        for i, x in operands.items()
-    ]
-    return data, scale
+    data, exponent = bring_together(ctx, operands, scale, ctx.out_dtype)
+    data = [filled(d, ctx.in_avals[i].shape) for i, d in zip(operands, data, strict=True)]
+    return data, scale, exponent
 
 
 @register_scale_rule(lax.select_n_p)
+@takes_deferred
 def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: Any) -> Any:
     """`scale = max` of the cases' votes."""
-    data, scale = _brought_together(ctx, dict(enumerate(cases, start=1)))
-    return ScaledArray(ctx.bind(which, *data, **params), scale)
+    data, scale, exponent = _brought_together(ctx, dict(enumerate(cases, start=1)))
+    return defer(ctx.bind(which, *data, **params), exponent, scale)
 
 
 @register_scale_rule(lax.concatenate_p, "stack")
+@takes_deferred
 def concatenate_rule(ctx: RuleContext, *args: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max` of the operands' votes."""
-    data, scale = _brought_together(ctx, {i: uniform_over(x) for i, x in enumerate(args)})
-    return ScaledArray(ctx.bind(*data, **params), scale)
+    data, scale, exponent = _brought_together(ctx, {i: uniform_over(x) for i, x in enumerate(args)})
+    return defer(ctx.bind(*data, **params), exponent, scale)
 
 
 @register_scale_rule(lax.pad_p)
+@takes_deferred
 def pad_rule(ctx: RuleContext, x: ScaledArray, value: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max` of the votes of array and padding value."""
-    data, scale = _brought_together(ctx, {0: uniform_over(x), 1: value})
-    return ScaledArray(ctx.bind(*data, **params), scale)
+    data, scale, exponent = _brought_together(ctx, {0: uniform_over(x), 1: value})
+    return defer(ctx.bind(*data, **params), exponent, scale)
 
 
 @register_scale_rule(lax.dynamic_update_slice_p)
+@takes_deferred
 def dynamic_update_slice_rule(
     ctx: RuleContext, x: ScaledArray, update: ScaledArray, *starts: Any, **params: Any
 ) -> ScaledArray:
     """`scale = max` of the votes of array and update."""
-    data, scale = _brought_together(ctx, {0: uniform_over(x), 1: uniform_over(update)})
-    return ScaledArray(ctx.bind(*data, *starts, **params), scale)
+    data, scale, exponent = _brought_together(ctx, {0: uniform_over(x), 1: uniform_over(update)})
+    return defer(ctx.bind(*data, *starts, **params), exponent, scale)
 
 
 @register_scale_rule(lax.gather_p)
+@takes_deferred
 def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -> ScaledArray:
     """`out = gather(data)`, scale unchanged; a finite fill value is divided by it."""
     x = uniform_over(x)
     fill = params["fill_value"]
     if fill is None or fill == 0 or not np.isfinite(fill):
-        return ScaledArray(ctx.bind(x.data, indices, **params), x.scale)
+        data, exponent = split(x)
+        return defer(ctx.bind(data, indices, **params), exponent, x.scale)
     scale = algebra.join(x.scale, constant_floor(fill, x.dtype))
     data = multiply(x.data, algebra.alignment(x.scale, scale), x.dtype)
     taken = ctx.bind(data, indices, **{**params, "fill_value": 0})
@@ -188,6 +200,7 @@ _SCATTERS = {
 
 
 @register_scale_rule(*_SCATTERS)
+@takes_deferred
 def scatter_rule(
     ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any
 ) -> ScaledArray:
@@ -203,7 +216,7 @@ def scatter_rule(
         density = Scale(round(math.log2(updates.size / x.size) / 2))
         if dtypes.has_short_range(x.dtype):
             density = algebra.join(density, _LEAST_DENSITY)
-    data, scale = _brought_together(ctx, operands, density)
+    data, scale, exponent = _brought_together(ctx, operands, density)
     if sums:
         data = [lax.convert_element_type(d, dtypes.compute_dtype(d.dtype)) for d in data]
     out = _SCATTERS[ctx.primitive](
@@ -215,7 +228,7 @@ def scatter_rule(
         unique_indices=params["unique_indices"],
         mode=params["mode"],
     )
-    return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
+    return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
 
 
 @register_scale_rule(lax.select_and_scatter_add_p)

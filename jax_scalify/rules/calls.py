@@ -16,10 +16,14 @@ import jax
 from jax_scalify import _compat
 from jax_scalify.algebra import Atom, Scale, ScaleTable
 from jax_scalify.array import ScaledArray
+from jax_scalify.deferred import Deferred, defer, settled, split
 from jax_scalify.registry import RuleContext, register_scale_rule, rules_version
 from jax_scalify.rules.subtrace import Form, takes_values
 from jax_scalify.scale_program import CALL_NAME
 from jax_scalify.values import Value
+
+# Into a body of no more equations, as that of `jax.nn.relu`, an array goes before it is multiplied.
+_SMALL_BODY = 8
 
 
 class _Slots:
@@ -49,6 +53,7 @@ class _Known:
     form: Form
     scale: Any = None  # a description of the scale, of a scaled value
     depth: int = 0
+    exponent: int = 0  # of a power of two that the data has yet to be multiplied by
 
     @classmethod
     def of(cls, value: Value, slots: _Slots, depth: int = 0) -> _Known:
@@ -56,15 +61,15 @@ class _Known:
         if not value.is_scaled:
             return cls(form)
         form = dataclasses.replace(form, static=None, scale_shape=())
-        return cls(form, slots.describe(value.array.scale), depth)
+        return cls(form, slots.describe(value.array.scale), depth, split(value.array)[1])
 
     def arrays(self, value: Value, table: ScaleTable) -> list[Any]:
-        return [value.array.data] if self.scale else self.form.pack(value, table)
+        return [split(value.array)[0]] if self.scale else self.form.pack(value, table)
 
     def value(self, arrays: Sequence[Any], atoms: Sequence[Scale], depth: int = 0) -> Value:
         if not self.scale:
             return self.form.unpack(arrays, None)
-        x = ScaledArray(arrays[0], _monomial(self.scale, atoms))
+        x = defer(arrays[0], self.exponent, _monomial(self.scale, atoms))
         return Value.of(x, facts=self.form.facts, depth=self.depth + depth)
 
 
@@ -142,14 +147,22 @@ def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[
     return [_constrain(v, s) for v, s in zip(outputs, params["out_shardings"], strict=True)]
 
 
+def _settled(value: Value) -> Value:
+    if not isinstance(value.array, Deferred):
+        return value
+    return dataclasses.replace(value, array=settled(value.array))
+
+
 def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, Any]) -> list[Value]:
+    if len(jaxpr.eqns) > _SMALL_BODY:  # one for calls that differ in what is multiplied yet
+        inputs = [_settled(v) for v in inputs]
     slots = _Slots()
     known = [_Known.of(v, slots) for v in inputs]
     atoms = list(slots.numbers)
     operands = [a for k, v in zip(known, inputs, strict=True) for a in k.arrays(v, ctx.table)]
     operands += [atom.array for atom in atoms]
     key = (
-        tuple((k.form.key(), k.scale) for k in known),
+        tuple((k.form.key(), k.scale, k.exponent) for k in known),
         tuple(atom.nonzero for atom in atoms),
         tuple(map(jax.typeof, operands)),
         ctx.config,

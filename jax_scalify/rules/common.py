@@ -15,6 +15,7 @@ from jax_scalify import algebra, dtypes, pow2
 from jax_scalify.algebra import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
+from jax_scalify.deferred import LARGEST_EXPONENT, Deferred, can_defer, defer
 from jax_scalify.registry import RuleContext
 from jax_scalify.values import Value
 
@@ -46,6 +47,15 @@ def multiply(data: Any, factor: Scale, dtype: Any = None) -> Any:
     return data if dtype is None else dtypes.cast(data, dtype)
 
 
+def moved(x: ScaledArray, factor: Scale, dtype: Any = None) -> Any:
+    """Return `x.data * factor` as `multiply` does, with one factor for a deferred array."""
+    if isinstance(x, Deferred) and not factor.is_static:
+        return multiply(x.raw, factor * Scale(x.exponent), dtype)
+    if isinstance(x, Deferred) and x.reaches(factor):
+        return x.times(factor) if dtype is None else dtypes.cast(x.times(factor), dtype)
+    return multiply(x.data, factor, dtype)
+
+
 def filled(data: Any, shape: tuple[int, ...]) -> Any:
     """Give the data of a constant or of a broadcast scalar its full shape."""
     return data if np.shape(data) == shape else jnp.broadcast_to(data, shape)
@@ -62,7 +72,7 @@ def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArr
         return x
     reduced = tuple(range(x.ndim)) if everything else axes
     scale = x.scale.map(lambda s: jnp.max(s, reduced, keepdims=not everything, initial=0))
-    return ScaledArray(multiply(x.data, x.scale / scale, x.dtype), scale)
+    return ScaledArray(moved(x, x.scale / scale, x.dtype), scale)
 
 
 class Terms(enum.Enum):
@@ -108,9 +118,17 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
     return Scale(exponent)
 
 
-def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale) -> ScaledArray:
-    """Divide a total by the factor that it has grown by, and cast it once."""
-    return ScaledArray(multiply(total, factor**-1, ctx.out_dtype), scale * factor)
+def finish(
+    ctx: RuleContext, total: Any, scale: Scale, factor: Scale, exponent: int = 0
+) -> ScaledArray:
+    """Divide a total by the factor that it has grown by, and cast it once.
+
+    The total may have yet to be multiplied by `2**exponent`. If it can wait, the result has, too.
+    """
+    ratio = Scale(exponent) / factor
+    if ratio.is_static and not ratio.is_zero and can_defer(ctx.out_dtype):
+        return defer(dtypes.cast(total, ctx.out_dtype), ratio.exponent, scale * factor)
+    return ScaledArray(multiply(total, ratio, ctx.out_dtype), scale * factor)
 
 
 def windowed_axes(ctx: RuleContext, *, window_dimensions: Any, **_: Any) -> list[int]:
@@ -185,10 +203,45 @@ def align(ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any
     if number is None or number.dtype.kind == "c":
         if x.scale.is_zero:
             return x.data if dtype is None else dtypes.cast(x.data, dtype)
-        return multiply(x.data, algebra.alignment(x.scale, scale), dtype)
+        return moved(x, algebra.alignment(x.scale, scale), dtype)
     if number == 0 or not np.isfinite(np.float64(number)):
         return x.data if dtype is None else dtypes.cast(x.data, dtype)
     return align_constant(number, x.dtype, scale)
+
+
+def bring_together(
+    ctx: RuleContext, operands: dict[int, ScaledArray], scale: Scale, dtype: Any = None
+) -> tuple[list[Any], int]:
+    """Align operands at a scale, up to a factor `2**exponent` that a result has yet to get.
+
+    It is the factor that most elements would need: they are left as they are.
+    """
+    exponent = _common_exponent(ctx, operands, scale)
+    scale = scale * Scale(exponent)
+    return [align(ctx, i, x, scale, dtype) for i, x in operands.items()], exponent
+
+
+def _common_exponent(ctx: RuleContext, operands: dict[int, ScaledArray], scale: Scale) -> int:
+    sizes: dict[int, int] = {}
+    for i, x in operands.items():
+        number = ctx.inputs[i].constant
+        ratio = x.scale / scale
+        if not can_defer(x.dtype) or not (ratio.is_static or number is not None):
+            return 0
+        if number is not None:
+            if number == 0 or not np.isfinite(number):
+                continue
+            distance = pow2.floor_exponent(number) - scale.exponent
+            if not scale.is_static or abs(distance) > _CONSTANT_ROOM:  # it may saturate
+                return 0
+        elif not ratio.is_zero:
+            deferred = isinstance(x, Deferred)
+            if deferred and x.mantissa != 1:  # it is multiplied anyhow
+                continue
+            exponent = int(ratio.exponent) + (x.exponent if deferred else 0)
+            sizes[exponent] = sizes.get(exponent, 0) + x.size
+    best = max(sizes, key=lambda e: (sizes[e], -abs(e)), default=0)
+    return best if abs(best) <= LARGEST_EXPONENT else 0
 
 
 def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:

@@ -8,10 +8,18 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import dtypes
-from jax_scalify.algebra import ONE
+from jax_scalify.algebra import ONE, Scale
 from jax_scalify.array import ScaledArray
+from jax_scalify.deferred import (
+    Deferred,
+    defer,
+    defer_constant,
+    split,
+    split_product,
+    takes_deferred,
+)
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import filled, multiply
+from jax_scalify.rules.common import filled, moved, multiply
 from jax_scalify.rules.nonlinear import wide_rule
 
 # Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
@@ -24,58 +32,83 @@ def _unit(ctx: RuleContext, index: int, x: ScaledArray) -> int:
 
 
 @register_scale_rule(lax.mul_p)
+@takes_deferred
 def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing."""
     scale = lhs.scale * rhs.scale
-    for sign, other in ((_unit(ctx, 1, rhs), lhs), (_unit(ctx, 0, lhs), rhs)):
-        if sign and ctx.out_dtype == other.dtype:
-            data = filled(other.data, ctx.out_avals[0].shape)
-            return ScaledArray(data if sign > 0 else lax.neg(data), scale)
-    return ScaledArray(ctx.bind(lhs.data, rhs.data, **params), scale)
+    for index, x, other in ((1, rhs, lhs), (0, lhs, rhs)):
+        if ctx.inputs[index].constant is None or ctx.out_dtype != other.dtype:
+            continue
+        if sign := _unit(ctx, index, x):
+            data, exponent = split(other)
+            data = filled(data, ctx.out_avals[0].shape)
+            return defer(data if sign > 0 else lax.neg(data), exponent, scale)
+        if other.shape == ctx.out_avals[0].shape:
+            product = defer_constant(other, x.data, scale)
+            if product is not None:
+                return product
+    *data, exponent = split_product(lhs, rhs)
+    return defer(ctx.bind(*data, **params), exponent, scale)
 
 
 @register_scale_rule(lax.div_p)
+@takes_deferred
 def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = lhs.scale / rhs.scale`; a constant power of two costs nothing."""
     scale = lhs.scale / rhs.scale
     sign = _unit(ctx, 1, rhs)
     if sign:
-        data = filled(lhs.data, ctx.out_avals[0].shape)
-        return ScaledArray(data if sign > 0 else lax.neg(data), scale)
-    return ScaledArray(ctx.bind(lhs.data, rhs.data, **params), scale)
+        data, exponent = split(lhs)
+        data = filled(data, ctx.out_avals[0].shape)
+        return defer(data if sign > 0 else lax.neg(data), exponent, scale)
+    *data, exponent = split_product(lhs, rhs, powers=(1, -1))
+    return defer(ctx.bind(*data, **params), exponent, scale)
 
 
 @register_scale_rule(lax.square_p)
+@takes_deferred
 def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**2`."""
-    return ScaledArray(ctx.bind(x.data, **params), x.scale**2)
+    data, exponent = split_product(x, powers=(2,))
+    return defer(ctx.bind(data, **params), exponent, x.scale**2)
 
 
 @register_scale_rule(lax.integer_pow_p)
+@takes_deferred
 def integer_pow_rule(ctx: RuleContext, x: ScaledArray, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`."""
-    return ScaledArray(ctx.bind(x.data, y=y, **params), x.scale**y)
+    data, exponent = split_product(x, powers=(y,))
+    return defer(ctx.bind(data, y=y, **params), exponent, x.scale**y)
 
 
 def _root(ctx: RuleContext, x: ScaledArray, degree: int, inverse: bool, **params: Any) -> Any:
     root, rest = x.scale.root(degree)
-    out = ctx.bind(multiply(x.data, rest), **params)
-    return ScaledArray(dtypes.cast(out, ctx.out_dtype), root**-1 if inverse else root)
+    exponent = 0
+    if isinstance(x, Deferred) and rest.is_static:
+        exponent, odd = divmod(x.exponent + int(rest.exponent), degree)
+        rest = Scale(odd - x.exponent)
+    out = dtypes.cast(ctx.bind(moved(x, rest), **params), ctx.out_dtype)
+    if inverse:
+        return defer(out, -exponent, root**-1)
+    return defer(out, exponent, root)
 
 
 @register_scale_rule(lax.sqrt_p)
+@takes_deferred
 def sqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=False, **params)
 
 
 @register_scale_rule(lax.rsqrt_p)
+@takes_deferred
 def rsqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(-1/2)`; of an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=True, **params)
 
 
 @register_scale_rule(lax.cbrt_p)
+@takes_deferred
 def cbrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(1/3)`; up to two factors of two move into the data."""
     return _root(ctx, x, 3, inverse=False, **params)

@@ -10,8 +10,9 @@ from jax import lax
 from jax_scalify import algebra, dtypes
 from jax_scalify.algebra import ONE, Scale
 from jax_scalify.array import ScaledArray
+from jax_scalify.deferred import takes_deferred
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import multiply
+from jax_scalify.rules.common import finish
 
 
 def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any]) -> Any:
@@ -33,23 +34,26 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
     lax.bessel_i0e_p, "random_gamma", "random_gamma_grad", "one_minus_square",
     "polynomial",
 )  # fmt: skip
+@takes_deferred
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     """`scale = 1`, evaluated in at least float32."""
     return ScaledArray(dtypes.cast(evaluate_wide(ctx, args, params), ctx.out_dtype), ONE)
 
 
 @register_scale_rule(lax.floor_p, lax.ceil_p, lax.round_p, family="rounding")
+@takes_deferred
 def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max(1, scale)`, of dequantised values."""
     scale = algebra.join(ONE, x.scale)
-    return ScaledArray(multiply(evaluate_wide(ctx, (x,), params), scale**-1, ctx.out_dtype), scale)
+    return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
 
 
 @register_scale_rule(lax.logistic_p)
+@takes_deferred
 def logistic_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """Evaluated in at least float32 on plain values; scale 1/2, its value at 0.
 
     A chain of gates, as in a recurrent network, would double the scale at every step with 1.
     """
     half = Scale(-1)
-    return ScaledArray(multiply(evaluate_wide(ctx, (x,), params), half**-1, ctx.out_dtype), half)
+    return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, half)

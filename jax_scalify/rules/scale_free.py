@@ -10,45 +10,52 @@ from jax import lax
 from jax_scalify import dtypes
 from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
+from jax_scalify.deferred import split, takes_deferred
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import align, same_dtype, shared_scale, uniform_over
+from jax_scalify.rules.common import bring_together, same_dtype, shared_scale, uniform_over
 
 
 @register_scale_rule(lax.argmax_p, lax.argmin_p)
+@takes_deferred
 def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
     """`out = f(data)`, a plain output; one scale over the axes that are searched."""
-    return ctx.bind(uniform_over(x, params["axes"]).data, **params)
+    data, _ = split(uniform_over(x, params["axes"]))
+    return ctx.bind(data, **params)
 
 
 @register_scale_rule(lax.is_finite_p)
+@takes_deferred
 def is_finite_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
     """`out = f(data)`, a plain output."""
-    return ctx.bind(x.data, **params)
+    return ctx.bind(split(x)[0], **params)
 
 
 @register_scale_rule(lax.sign_p)
+@takes_deferred
 def sign_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`out = sign(data)`, scale 1."""
-    return ScaledArray(ctx.bind(x.data, **params), ONE)
+    return ScaledArray(ctx.bind(split(x)[0], **params), ONE)
 
 
 def _at_one_scale(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray) -> list[Any]:
     scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True)
-    return same_dtype(*(align(ctx, i, x, scale) for i, x in enumerate((lhs, rhs))))
+    return same_dtype(*bring_together(ctx, {0: lhs, 1: rhs}, scale)[0])
 
 
 @register_scale_rule(
     lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p, "eq_to", "lt_to", "le_to"
 )
+@takes_deferred
 def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> Any:
     """Align, then compare in at least float32: a plain output."""
     numbers = [v.constant for v in ctx.inputs]
     if any(n is not None and (n == 0 or not np.isfinite(np.complex128(n))) for n in numbers):
-        return ctx.bind(lhs.data, rhs.data, **params)
+        return ctx.bind(split(lhs)[0], split(rhs)[0], **params)
     return ctx.bind(*_at_one_scale(ctx, lhs, rhs), **params)
 
 
 @register_scale_rule(lax.atan2_p)
+@takes_deferred
 def atan2_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """Align, then `scale = 1`, in at least float32."""
     compute = dtypes.compute_dtype(ctx.out_dtype)

@@ -17,6 +17,7 @@ from jax import lax
 from jax_scalify import dtypes
 from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
+from jax_scalify.deferred import can_defer, defer, split, takes_deferred
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, uniform_over, windowed_axes
 
@@ -37,13 +38,14 @@ def structural_rule(
         scale = x.scale
         if move_scale is not None:
             scale = scale.map(functools.partial(move_scale, ctx=ctx, **params))
-        out = ctx.bind(x.data, *others, **params)
+        data, exponent = split(x)
+        out = ctx.bind(data, *others, **params)
         if ctx.primitive.multiple_results:
-            return [ScaledArray(o, scale) if dtypes.is_scalable(o.dtype) else o for o in out]
-        return ScaledArray(out, scale)
+            return [defer(o, exponent, scale) if dtypes.is_scalable(o.dtype) else o for o in out]
+        return defer(out, exponent, scale)
 
     rule.__doc__ = "`out = f(data)`, scale unchanged."
-    return rule
+    return takes_deferred(rule)
 
 
 def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
@@ -52,7 +54,7 @@ def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
 
 
 register_scale_rule(
-    lax.neg_p, lax.abs_p, "copy", "copy_p", lax.reduce_precision_p, "stop_gradient",
+    lax.neg_p, lax.abs_p, "copy", "copy_p", "stop_gradient",
     lax.real_p, lax.imag_p, lax.conj_p, "name", "on_backward", "sharding_constraint",
     "reshard", "layout_constraint", "relayout", "pvary",
 )(structural_rule(no_axes))  # fmt: skip
@@ -91,6 +93,7 @@ register_scale_rule(lax.top_k_p, "tile", "unstack")(structural_rule())
 
 
 @register_scale_rule(lax.reshape_p)
+@takes_deferred
 def reshape_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`out = reshape(data)`; a scale lies along the axes that an axis of it becomes.
 
@@ -103,7 +106,8 @@ def reshape_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray
         if not x.size or math.prod(x.scale.shape) < size == x.size:  # a scale for every element
             x = uniform_over(x)
     if not x.scale.ndim:
-        return ScaledArray(ctx.bind(x.data, **params), x.scale)
+        data, exponent = split(x)
+        return defer(ctx.bind(data, **params), exponent, x.scale)
     wide, shape = [1] * x.ndim, []
     for (axes, sizes), v in zip(groups, varies):
         for a in axes:
@@ -163,24 +167,33 @@ def select_and_gather_add_rule(
     )
 
 
+@register_scale_rule(lax.reduce_precision_p)
+def reduce_precision_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`out = f(data)`, scale unchanged."""
+    return ScaledArray(ctx.bind(x.data, **params), x.scale)
+
+
 @register_scale_rule("optimization_barrier", "device_put", lax.sort_p)
+@takes_deferred
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
     if ctx.primitive is lax.sort_p:
         args = tuple(uniform_over(x) if isinstance(x, ScaledArray) else x for x in args)
     shapes = [v.shape for v in ctx.in_avals]
-    data = [x.data if isinstance(x, ScaledArray) else x for x in args]
-    data = [filled(d, s) for d, s in zip(data, shapes, strict=True)]
+    data = [split(x) if isinstance(x, ScaledArray) else (x, 0) for x in args]
+    exponents = [exponent for _, exponent in data]
+    data = [filled(d, s) for (d, _), s in zip(data, shapes, strict=True)]
     out = ctx.bind(*data, **params)
     out = out if ctx.primitive.multiple_results else [out]
     out = [
-        ScaledArray(o, x.scale) if isinstance(x, ScaledArray) else o
-        for o, x in zip(out, args, strict=True)
+        defer(o, exponent, x.scale) if isinstance(x, ScaledArray) else o
+        for o, x, exponent in zip(out, args, exponents, strict=True)
     ]
     return out if ctx.primitive.multiple_results else out[0]
 
 
 @register_scale_rule(lax.convert_element_type_p, family="convert")
+@takes_deferred
 def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     """Float to float: the data only, saturating for FP8. To int or bool: dequantise first."""
     dtype = ctx.out_dtype
@@ -190,4 +203,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
         if dtype == jnp.bool_:
             return ctx.bind(x.data, **params)
         return ctx.bind(ctx.dequantise(x), **params)
+    if can_defer(dtype) and jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+        data, exponent = split(x)
+        return defer(dtypes.cast(data, dtype), exponent, x.scale)
     return ScaledArray(dtypes.cast(x.data, dtype), x.scale)

@@ -14,6 +14,7 @@ from jax import lax
 from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
+from jax_scalify.deferred import split, split_product, takes_deferred
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import (
     Terms,
@@ -26,34 +27,40 @@ from jax_scalify.rules.common import (
 
 
 @register_scale_rule(lax.reduce_sum_p)
+@takes_deferred
 def reduce_sum_rule(ctx: RuleContext, x: ScaledArray, *, axes: Any, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, axes)
     count = math.prod(ctx.in_avals[0].shape[a] for a in axes)
-    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
+    data, exponent = split(x)
+    data = lax.convert_element_type(data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, axes=axes, **params)
     scale = x.scale.map(lambda s: lax.squeeze(s, axes))
-    return finish(ctx, total, scale, growth(ctx, count, Terms.of(ctx.inputs[0])))
+    return finish(ctx, total, scale, growth(ctx, count, Terms.of(ctx.inputs[0])), exponent)
 
 
 @register_scale_rule(lax.cumsum_p)
+@takes_deferred
 def cumsum_rule(ctx: RuleContext, x: ScaledArray, *, axis: int, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, (axis,))
-    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
+    data, exponent = split(x)
+    data = lax.convert_element_type(data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, axis=axis, **params)
     factor = growth(ctx, ctx.in_avals[0].shape[axis], Terms.of(ctx.inputs[0]))
-    return finish(ctx, total, x.scale, factor)
+    return finish(ctx, total, x.scale, factor, exponent)
 
 
 @register_scale_rule(lax.reduce_window_sum_p)
+@takes_deferred
 def reduce_window_sum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if none is < 0."""
     x = uniform_over(x, windowed_axes(ctx, **params))
-    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
+    data, exponent = split(x)
+    data = lax.convert_element_type(data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, **params)
     count = math.prod(params["window_dimensions"])
-    return finish(ctx, total, x.scale, growth(ctx, count, Terms.of(ctx.inputs[0])))
+    return finish(ctx, total, x.scale, growth(ctx, count, Terms.of(ctx.inputs[0])), exponent)
 
 
 @register_scale_rule(lax.fft_p)
@@ -64,6 +71,14 @@ def fft_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     factor = growth(ctx, math.prod(lengths), Terms.INDEPENDENT)
     inverse = params["fft_type"] in (lax.FftType.IFFT, lax.FftType.IRFFT)
     return finish(ctx, ctx.bind(x.data, **params), x.scale, factor**-1 if inverse else factor)
+
+
+def _full(ctx: RuleContext, *operands: ScaledArray) -> list[ScaledArray]:
+    """Operands in their full shapes: constants and scalars that were broadcast have none."""
+    return [
+        x if x.shape == aval.shape else ScaledArray(filled(x.data, aval.shape), x.scale)
+        for x, aval in zip(operands, ctx.in_avals, strict=False)
+    ]
 
 
 def _operand_scale(x: ScaledArray, contract: Any, batch: Any, before: int, after: int) -> Scale:
@@ -80,6 +95,7 @@ def _operand_scale(x: ScaledArray, contract: Any, batch: Any, before: int, after
 
 
 @register_scale_rule(lax.dot_general_p)
+@takes_deferred
 def dot_general_rule(
     ctx: RuleContext,
     lhs: ScaledArray,
@@ -95,14 +111,11 @@ def dot_general_rule(
     contracted ones.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs, rhs = (
-        ScaledArray(filled(x.data, aval.shape), x.scale)
-        for x, aval in zip((lhs, rhs), ctx.in_avals, strict=True)
-    )
+    lhs, rhs = _full(ctx, lhs, rhs)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
+    *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
-        lhs.data,
-        rhs.data,
+        *data,
         dimension_numbers=dimension_numbers,
         preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
         **params,
@@ -113,10 +126,11 @@ def dot_general_rule(
     scale = scale * _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
     count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
     terms = Terms.of(*ctx.inputs[:2])
-    return finish(ctx, total, scale, growth(ctx, count, terms))
+    return finish(ctx, total, scale, growth(ctx, count, terms), exponent)
 
 
 @register_scale_rule("ragged_dot_general")
+@takes_deferred
 def ragged_dot_general_rule(
     ctx: RuleContext,
     lhs: ScaledArray,
@@ -130,13 +144,10 @@ def ragged_dot_general_rule(
 
     Where the contracted axis is the ragged one, K is its mean length a group.
     """
-    lhs, rhs = (
-        uniform_over(ScaledArray(filled(x.data, aval.shape), x.scale))
-        for x, aval in zip((lhs, rhs), ctx.in_avals, strict=False)
-    )
+    lhs, rhs = map(uniform_over, _full(ctx, lhs, rhs))
+    *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
-        lhs.data,
-        rhs.data,
+        *data,
         *group_sizes,
         ragged_dot_dimension_numbers=ragged_dot_dimension_numbers,
         preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
@@ -147,7 +158,7 @@ def ragged_dot_general_rule(
     if set(contract) & set(ragged_dot_dimension_numbers.lhs_ragged_dimensions):
         count //= max(1, ctx.in_avals[2].shape[-1])
     terms = Terms.of(*ctx.inputs[:2])
-    return finish(ctx, total, lhs.scale * rhs.scale, growth(ctx, count, terms))
+    return finish(ctx, total, lhs.scale * rhs.scale, growth(ctx, count, terms), exponent)
 
 
 def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, low: int):
@@ -180,6 +191,7 @@ def _convolved_terms(ctx: RuleContext, params: dict[str, Any]) -> int:
 
 
 @register_scale_rule(lax.conv_general_dilated_p)
+@takes_deferred
 def conv_general_dilated_rule(
     ctx: RuleContext,
     lhs: ScaledArray,
@@ -195,10 +207,12 @@ def conv_general_dilated_rule(
     """
     dims = params["dimension_numbers"]
     batched = params["batch_group_count"] > 1
+    lhs, rhs = _full(ctx, lhs, rhs)
     lhs = uniform_over(lhs, dims.lhs_spec if batched else dims.lhs_spec[1:])
     rhs = uniform_over(rhs, dims.rhs_spec[1:])
+    *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
-        *(filled(x.data, a.shape) for x, a in zip((lhs, rhs), ctx.in_avals, strict=True)),
+        *data,
         preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
         **params,
     )
@@ -214,4 +228,4 @@ def conv_general_dilated_rule(
     scale = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
     scale = scale * rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))
     terms = Terms.of(*ctx.inputs[:2])
-    return finish(ctx, total, scale, growth(ctx, _convolved_terms(ctx, params), terms))
+    return finish(ctx, total, scale, growth(ctx, _convolved_terms(ctx, params), terms), exponent)

@@ -9,8 +9,9 @@ from jax import lax
 from jax_scalify import algebra
 from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
+from jax_scalify.deferred import takes_deferred
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import multiply
+from jax_scalify.rules.common import finish
 from jax_scalify.rules.nonlinear import evaluate_wide
 
 
@@ -19,8 +20,9 @@ from jax_scalify.rules.nonlinear import evaluate_wide
     lax.asin_p, lax.atanh_p, lax.tan_p, lax.sinh_p, lax.erf_inv_p,
     lax.bessel_i1e_p,
 )  # fmt: skip
+@takes_deferred
 def through_zero_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = min(1, scale)`: f(x) is near x for small x, which stays representable."""
     scale = algebra.meet(ONE, x.scale)
     out = evaluate_wide(ctx, (x,), params)
-    return ScaledArray(multiply(out, scale**-1, ctx.out_dtype), scale)
+    return finish(ctx, out, ONE, scale)
