@@ -32,7 +32,7 @@ SAMPLE = $(filter-out tests/test_dtypes.py tests/test_rules.py tests/test_storag
 	tests/examples/test_scanned_layers.py tests/numerics/test_check_fp8.py tests/numerics/test_hlo.py \
 	tests/optim/test_optim_numerics.py tests/optim/test_optim_roles.py
 
-.PHONY: demo test test-full test-newest test-lowest lint format table3 bench coverage \
+.PHONY: demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
 	scale-quality float16-training fp8 gpu-fp8 optimizers soak clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
@@ -63,8 +63,10 @@ format: $(VENV)/.installed
 table3: $(VENV)/.installed  ## Table 3 of the paper; goes on where it was stopped
 	$(VENV)/bin/python benchmarks/table3.py
 
-bench: $(VENV)/.installed  ## compile time, size and step time of the GPT's update
-	$(VENV)/bin/python benchmarks/gpt_cost.py
+# The newest JAX comes last: it writes the page from the results of both.
+bench-cost: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## compile time, size, step time, memory; docs/cost.md
+	$(VENV_LOWEST)/bin/python benchmarks/cost.py
+	$(VENV)/bin/python benchmarks/cost.py --docs docs/cost.md
 
 scale-quality: $(VENV)/.installed  ## RMS of every activation and gradient's data, for eight models
 	$(VENV)/bin/python benchmarks/scale_quality.py

@@ -68,6 +68,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     tied.add_argument("--untied", action="store_false", dest="tied", help="give it its own weights")
     add("--checkpoint-every", type=int, metavar="STEPS", help="(default: a fifth of the run)")
+    add(
+        "--freeze-after",
+        type=int,
+        metavar="STEPS",
+        help="make scales static after so many steps; the step is compiled once more",
+    )
+    add(
+        "--rescale-every",
+        type=int,
+        metavar="STEPS",
+        help="bring the state's data back to RMS 1; frozen scales that change compile again",
+    )
     return parser
 
 
@@ -111,6 +123,8 @@ def make_runs(options: argparse.Namespace) -> list[Run]:
             directory=options.out / name,
             evaluate_every=every,
             checkpoint_every=every,
+            freeze_after=options.freeze_after,
+            rescale_every=options.rescale_every,
         )
         for name in names
     ]

@@ -2,7 +2,8 @@
 
 Scales appear in three places: `scalify` around the step, `as_scaled_array` on the first state, and
 `keep_moments`, which says at which scale Adam's moments are stored. All that the presets change
-besides are dtypes, and the rescales that the paper names.
+besides are dtypes, and the rescales that the paper names. A run may also freeze its scales: then
+`match_scales` takes the place of `keep_moments`, and `rescale` moves them now and then.
 """
 
 import functools
@@ -29,6 +30,7 @@ WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
 WARMUP = 0.1  # share of the steps
 FINAL_LEARNING_RATE = 0.1  # as a share of the peak
+NU_TARGET = 2.0**10  # where a rescale puts the largest second moment: far below it they underflow
 
 
 class TrainState(NamedTuple):
@@ -99,8 +101,16 @@ def init_state(config: Config, preset: Preset, *, seed: int) -> TrainState:
 
 
 @functools.lru_cache
-def make_update(config: Config, preset: Preset) -> Update:
-    """Return the jitted step `update(state, tokens) -> (state, loss)`; the state is donated."""
+def make_update(config: Config, preset: Preset, *, frozen: bool = False) -> Update:
+    """Return the jitted step `update(state, tokens) -> (state, loss)`; the state is donated.
+
+    Args:
+        config: the size.
+        preset: the precision.
+        frozen: whether the new state keeps the scales of the old one. With static scales
+            (`jsa.freeze_scales`) it has the same structure then, and the step compiles only where
+            a scale has another value.
+    """
     loss_fn = make_loss(config, preset)
     optimizer = make_optimizer(config)
 
@@ -113,12 +123,15 @@ def make_update(config: Config, preset: Preset) -> Update:
 
         # AdamW's constants (epsilon, 1 - learning rate x weight decay) become 0 and 1 in float16.
         # So its arithmetic is in float32, in registers; what is stored keeps its dtype.
-        grads, (params, opt_state) = astype((grads, state), jnp.float32)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        if preset.moment_dtype == jnp.float16:
-            opt_state = keep_moments(opt_state, grads, preset.moment_exponents)
-        return _store(TrainState(params, opt_state), preset), loss
+        grads, state = astype((grads, state), jnp.float32)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = TrainState(optax.apply_updates(state.params, updates), opt_state)
+        if frozen:
+            new = jsa.match_scales(new, state)
+        elif preset.moment_dtype == jnp.float16:
+            moments = keep_moments(new.opt_state, grads, preset.moment_exponents)
+            new = new._replace(opt_state=moments)
+        return _store(new, preset), loss
 
     # The whole difference that scales make:
     if preset.scaled:
@@ -151,6 +164,22 @@ def keep_moments(opt_state: PyTree, grads: PyTree, exponents: tuple[int, int]) -
         )
 
     return jax.tree.map(keep, opt_state, is_leaf=lambda n: isinstance(n, optax.ScaleByAdamState))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def rescale(state: TrainState) -> TrainState:
+    """Bring the data of a state with dynamic scales to RMS 1, second moments to a high maximum.
+
+    Squares have twice the dynamic range of what was squared: in float16 they need all of it.
+    """
+
+    def move(path: tuple, leaf: Any) -> Any:
+        if any(getattr(key, "name", None) == "nu" for key in path):
+            return jsa.dynamic_rescale(leaf, "max", NU_TARGET)
+        return jsa.dynamic_rescale(leaf)
+
+    is_scaled = lambda x: isinstance(x, jsa.ScaledArray)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(move, state, is_leaf=is_scaled)
 
 
 def astype(tree: PyTree, dtype: jnp.dtype) -> PyTree:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jax_scalify as jsa
 from examples.gpt import data, step
 from examples.gpt.checkpoint import Checkpoints
 from examples.gpt.config import Config
@@ -66,6 +67,10 @@ class Run:
         directory: for `metrics.jsonl`, `result.json` and `checkpoints/`; `None` writes nothing.
         evaluate_every: steps from one validation to the next; the last step has one anyway.
         checkpoint_every: steps from one checkpoint to the next; the last step has one anyway.
+        freeze_after: the step after which scales are static: the state keeps them, and the step
+            is compiled once more. `None` leaves them dynamic.
+        rescale_every: steps from one `step.rescale` of the state to the next; `None` has none. The
+            step is compiled again if a frozen scale was changed by it, and only then.
     """
 
     preset: str
@@ -75,11 +80,24 @@ class Run:
     directory: Path | None = None
     evaluate_every: int = 1000
     checkpoint_every: int = 1000
+    freeze_after: int | None = None
+    rescale_every: int | None = None
+
+    def __post_init__(self):
+        """Refuse settings that cannot be used."""
+        if self.freeze_after is not None and self.freeze_after < 2:
+            raise ValueError(
+                "`freeze_after` must be at least 2, because the learning rate of the first step is "
+                f"0 and leaves biases without a scale, got {self.freeze_after}."
+            )
+        if self.rescale_every is not None and self.rescale_every < 1:
+            raise ValueError(f"`rescale_every` must be positive, got {self.rescale_every}.")
 
     @property
     def settings(self) -> dict:
         """All that the final state depends on, as JSON types."""
-        text = {"preset": self.preset, "seed": self.seed, "text": self.corpus.digest}
+        names = ("preset", "seed", "freeze_after", "rescale_every")
+        text = {name: getattr(self, name) for name in names} | {"text": self.corpus.digest}
         return text | dataclasses.asdict(self.config)
 
     def check_directory(self, *, resume: bool) -> int | None:
@@ -111,8 +129,8 @@ class Run:
         parameters, state_bytes = step.count_parameters(state), step.count_bytes(state)
         bad_step = jnp.int32(-1)
         if first:
-            state, bad_step = self._checkpoints().restore(first, (state, bad_step))
-        update = step.make_update(config, preset)
+            like = jsa.freeze_scales(state) if self._is_frozen(first) else state
+            state, bad_step = self._checkpoints().restore(first, (like, bad_step))
         metrics = Metrics(self.directory, first)
         validation_loss = None
         waiting: list[jax.Array] = []  # losses that the host has not read yet
@@ -127,12 +145,15 @@ class Run:
                 batch=config.batch,
                 context=config.context,
             )
+            update = step.make_update(config, preset, frozen=self._is_frozen(number - 1))
             state, loss = update(state, tokens)
+            state = self._move_scales(state, number)
             is_first = first_call_seconds is None
             if is_first:
                 jax.block_until_ready(loss)
                 first_call_seconds = time.perf_counter() - started
-            bad_step = step.first_bad_step(bad_step, state, np.int32(number))
+            leaves = jax.tree.leaves(state)  # not the state: static scales would compile it again
+            bad_step = step.first_bad_step(bad_step, leaves, np.int32(number))
             waiting.append(loss)
 
             last = number == config.steps
@@ -188,7 +209,22 @@ class Run:
             batch=self.config.batch,
             context=self.config.context,
         )
-        return float(np.mean([float(loss_fn(state.params, tokens)) for tokens in batches]))
+        params = jsa.thaw_scales(state.params)  # compiled once, whatever the scales are
+        return float(np.mean([float(loss_fn(params, tokens)) for tokens in batches]))
+
+    def _is_frozen(self, number: int) -> bool:
+        """Whether the state that a step has left behind has static scales."""
+        is_scaled = get_preset(self.preset).scaled
+        return is_scaled and self.freeze_after is not None and number >= self.freeze_after
+
+    def _move_scales(self, state: step.TrainState, number: int) -> step.TrainState:
+        """Rescale and freeze the state that a step has left behind, if it is time."""
+        rescales = self.rescale_every is not None and number % self.rescale_every == 0
+        if rescales:
+            state = step.rescale(jsa.thaw_scales(state))
+        if self._is_frozen(number) and (rescales or number == self.freeze_after):
+            state = jsa.freeze_scales(state)
+        return state
 
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(self.directory / "checkpoints", self.settings)

@@ -133,3 +133,40 @@ def test_scalified_training_all_in_float16(name, policy):
     assert shapes(new) == shapes(state)
     assert all_finite(new)
     np.testing.assert_allclose(losses, reference(name), rtol=0.02, atol=1e-3)
+
+
+ZEROS = pytest.mark.xfail(strict=True, reason="frozen zeros come back with a dynamic scale")
+
+
+@pytest.mark.parametrize("policy", ["statistic", "gradient"])
+@pytest.mark.parametrize(
+    "name", ["momentum", "adamw", "chain", pytest.param("adafactor", marks=ZEROS)]
+)
+def test_a_frozen_state_compiles_once(name, policy):
+    opt = jsa.optim.low_precision(OPTIMIZERS[name](), policy=policy)
+    params, x, y = problem()
+    params = jsa.as_scaled_array(params, "rms", dtype=jnp.float16)
+    state = params, opt.init(params)
+    make = make_step(opt)
+
+    def step(state, x, y):
+        *new, loss = make(*state, x, y)
+        return tuple(new), loss
+
+    def hold(state, x, y):
+        new, loss = step(state, x, y)
+        return jsa.match_scales(new, state), loss
+
+    for _ in range(2):  # then what was zero has a scale to keep
+        state, _ = jax.jit(jsa.scalify(step))(state, x, y)
+    state = jsa.freeze_scales(state)
+    given, losses = shapes(state), []
+    update = jax.jit(jsa.scalify(hold), donate_argnums=0)
+    for _ in range(8):
+        state, loss = update(state, x, y)
+        losses.append(float(loss))
+        assert shapes(state) == given
+    assert update._cache_size() == 1
+    assert all(leaf.is_static or leaf.scale == 0 for leaf in stored_leaves(state))
+    assert all_finite(state)
+    np.testing.assert_allclose(losses, reference(name)[2:10], rtol=0.02, atol=1e-3)
