@@ -115,10 +115,18 @@ def pin(scale: jax.Array) -> jax.Array:
     The CPU pipeline of JAX 0.10 drops barriers before it fuses, but never copies a division. The
     divisor is 1, which the compiler cannot know of a float that might be nan.
     """
-    if JAX_VERSION >= (0, 11):
+    if keeps_barriers():
         return lax.optimization_barrier(scale)
     is_number = lax.eq(scale, scale)
     return lax.div(scale, lax.select(is_number, jnp.ones_like(scale), jnp.full_like(scale, 2)))
+
+
+def pin_constant(value: Any) -> Any:
+    """Make a constant an operand of the kernels that use it.
+
+    Kernels that differ in nothing but the constant are then compiled once.
+    """
+    return lax.optimization_barrier(value) if keeps_barriers() else value
 
 
 def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
@@ -137,12 +145,14 @@ def live_jaxpr(closed: Any) -> jex_core.Jaxpr:
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def computes_scales_together() -> bool:
-    """Tell whether scales are computed together: in a jaxpr that is traced, if barriers are kept.
+def is_staging() -> bool:
+    """Tell whether what is computed now becomes an equation of a jaxpr."""
+    return isinstance(core.trace_ctx.trace, DynamicJaxprTrace)
 
-    The CPU pipeline of JAX 0.10 would compute them again in every kernel that uses one of them.
-    """
-    return JAX_VERSION >= (0, 11) and isinstance(core.trace_ctx.trace, DynamicJaxprTrace)
+
+def keeps_barriers() -> bool:
+    """Tell whether XLA fuses nothing across barriers; that of JAX 0.10 drops them on the CPU."""
+    return JAX_VERSION >= (0, 11)
 
 
 def replace_equations(closed: Any, equations: Sequence[Any], count: int) -> Any:

@@ -242,13 +242,20 @@ class ScaleTable:
     One table belongs to one trace level, so that nothing memoised leaks out of a loop body.
     """
 
-    def __init__(self, dtype: Any = jnp.float32, program: ScaleProgram | None = None):
+    def __init__(
+        self,
+        dtype: Any = jnp.float32,
+        *,
+        program: ScaleProgram | None = None,
+        splits_scalars: bool = True,
+    ):
         """Start an empty table for scales of the given dtype.
 
         With a program, scalar scales are computed together when the trace is over; else, and other
-        scales always, one by one.
+        scales always, one by one. If scalars are not split, a traced one has scale 1.
         """
         self.dtype = jnp.dtype(dtype)
+        self.splits_scalars = splits_scalars
         self._program = program
         self._counter = itertools.count()
         self._atoms: dict[int, Atom] = {}
@@ -456,6 +463,8 @@ class ScaleTable:
         is not taken, whose scale must not flush the one that is.
         """
         known = self._splits.get(id(value))
+        if not self.splits_scalars:
+            known = (value, value, ONE)
         if known is None:
             power = round_down(value, self.dtype)
             to_one = lax.bitwise_or(lax.eq(power, np.array(0.5, power.dtype)), ~jnp.isfinite(value))
@@ -510,12 +519,23 @@ def _broadcast(operation: Callable) -> Callable:
     return apply
 
 
-def trace_together(function: Callable[..., list[Any]], dtype: Any, arrays: Sequence[Any]) -> Any:
-    """Trace `function(table, *arrays)`, all scalar scales of the table being computed together."""
-    program = ScaleProgram(dtype)
+def trace(
+    function: Callable[..., list[Any]],
+    arrays: Sequence[Any],
+    dtype: Any,
+    *,
+    splits_scalars: bool = True,
+) -> Any:
+    """Make a jaxpr of `function(table, *arrays)` at some arrays, or their shapes and dtypes.
+
+    The scalar scales of its table are computed together, where XLA leaves them together.
+    """
+    program = ScaleProgram(dtype) if _compat.keeps_barriers() else None
 
     def flat(*arrays: Any) -> list[Any]:
-        results = function(ScaleTable(dtype, program), *arrays)
-        return [*results, *program.sources]
+        table = ScaleTable(dtype, program=program, splits_scalars=splits_scalars)
+        results = function(table, *arrays)
+        return [*results, *program.sources] if program else results
 
-    return program.resolve(jax.make_jaxpr(flat)(*arrays))
+    closed = jax.make_jaxpr(flat)(*arrays)
+    return program.resolve(closed) if program else closed

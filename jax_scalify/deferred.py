@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_scalify import _compat
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 
@@ -79,7 +80,9 @@ class Deferred(ScaledArray):
 
     def _times(self, exponent: int) -> Any:
         factor = math.ldexp(self.mantissa, exponent)
-        return self.source if factor == 1 else lax.mul(self.source, np.asarray(factor, self.dtype))
+        if factor == 1:
+            return self.source
+        return lax.mul(self.source, _compat.pin_constant(np.asarray(factor, self.dtype)))
 
     def moved(self, source: Any, scale: Any) -> Deferred:
         """Return another array, to be multiplied by the same."""

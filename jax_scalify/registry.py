@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
-from jax_scalify import _compat, dtypes
+from jax_scalify import _compat, algebra, dtypes
 from jax_scalify.algebra import Scale, ScaleTable
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import ScalifyConfig
@@ -157,6 +157,11 @@ class RuleContext:
         if not isinstance(x, ScaledArray):
             return x
         return to_plain(x, dtype or dtypes.compute_dtype(x.dtype))
+
+    def trace(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> Any:
+        """Make a jaxpr of `function(table, *arrays)`, with a table for a trace of its own."""
+        table = self.table
+        return algebra.trace(function, arrays, table.dtype, splits_scalars=table.splits_scalars)
 
     def scale_jaxpr(
         self, closed_jaxpr: Any, inputs: list[Value], table: ScaleTable | None = None

@@ -288,7 +288,7 @@ class _Rounds:
                 exponents = _compat.pin(jnp.concatenate([exponents, step(exponents)]))
             values = _compat.pin(_to_float(last(exponents), highest, dtype))
             # Which element a kernel reads is an operand, or it would be a kernel of its own.
-            places = lax.optimization_barrier([np.uint32(i) for i in range(len(requests))])
+            places = _compat.pin_constant([np.uint32(i) for i in range(len(requests))])
             singles = [lax.squeeze(lax.dynamic_slice(values, (i,), (1,)), (0,)) for i in places]
             return [*singles, exponents] if new or steps else singles
 

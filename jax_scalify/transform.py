@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.extend import core as jex_core
 
 from jax_scalify import _compat, algebra, dtypes, pow2, primitives
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
-from jax_scalify.algebra import Scale, ScaleTable, trace_together
+from jax_scalify.algebra import Scale, ScaleTable
 from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.deferred import Deferred, settled
@@ -118,8 +119,10 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
         outputs = evaluate(closed, inputs, table, config)
         return [_leave(v, table, keep_static) for v in outputs]
 
-    if not _compat.computes_scales_together():
-        return _own_scales(interpret(ScaleTable(config.scale_dtype), operands), operands)
+    splits_scalars = not (keep_static and _keeps_wide_scales(closed.jaxpr))
+    if not _compat.is_staging():
+        table = ScaleTable(config.scale_dtype, splits_scalars=splits_scalars)
+        return _own_scales(interpret(table, operands), operands)
 
     leaves, tree = jax.tree.flatten(list(operands))
     variable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -134,8 +137,22 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
         return out
 
     arrays = [leaves[i] for i in variable]
-    scaled = trace_together(flat, config.scale_dtype, arrays)
+    scaled = algebra.trace(flat, arrays, config.scale_dtype, splits_scalars=splits_scalars)
     return jax.tree.unflatten(out_tree, jex_core.jaxpr_as_fun(scaled)(*arrays))
+
+
+def _keeps_wide_scales(jaxpr: Any) -> bool:
+    """Tell whether a step gives its state back at the scales that it got, all in wide dtypes.
+
+    The exponent of a traced scalar is its scale for the sake of results and of narrow data. Here
+    the scales of results are given, and everything has the range of float32.
+    """
+    equations = list(all_equations(jaxpr))
+    if not any(eqn.primitive is primitives.match_scale_p for eqn in equations):
+        return False
+    variables = itertools.chain(jaxpr.invars, *(eqn.outvars for eqn in equations))
+    found = (getattr(v.aval, "dtype", np.int32) for v in variables)
+    return not any(map(dtypes.has_short_range, found))
 
 
 def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:

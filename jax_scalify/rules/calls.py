@@ -99,8 +99,7 @@ def _interpret(
     results: list[_Known] = []
     made: list[tuple[bool, Any]] = []
 
-    def flat(*arrays: Any) -> list[Any]:
-        table = ScaleTable(ctx.table.dtype)
+    def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
         scales = [
             table.atom(array, nonzero=atom.nonzero)
             for array, atom in zip(arrays[len(arrays) - len(atoms) :], atoms, strict=True)
@@ -118,7 +117,7 @@ def _interpret(
         return [*packed, *(atom.array for atom in new)]
 
     with _compat.no_name_stack():
-        closed = jax.make_jaxpr(flat)(*operands)
+        closed = ctx.trace(flat, operands)
     opened = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
     return _Interpreted(opened, list(closed.consts), results, made)
 
@@ -166,6 +165,7 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
         tuple(atom.nonzero for atom in atoms),
         tuple(map(jax.typeof, operands)),
         ctx.config,
+        ctx.table.splits_scalars,
         rules_version(),
     )
     bodies = _interpreted.setdefault(jaxpr, {})

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import algebra, dtypes, pow2
+from jax_scalify import _compat, algebra, dtypes, pow2
 from jax_scalify.algebra import ONE, ZERO, Scale, ScaleTable
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
@@ -36,8 +36,11 @@ def multiply(data: Any, factor: Scale, dtype: Any = None) -> Any:
     """
     if not factor.is_one:
         compute = dtypes.compute_dtype(data.dtype)
-        number = np.asarray(factor.value) if factor.is_static else factor.array
-        number = number.astype(dtypes.real_dtype(compute))
+        if factor.is_static:
+            number = np.asarray(factor.value).astype(dtypes.real_dtype(compute))
+            number = _compat.pin_constant(number) if np.ndim(data) else number
+        else:
+            number = factor.array.astype(dtypes.real_dtype(compute))
         data = lax.convert_element_type(data, compute)
         if jnp.issubdtype(compute, jnp.complexfloating):
             number = lax.convert_element_type(number, compute)
@@ -254,7 +257,8 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
     size, sign = abs(float(number)), math.copysign(1.0, float(number))
     if scale.is_static:
         inverse = (scale**-1).value
-        return np.asarray(sign * min(max(size * inverse, smallest), largest)).astype(dtype)[()]
+        value = np.asarray(sign * min(max(size * inverse, smallest), largest)).astype(dtype)[()]
+        return value if inverse == 1 else _compat.pin_constant(value)
     mantissa, exponent = pow2.split_constant(size)
     ratio = (Scale(exponent) / scale).array
     compute = dtypes.compute_dtype(dtype)

@@ -199,14 +199,12 @@ def interpret(ctx: RuleContext, closed: Any, forms: Sequence[Form]) -> Body:
     """Interpret a sub-jaxpr on values of given forms, with a scale table of its own."""
     out_forms: list[Form] = []
 
-    def flat(*arrays: Any) -> list[Any]:
-        table = ScaleTable(ctx.table.dtype)
+    def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
         outputs = ctx.scale_jaxpr(closed, unpack(forms, arrays, table), table)
         out_forms[:] = map(Form.of, outputs)
         return pack(out_forms, outputs, table)
 
-    jaxpr = jax.make_jaxpr(flat)(*avals(forms, ctx.table))
-    return Body(jaxpr, out_forms)
+    return Body(ctx.trace(flat, avals(forms, ctx.table)), out_forms)
 
 
 def fixpoint(
