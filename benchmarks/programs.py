@@ -15,18 +15,21 @@ def count_stablehlo(text: str) -> dict[str, int]:
     return {"stablehlo": len(lines), "scalars": sum(_result(line) is not None for line in lines)}
 
 
+_NO_ARITHMETIC = ("constant", "call", "func.call", "optimization_barrier")
+
+
 def scalar_arithmetic(text: str) -> collections.Counter:
     """Count the operations on floating or unsigned scalars of a lowered module, by name and dtype.
 
-    Constants and calls are no arithmetic. This is where dynamic scales are computed: a scale is a
-    floating scalar, its bits are an unsigned one.
+    Constants, calls and barriers are no arithmetic. This is where dynamic scales are computed: a
+    scale is a floating scalar, its bits are an unsigned one.
     """
     counts: collections.Counter = collections.Counter()
     for line in text.splitlines():
         match, dtype = _STABLEHLO.match(line), _result(line)
         if not match or dtype is None or not _NUMBERS.fullmatch(dtype):
             continue
-        if match.group(1) not in ("constant", "call", "func.call"):
+        if match.group(1) not in _NO_ARITHMETIC:
             counts[f"{match.group(1)} {dtype}"] += 1
     return counts
 

@@ -397,7 +397,8 @@ def freeze_scales(tree: Any) -> Any:
     """Make every scalar scale of concrete state static: a Python float in the tree's structure.
 
     A step that is traced with static scales has no scale arithmetic left for them. Scales that
-    are not scalar stay dynamic.
+    are not scalar stay dynamic. A leaf of scale 0 has none to keep: it takes that of its first
+    value, so freeze a state of zeros after its first steps, or the step compiles once more.
     """
     check_unpacked(tree)
 

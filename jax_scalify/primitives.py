@@ -394,7 +394,8 @@ def match_scales(tree: Any, like: Any) -> Any:
     """Bring each leaf to the scale of its partner in `like`: its value, shape and kind.
 
     Inside `scalify` the leaves are arrays, outside `ScaledArray`s. Use it at the end of a step
-    that would change scales, so that the state has the structure that it was given.
+    that would change scales, so that the state has the structure that it was given. A partner of
+    scale 0 takes any: the leaf keeps its own.
 
     Raises:
         ValueError: if the two trees differ in structure.
@@ -408,6 +409,8 @@ def match_scales(tree: Any, like: Any) -> Any:
 
     def match(leaf: Any, partner: Any) -> Any:
         if array_lib.is_scaled(leaf) and array_lib.is_scaled(partner):
+            if partner.is_static and not partner.scale:
+                return leaf
             data = _outside(set_scaling, leaf, partner.scale).data
             scale = partner.scale if partner.is_static else jnp.array(partner.scale)
             return ScaledArray(data, scale)

@@ -113,11 +113,17 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
 def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
     keep_static = not any(is_scaled(x) and not x.is_static for x in operands)
+    matched = {
+        eqn.outvars[0] for eqn in closed.jaxpr.eqns if eqn.primitive is primitives.match_scale_p
+    }
 
     def interpret(table: ScaleTable, operands: Sequence[Any]) -> list[Any]:
         inputs = [_enter(x, table) for x in operands]
         outputs = evaluate(closed, inputs, table, config)
-        return [_leave(v, table, keep_static) for v in outputs]
+        return [
+            _leave(value, table, keep_static or var in matched)
+            for value, var in zip(outputs, closed.jaxpr.outvars, strict=True)
+        ]
 
     splits_scalars = not (keep_static and _keeps_wide_scales(closed.jaxpr))
     if not _compat.is_staging():

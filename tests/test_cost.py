@@ -16,23 +16,24 @@ from examples.gpt.config import Config  # noqa: E402
 # Ratios to the plain step, by the minor version of JAX: about 10% above what they are.
 LIMITS = {
     "0.10": {
-        ("mlp", "dynamic"): {"hlo": 3.23, "fusions": 1.81},
-        ("mlp", "frozen"): {"hlo": 1.43, "fusions": 1.10},
-        ("gpt", "dynamic"): {"hlo": 4.64, "fusions": 2.55},
-        ("gpt", "frozen"): {"hlo": 1.90, "fusions": 1.31},
+        ("mlp", "dynamic"): {"hlo": 3.09, "fusions": 1.85},
+        ("mlp", "frozen"): {"hlo": 1.25, "fusions": 1.10},
+        ("gpt", "dynamic"): {"hlo": 3.66, "fusions": 2.54},
+        ("gpt", "frozen"): {"hlo": 1.30, "fusions": 1.12},
     },
     "0.12": {
-        ("mlp", "dynamic"): {"hlo": 3.05, "fusions": 1.76},
-        ("mlp", "frozen"): {"hlo": 1.62, "fusions": 1.07},
-        ("gpt", "dynamic"): {"hlo": 4.30, "fusions": 2.53},
-        ("gpt", "frozen"): {"hlo": 1.89, "fusions": 1.31},
+        ("mlp", "dynamic"): {"hlo": 2.98, "fusions": 1.54},
+        ("mlp", "frozen"): {"hlo": 1.31, "fusions": 1.07},
+        ("gpt", "dynamic"): {"hlo": 2.19, "fusions": 1.74},
+        ("gpt", "frozen"): {"hlo": 1.31, "fusions": 1.12},
     },
 }
 MODELS = {
     "mlp": lambda: make_mlp((32, 64, 64, 64, 10)),
     "gpt": lambda: make_gpt(Config(layers=2, width=32, heads=2, context=16, batch=2)),
 }
-TRACED_SCALARS = "traced scalars have dynamic scales, whatever the scales of the state are"
+# Data that is a number, as the norm of the gradients, may be multiplied by a constant.
+DATA = {"multiply f32"}
 
 
 def limits(model, variant):
@@ -69,17 +70,14 @@ def test_the_program_does_not_grow(model, variant):
         assert ratios[name] <= limit, f"{name}: {ratios[name]:.2f} of the plain step's"
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["mlp", pytest.param("gpt", marks=pytest.mark.xfail(strict=True, reason=TRACED_SCALARS))],
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_frozen_scales_leave_no_scale_arithmetic(model):
     plain, frozen, dynamic = (
         scalar_arithmetic(lower(model, variant).as_text())
         for variant in ("plain", "frozen", "dynamic")
     )
-    assert dynamic.total() > plain.total()  # it is seen where there is some
-    assert frozen.total() <= plain.total(), frozen - plain
+    assert set(dynamic - plain) - DATA  # it is seen where there is some
+    assert set(frozen - plain) <= DATA
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -377,3 +377,28 @@ def test_the_check_runs_inside_a_jitted_step():
     np.testing.assert_array_equal(np.asarray(step(x)), 2)
     with pytest.raises(ValueError, match="compiles again"):
         jax.jit(lambda x: jsa.tree.check_same_structure(jsa.scalify(jnp.sum)(x), x))(x)
+
+
+def test_a_partner_of_a_static_scale_0_takes_any_scale():
+    zeros = jsa.freeze_scales(jsa.as_scaled_array(jnp.zeros(2)))
+    assert zeros.scale == 0
+    x = jsa.as_scaled_array(jnp.full(2, 3.0), scale=4.0)
+    for scaled in (x, jsa.freeze_scales(x)):
+        matched = jsa.match_scales(scaled, zeros)
+        np.testing.assert_array_equal(jsa.asarray(matched), [3.0, 3.0])
+        assert matched.is_static == scaled.is_static
+    step = jax.jit(jsa.scalify(lambda like, x: jsa.match_scales(x + 1.0, like)))
+    np.testing.assert_array_equal(jsa.asarray(step(zeros, x)), [4.0, 4.0])
+
+
+def test_what_is_matched_to_a_static_scale_has_it_beside_dynamic_ones():
+    fixed, free = (jsa.as_scaled_array(jnp.ones(2), scale=2.0) for _ in range(2))
+    fixed = jsa.freeze_scales(fixed)
+
+    def step(fixed, free):
+        return jsa.match_scales((fixed + free, free * 3), (fixed, free))
+
+    for transform in (jsa.scalify, lambda f: jax.jit(jsa.scalify(f))):
+        first, second = transform(step)(fixed, free)
+        assert first.is_static and first.scale == 2 and not second.is_static
+        np.testing.assert_array_equal(jsa.asarray(first), [2.0, 2.0])
