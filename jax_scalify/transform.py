@@ -113,16 +113,15 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
 def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
     keep_static = not any(is_scaled(x) and not x.is_static for x in operands)
-    matched = {
-        eqn.outvars[0] for eqn in closed.jaxpr.eqns if eqn.primitive is primitives.match_scale_p
-    }
+    found = [e.outvars[0] for e in closed.jaxpr.eqns if e.primitive is primitives.match_scale_p]
+    matched = [any(var is other for other in found) for var in closed.jaxpr.outvars]
 
     def interpret(table: ScaleTable, operands: Sequence[Any]) -> list[Any]:
         inputs = [_enter(x, table) for x in operands]
         outputs = evaluate(closed, inputs, table, config)
         return [
-            _leave(value, table, keep_static or var in matched)
-            for value, var in zip(outputs, closed.jaxpr.outvars, strict=True)
+            _leave(value, table, keep_static or is_matched)
+            for value, is_matched in zip(outputs, matched, strict=True)
         ]
 
     splits_scalars = not (keep_static and _keeps_wide_scales(closed.jaxpr))
