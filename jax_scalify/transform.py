@@ -48,8 +48,8 @@ _SAME = frozenset("copy copy_p convert_element_type".split())  # in the same dty
 _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
 # follow a residual stream through all layers. The chain is cut after this many alignments, which
-# keeps the compiled program linear in depth.
-_MAX_FUSED_ALIGNMENTS = 2
+# keeps the compiled program linear in depth; without barriers a cut costs a division.
+_MAX_FUSED_ALIGNMENTS = 2 if _compat.keeps_barriers() else 8
 
 
 def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:

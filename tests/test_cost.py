@@ -18,7 +18,7 @@ LIMITS = {
     "0.10": {
         ("mlp", "dynamic"): {"hlo": 3.09, "fusions": 1.85},
         ("mlp", "frozen"): {"hlo": 1.25, "fusions": 1.10},
-        ("gpt", "dynamic"): {"hlo": 3.66, "fusions": 2.54},
+        ("gpt", "dynamic"): {"hlo": 4.30, "fusions": 2.54},
         ("gpt", "frozen"): {"hlo": 1.30, "fusions": 1.12},
     },
     "0.12": {
@@ -88,4 +88,4 @@ def test_a_frozen_step_gives_back_the_state_that_it_got(model):
     for _ in range(2):
         state, _ = update(state, problem.batch)
         assert jax.tree.structure(state) == given
-    assert update._cache_size() == 1
+    assert update._cache_size() <= 1  # 0 if JAX has dropped what it had cached
