@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
-from jax_scalify import _compat, algebra, dtypes
-from jax_scalify.algebra import Scale, ScaleTable
+from jax_scalify import _compat, dtypes, scale_table
+from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.deferred import Deferred
+from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import Value
 
 Rule = Callable[..., Any]
@@ -161,7 +162,7 @@ class RuleContext:
     def trace(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> Any:
         """Make a jaxpr of `function(table, *arrays)`, with a table for a trace of its own."""
         table = self.table
-        return algebra.trace(function, arrays, table.dtype, splits_scalars=table.splits_scalars)
+        return scale_table.trace(function, arrays, table.dtype, splits_scalars=table.splits_scalars)
 
     def scale_jaxpr(
         self, closed_jaxpr: Any, inputs: list[Value], table: ScaleTable | None = None

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify import _compat, algebra, dtypes, pow2, primitives
+from jax_scalify import _compat, algebra, dtypes, pow2, primitives, scale_table
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
-from jax_scalify.algebra import Scale, ScaleTable
+from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.deferred import Deferred, settled
@@ -31,6 +31,7 @@ from jax_scalify.registry import (
 )
 from jax_scalify.rules.common import constant_scale, multiply, promote
 from jax_scalify.rules.mixed import dequantising_rule
+from jax_scalify.scale_table import ScaleTable
 from jax_scalify.tracing import trace
 from jax_scalify.values import (
     ELEMENTWISE,
@@ -142,7 +143,7 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
         return out
 
     arrays = [leaves[i] for i in variable]
-    scaled = algebra.trace(flat, arrays, config.scale_dtype, splits_scalars=splits_scalars)
+    scaled = scale_table.trace(flat, arrays, config.scale_dtype, splits_scalars=splits_scalars)
     return jax.tree.unflatten(out_tree, jex_core.jaxpr_as_fun(scaled)(*arrays))
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray, algebra, pow2
-from jax_scalify.algebra import ONE, ZERO, Scale, ScaleTable
+from jax_scalify.algebra import ONE, ZERO, Scale
+from jax_scalify.scale_table import ScaleTable
 
 settings.register_profile("package", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("package")

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 import jax_scalify as jsa
 from jax_scalify import algebra, pow2
-from jax_scalify.algebra import ONE, ZERO, Scale, ScaleTable
+from jax_scalify.algebra import ONE, ZERO, Scale
 from jax_scalify.array import ScaledArray, rescale_data
 from jax_scalify.pow2 import MAX_EXPONENT
 from jax_scalify.rules.common import multiply
+from jax_scalify.scale_table import ScaleTable
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FP8 = ("float8_e4m3fn", "float8_e5m2")

@@ -14,12 +14,13 @@ from typing import Any
 import jax
 
 from jax_scalify import _compat
-from jax_scalify.algebra import Atom, Scale, ScaleTable
+from jax_scalify.algebra import Atom, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import Deferred, defer, settled, split
 from jax_scalify.registry import RuleContext, register_scale_rule, rules_version
 from jax_scalify.rules.subtrace import Form, takes_values
 from jax_scalify.scale_program import CALL_NAME
+from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import Value
 
 # Into a body of no more equations, as that of `jax.nn.relu`, an array goes before it is multiplied.

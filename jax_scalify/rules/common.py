@@ -12,11 +12,12 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import _compat, algebra, dtypes, pow2
-from jax_scalify.algebra import ONE, ZERO, Scale, ScaleTable
+from jax_scalify.algebra import ONE, ZERO, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.deferred import LARGEST_EXPONENT, Deferred, can_defer, defer
 from jax_scalify.registry import RuleContext
+from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import Value
 
 # A sum of n non-negative terms grows like n. For narrow data the factor stops at 2**10: beyond it

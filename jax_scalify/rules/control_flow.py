@@ -11,7 +11,6 @@ from jax import lax
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat, dtypes
-from jax_scalify.algebra import ScaleTable
 from jax_scalify.array import ScaledArray, align_scale, rescale_data
 from jax_scalify.registry import RuleContext, all_equations, register_scale_rule
 from jax_scalify.rules.common import promote, uniform_over
@@ -26,6 +25,7 @@ from jax_scalify.rules.subtrace import (
     takes_values,
     unpack,
 )
+from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import Value
 
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import dtypes
-from jax_scalify.algebra import Scale, ScaleTable
+from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.custom_scale import AppliedRule, custom_scale_p
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import promote
 from jax_scalify.rules.subtrace import takes_values
+from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import Facts, Value, nonnegative_results
 
 FlatRule = Callable[..., list[Any]]

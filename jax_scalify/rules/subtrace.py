@@ -17,10 +17,11 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jax_scalify import dtypes
-from jax_scalify.algebra import Scale, ScaleTable
+from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, align_scale
 from jax_scalify.registry import RuleContext
 from jax_scalify.rules.common import promote
+from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import NOTHING, Facts, Value
 
 

@@ -1,0 +1,326 @@
+"""The scales of one trace: the atoms, and how arrays are made of them.
+
+A table computes scales one by one, or, with a scale program, leaves that to the end of the trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import _compat, dtypes
+from jax_scalify.algebra import ONE, Atom, Scale, sorted_factors
+from jax_scalify.pow2 import MAX_EXPONENT, exponent_layout, round_down
+from jax_scalify.scale_program import Monomial, ScaleProgram
+
+
+class ScaleTable:
+    """The atoms of one trace, and what has been computed of them already.
+
+    One table belongs to one trace level, so that nothing memoised leaks out of a loop body.
+    """
+
+    def __init__(
+        self,
+        dtype: Any = jnp.float32,
+        *,
+        program: ScaleProgram | None = None,
+        splits_scalars: bool = True,
+    ):
+        """Start an empty table for scales of the given dtype.
+
+        With a program, scalar scales are computed together when the trace is over; else, and other
+        scales always, one by one. If scalars are not split, a traced one has scale 1.
+        """
+        self.dtype = jnp.dtype(dtype)
+        self.splits_scalars = splits_scalars
+        self._program = program
+        self._counter = itertools.count()
+        self._atoms: dict[int, Atom] = {}
+        self._memo: dict[Any, Any] = {}
+        self._splits: dict[int, tuple[Any, Any, Scale]] = {}
+
+    def atom(
+        self, array: jax.Array, members: frozenset = frozenset(), nonzero: bool = False
+    ) -> Scale:
+        """Make a scale of an array of powers of two; the same array gives the same atom."""
+        atom = self._atoms.get(id(array))
+        if atom is None:
+            program = None if array.shape else self._program
+            number = program.source(array) if program else None
+            atom = Atom(self, next(self._counter), array, number, members, nonzero)
+            self._atoms[id(array)] = atom
+        return Scale(0, ((atom, 1),))
+
+    def _computed(
+        self, number: int, members: frozenset = frozenset(), nonzero: bool = False
+    ) -> Scale:
+        """Make a scale that the program computes."""
+        atom = Atom(self, next(self._counter), None, number, members, nonzero)
+        return Scale(0, ((atom, 1),))
+
+    def _together(self, *scales: Scale) -> tuple[ScaleProgram, list[Monomial]] | None:
+        """The program and the monomials that it knows, if it computes some scales together."""
+        if self._program is None:
+            return None
+        monomials = []
+        for scale in scales:
+            factors = [(atom.number, power) for atom, power in scale.factors]
+            known = [(number, power) for number, power in factors if number is not None]
+            if len(known) < len(factors):
+                return None
+            monomials.append(Monomial(scale.exponent, tuple(known)))
+        return self._program, monomials
+
+    def _memoised(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def request(self, scale: Scale) -> jax.Array:
+        """Make the array of a monomial that data is multiplied by, one kernel for all users."""
+        ((first, power), *others) = scale.factors
+        if not others and power == 1 and scale.exponent == 0 and first.source is not None:
+            return first.source
+        if together := self._together(scale):
+            program, (monomial,) = together
+            return program.placeholder(monomial)
+        if not others:
+            return self.product(scale)
+        return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
+
+    def settled(self, scale: Scale) -> Scale:
+        """Compute a monomial and go on with one atom, within the range of scales."""
+
+        def make() -> Scale:
+            if together := self._together(scale):
+                program, terms = together
+                return self._computed(program.maximum(terms), nonzero=scale.is_nonzero)
+            largest = np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype)
+            array = _compat.pin(lax.min(self.product(scale), largest))
+            return self.atom(array, nonzero=scale.is_nonzero)
+
+        return self._memoised(("settled", scale), make)
+
+    def output(self, scale: Scale) -> jax.Array:
+        """Make the array of a scale that leaves the trace, within the range of scales."""
+        if scale.is_static:
+            return jnp.array(scale.value, self.dtype)
+        together = self._together(scale) if scale.may_leave_range else None
+        if together:
+            program, (monomial,) = together
+            return program.placeholder(monomial, within_range=True)
+        array = jnp.asarray(scale.array)
+        if scale.may_leave_range:
+            array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
+        return array
+
+    def product(self, scale: Scale) -> jax.Array:
+        """Make the array of a monomial."""
+        if scale.exponent == 0 and len(scale.factors) == 1 and scale.factors[0][1] == 1:
+            return scale.factors[0][0].array
+
+        def make() -> jax.Array:
+            above = [(atom, 1) for atom, power in scale.factors for _ in range(power)]
+            below = [(atom, -1) for atom, power in scale.factors for _ in range(-power)]
+            # Alternately, so that a product stays in range where its value does.
+            pairs = itertools.zip_longest(above, below)
+            out = self._chain(tuple(term for pair in pairs for term in pair if term is not None))
+            exponent = int(scale.exponent)
+            while exponent:
+                step = max(-MAX_EXPONENT, min(MAX_EXPONENT, exponent))
+                out = lax.mul(out, np.array(math.ldexp(1.0, step), self.dtype))
+                exponent -= step
+            return out
+
+        return self._memoised(("product", scale), make)
+
+    def _chain(self, terms: tuple[tuple[Atom, int], ...]) -> jax.Array:
+        """The product of atoms and reciprocals; products share what they begin with."""
+        *first, (atom, power) = terms
+        factor = atom.array if power > 0 else self._reciprocal(atom)
+        if not first:
+            return factor
+        return self._memoised(
+            ("chain", terms), lambda: _broadcast(lax.mul)(self._chain(tuple(first)), factor)
+        )
+
+    def _reciprocal(self, atom: Atom, guarded: bool = True) -> jax.Array:
+        """1 / atom, on the bits: XLA gives every float division a kernel of its own.
+
+        Where 0 is inverted it is read as 1; unguarded, it gives the largest power of two.
+        """
+
+        def make() -> jax.Array:
+            integer, nmant = exponent_layout(self.dtype)
+            bias = jnp.finfo(self.dtype).maxexp - 1
+            bits = lax.bitcast_convert_type(atom.array, integer)
+            inverse = lax.sub(np.array(2 * bias << nmant, integer), bits)
+            if guarded and not atom.nonzero:
+                one = jnp.full_like(bits, np.array(bias << nmant, integer))
+                inverse = lax.select(lax.eq(bits, np.array(0, integer)), one, inverse)
+            return lax.bitcast_convert_type(inverse, self.dtype)
+
+        return self._memoised(("reciprocal", atom, guarded), make)
+
+    def alignment(self, ratio: Scale) -> Scale:
+        """Make the ratio of a scale to a maximum that is at least as large."""
+        below = [a for a, power in ratio.factors if power == -1 and a.members]
+        if not below or self._together(ratio):
+            return ratio
+        joined = below[-1]
+
+        def make() -> Scale:
+            top = (ratio * Scale(0, ((joined, 1),))).array
+            inverse = self._reciprocal(joined, guarded=False)
+            return self.atom(_broadcast(lax.mul)(top.astype(self.dtype), inverse))
+
+        return self._memoised(("alignment", ratio), make)
+
+    def maximum(self, terms: list[Scale]) -> Scale:
+        """Return the maximum of monomials of which none is known to dominate another."""
+        common = Scale(0, _common_factors(terms))
+        terms = sorted((t / common for t in terms), key=_monomial_key)
+        members = _members(terms)
+        for term in terms:  # one of them is itself the maximum of all the others
+            if _members([term]) == members:
+                return term * common
+
+        def make() -> tuple[Scale, float]:
+            nonzero = any(t.is_nonzero for t in terms)
+            if together := self._together(*terms):
+                program, monomials = together
+                return self._computed(program.maximum(monomials), members, nonzero), low
+            array = jnp.asarray(terms[0].array, self.dtype)
+            for term in terms[1:]:
+                array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
+            if any(t.may_leave_range for t in terms):
+                array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
+            return self.atom(_compat.pin(array), members, nonzero=nonzero), low
+
+        # Maxima that differ by a power of two are one atom, which has the value of the first.
+        low = min(exponent for _, exponent in members)
+        key = frozenset((factors, exponent - low) for factors, exponent in members)
+        made, its_low = self._memoised(("maximum", key), make)
+        return made * Scale(low - its_low) * common
+
+    def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
+        """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
+
+        def make() -> tuple[Scale, Scale]:
+            if together := self._together(scale):
+                program, (monomial,) = together
+                root, rest = program.root(monomial, degree)
+                found = self._computed(root, nonzero=scale.is_nonzero)
+                return found, self._computed(rest, nonzero=True)
+            array = scale.array
+            integer, nmant = exponent_layout(self.dtype)
+            # exponent = biased - bias; one more multiple of the bias keeps the division positive
+            offset = np.array((jnp.finfo(self.dtype).maxexp - 1) * (degree - 1), integer)
+            shift, count = np.array(nmant, integer), np.array(degree, integer)
+            bits = lax.bitcast_convert_type(array, integer)
+            biased = lax.add(lax.shift_right_logical(bits, shift), offset)
+            quotient = lax.div(biased, count)
+            root = lax.bitcast_convert_type(lax.shift_left(quotient, shift), self.dtype)
+            if not scale.is_nonzero:
+                is_zero = lax.eq(bits, np.array(0, integer))
+                root = lax.select(is_zero, jnp.zeros_like(root), root)
+            power = lax.shift_left(np.array(1, integer), lax.rem(biased, count))
+            rest = lax.convert_element_type(power, self.dtype)
+            return self.atom(_compat.pin(root), nonzero=scale.is_nonzero), self.atom(
+                rest, nonzero=True
+            )
+
+        return self._memoised(("root", scale, degree), make)
+
+    def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
+        """Split a traced array into data in [1, 2) and a scale, element by element.
+
+        What is between 1/2 and 1 has scale 1: a decay that is applied again and again would double
+        the data each time, and halve the scale. So has what is not finite: it may be a branch that
+        is not taken, whose scale must not flush the one that is.
+        """
+        known = self._splits.get(id(value))
+        if not self.splits_scalars:
+            known = (value, value, ONE)
+        if known is None:
+            power = round_down(value, self.dtype)
+            to_one = lax.bitwise_or(lax.eq(power, np.array(0.5, power.dtype)), ~jnp.isfinite(value))
+            power = jnp.where(to_one, jnp.ones_like(power), power)
+            scale = self.atom(_compat.pin(power))
+            compute = dtypes.compute_dtype(value.dtype)
+            inverse = self._reciprocal(scale.factors[0][0])
+            data = lax.mul(value.astype(compute), inverse.astype(compute))
+            data = _compat.pin(data.astype(value.dtype))
+            known = (value, data, scale)  # keeps `value`, hence its id, alive
+            self._splits[id(value)] = known
+        return known[1:]
+
+
+def _monomial_key(scale: Scale) -> tuple:
+    return (tuple((a.index, p) for a, p in scale.factors), scale.exponent)
+
+
+def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
+    """Factors that every term has: max(a*c, b*c) = max(a, b) * c."""
+    common = dict(terms[0].factors)
+    for term in terms[1:]:
+        powers = dict(term.factors)
+        common = {
+            atom: min(p, powers[atom])
+            for atom, p in common.items()
+            if powers.get(atom, 0) > 0 and p > 0
+        }
+    return sorted_factors(common)
+
+
+def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
+    """The monomials below a maximum, those of nested maxima included, dominated ones dropped."""
+    largest: dict[tuple, float] = {}
+    for term in terms:
+        atom = term.factors[0][0] if len(term.factors) == 1 and term.factors[0][1] == 1 else None
+        nested = atom.members if atom is not None and atom.members else None
+        for factors, exponent in nested or [(term.factors, 0)]:
+            exponent += term.exponent
+            largest[factors] = max(exponent, largest.get(factors, -math.inf))
+    return frozenset(largest.items())
+
+
+def _broadcast(operation: Callable) -> Callable:
+    """A binary `lax` operation on scales of shape `()` or of keep-dims shapes."""
+
+    def apply(a: Any, b: Any) -> jax.Array:
+        if a.shape == b.shape or not a.shape or not b.shape:
+            return operation(a, b)
+        return operation(*jnp.broadcast_arrays(a, b))
+
+    return apply
+
+
+def trace(
+    function: Callable[..., list[Any]],
+    arrays: Sequence[Any],
+    dtype: Any,
+    *,
+    splits_scalars: bool = True,
+) -> Any:
+    """Make a jaxpr of `function(table, *arrays)` at some arrays, or their shapes and dtypes.
+
+    The scalar scales of its table are computed together, where XLA leaves them together.
+    """
+    program = ScaleProgram(dtype) if _compat.keeps_barriers() else None
+
+    def flat(*arrays: Any) -> list[Any]:
+        table = ScaleTable(dtype, program=program, splits_scalars=splits_scalars)
+        results = function(table, *arrays)
+        return [*results, *program.sources] if program else results
+
+    closed = jax.make_jaxpr(flat)(*arrays)
+    return program.resolve(closed) if program else closed
