@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from examples.gpt import data, step
+from examples.gpt import step
 from examples.gpt.checkpoint import Checkpoints
 from examples.gpt.cli import main
 from examples.gpt.config import SIZES, Config
@@ -16,14 +16,6 @@ from examples.gpt.presets import get_preset
 from examples.gpt.train import Run, read_metrics
 
 SMALL = Config(layers=1, width=16, heads=2, context=8, batch=4, steps=8)
-TEXT = b"Scales are powers of two; data stay close to one. " * 40
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(TEXT)
-    return data.load_corpus([path], context=SMALL.context)
 
 
 @pytest.fixture(autouse=True)

@@ -20,14 +20,6 @@ from examples.gpt.report import plot_losses, result_table
 from examples.gpt.train import Run, read_metrics
 
 SMALL = Config(layers=1, width=16, heads=2, context=8, batch=4, steps=6)
-TEXT = b"Scales are powers of two; data stay close to one. " * 40
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(TEXT)
-    return data.load_corpus([path], context=SMALL.context)
 
 
 def make_run(corpus, directory=None, preset="fp16-all", **changes):
@@ -118,9 +110,9 @@ def test_text_of_the_wrong_type(text):
 @pytest.mark.parametrize(
     ("size", "part"), [(5, "training"), (9, "held-out"), (89, "held-out"), (90, None)]
 )
-def test_text_shorter_than_one_context(tmp_path, size, part):
+def test_text_shorter_than_one_context(tmp_path, text, size, part):
     path = tmp_path / "text.txt"
-    path.write_bytes(TEXT[:size])
+    path.write_bytes(text[:size])
     if part is None:
         assert data.load_corpus([path], context=8).held_out.size == 9
     else:
