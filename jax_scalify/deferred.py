@@ -95,6 +95,11 @@ def takes_deferred(rule: Any) -> Any:
     return rule
 
 
+def is_given_deferred(rule: Any) -> bool:
+    """Tell whether a rule, or what a partial application of one calls, is marked."""
+    return getattr(getattr(rule, "func", rule), "takes_deferred", False)
+
+
 def can_defer(dtype: Any) -> bool:
     """Tell whether data of a dtype may wait for its factor: real, of the range of float32."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32

@@ -17,7 +17,7 @@ from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
-from jax_scalify.deferred import Deferred, settled
+from jax_scalify.deferred import Deferred, is_given_deferred, settled
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.registry import (
     RuleContext,
@@ -298,7 +298,7 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
         if getattr(rule, "takes_values", False)
         else [promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
     )
-    if not getattr(rule, "takes_deferred", False):
+    if not is_given_deferred(rule):
         args = [settled(a) for a in args]
     ctx = RuleContext(
         primitive=eqn.primitive,

@@ -13,7 +13,8 @@ from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, is_scaled
 from jax_scalify.custom_scale import custom_scale
-from jax_scalify.rules.common import NONNEGATIVE_LIMIT, multiply, uniform_over
+from jax_scalify.deferred import split, takes_deferred
+from jax_scalify.rules.common import NONNEGATIVE_LIMIT, moved, times, uniform_over
 
 
 def scale_rules(
@@ -42,14 +43,16 @@ def scale_rules(
             return fun(**dict(zip(dynamic, args)), **static)
 
         @function.defscale
+        @takes_deferred
         def forward(*args: Any, **static: Any) -> ScaledArray:
             args = tuple(prepare(x) if is_scaled(x) else x for x in args)
-            data = [x.data if is_scaled(x) else x for x in args]
-            narrow = jax.eval_shape(functools.partial(in_order, **static), *data)
-            value = in_order(*map(_wide, args), **static)
-            return _at_scale(value, scale(*args, **static), narrow.dtype)
+            narrow = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_scaled(x) else x for x in args]
+            dtype = jax.eval_shape(functools.partial(in_order, **static), *narrow).dtype
+            out_scale = scale(*args, **static)
+            return times(in_order(*map(_wide, args), **static), out_scale**-1, out_scale, dtype)
 
         @function.defscale_vjp
+        @takes_deferred
         def backward(*operands: Any, **static: Any) -> tuple[Any, ...]:
             *args, cotangent = (prepare(x) if is_scaled(x) else x for x in operands)
             floating = [i for i, x in enumerate(args) if is_scaled(x)]
@@ -61,14 +64,15 @@ def scale_rules(
                 return in_order(*full, **static)
 
             value, pull = jax.vjp(of_floating, *(_wide(args[i]) for i in floating))
-            gradients = pull(cotangent.data.astype(value.dtype))
+            raw, exponent = split(cotangent)
+            gradients = pull(raw.astype(value.dtype))
             factors = slopes(*args, **static)
             if isinstance(factors, Scale):
                 factors = (factors,) * len(floating)
             out: list[Any] = [None] * len(args)
             for i, gradient, factor in zip(floating, gradients, factors, strict=True):
-                data = multiply(gradient, factor**-1, args[i].dtype)
-                out[i] = ScaledArray(data, cotangent.scale * factor)
+                ratio, out_scale = Scale(exponent) / factor, cotangent.scale * factor
+                out[i] = times(gradient, ratio, out_scale, args[i].dtype)
             return tuple(out)
 
         return function
@@ -111,8 +115,4 @@ def count_scale(count: int, dtype: Any, limit: int = NONNEGATIVE_LIMIT) -> Scale
 
 def _wide(x: Any) -> Any:
     """The value of an operand, in at least float32."""
-    return x.to_array(dtypes.compute_dtype(x.dtype)) if is_scaled(x) else x
-
-
-def _at_scale(value: jax.Array, scale: Scale, dtype: Any) -> ScaledArray:
-    return ScaledArray(multiply(value, scale**-1, dtype), scale)
+    return moved(x, x.scale, dtypes.compute_dtype(x.dtype)) if is_scaled(x) else x

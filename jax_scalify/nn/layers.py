@@ -11,7 +11,8 @@ from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.custom_scale import custom_scale
-from jax_scalify.rules.common import multiply, uniform_over
+from jax_scalify.deferred import split, takes_deferred
+from jax_scalify.rules.common import times, uniform_over
 
 
 @custom_scale
@@ -49,15 +50,17 @@ def _embed_scale(table: ScaledArray, ids: jax.Array) -> ScaledArray:
 
 
 @embed.defscale_vjp
+@takes_deferred
 def _embed_scale_vjp(
     table: ScaledArray, ids: jax.Array, cotangent: ScaledArray
 ) -> tuple[ScaledArray, None]:
     cotangent = uniform_over(cotangent)
     rows = jnp.zeros(table.shape, dtypes.compute_dtype(table.dtype))
     pull = jax.vjp(lambda rows: jnp.take(rows, ids, axis=0), rows)[1]
-    (total,) = pull(cotangent.data.astype(rows.dtype))
+    raw, exponent = split(cotangent)
+    (total,) = pull(raw.astype(rows.dtype))
     uses = _zipf_uses(ids.size, table.shape[0])
-    return ScaledArray(multiply(total, uses**-1, table.dtype), cotangent.scale * uses), None
+    return times(total, Scale(exponent) / uses, cotangent.scale * uses, table.dtype), None
 
 
 def _zipf_uses(count: int, vocabulary: int) -> Scale:

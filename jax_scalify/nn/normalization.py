@@ -13,8 +13,9 @@ from jax_scalify import dtypes
 from jax_scalify.algebra import ONE, ZERO, Scale, join
 from jax_scalify.array import ScaledArray
 from jax_scalify.custom_scale import custom_scale
+from jax_scalify.deferred import split, takes_deferred
 from jax_scalify.nn._rules import scale_rules
-from jax_scalify.rules.common import multiply
+from jax_scalify.rules.common import times
 
 
 def _root(epsilon: float) -> Scale:
@@ -164,5 +165,7 @@ def _at_unit_scale(x: jax.Array) -> jax.Array:
 
 
 @_at_unit_scale.defscale
+@takes_deferred
 def _at_unit_scale_rule(x: ScaledArray) -> ScaledArray:
-    return ScaledArray(multiply(x.data, x.scale, x.dtype), ONE)
+    raw, exponent = split(x)
+    return times(raw, x.scale * Scale(exponent), ONE, x.dtype)

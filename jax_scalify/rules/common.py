@@ -60,6 +60,13 @@ def moved(x: ScaledArray, factor: Scale, dtype: Any = None) -> Any:
     return multiply(x.data, factor, dtype)
 
 
+def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> ScaledArray:
+    """Make an array with `data = raw * factor`, cast once; if the factor can wait, it does."""
+    if factor.is_static and not factor.is_zero and can_defer(dtype):
+        return defer(dtypes.cast(raw, dtype), factor.exponent, scale)
+    return ScaledArray(multiply(raw, factor, dtype), scale)
+
+
 def filled(data: Any, shape: tuple[int, ...]) -> Any:
     """Give the data of a constant or of a broadcast scalar its full shape."""
     return data if np.shape(data) == shape else jnp.broadcast_to(data, shape)
@@ -125,14 +132,8 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
 def finish(
     ctx: RuleContext, total: Any, scale: Scale, factor: Scale, exponent: int = 0
 ) -> ScaledArray:
-    """Divide a total by the factor that it has grown by, and cast it once.
-
-    The total may have yet to be multiplied by `2**exponent`. If it can wait, the result has, too.
-    """
-    ratio = Scale(exponent) / factor
-    if ratio.is_static and not ratio.is_zero and can_defer(ctx.out_dtype):
-        return defer(dtypes.cast(total, ctx.out_dtype), ratio.exponent, scale * factor)
-    return ScaledArray(multiply(total, ratio, ctx.out_dtype), scale * factor)
+    """Divide a total, yet to be multiplied by `2**exponent`, by the factor that it has grown by."""
+    return times(total, Scale(exponent) / factor, scale * factor, ctx.out_dtype)
 
 
 def windowed_axes(ctx: RuleContext, *, window_dimensions: Any, **_: Any) -> list[int]:

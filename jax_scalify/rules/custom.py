@@ -13,6 +13,7 @@ from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.custom_scale import AppliedRule, custom_scale_p
+from jax_scalify.deferred import Deferred, is_given_deferred
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import promote
 from jax_scalify.rules.subtrace import takes_values
@@ -31,10 +32,13 @@ def custom_scale_rule(
     values = args[applied.num_consts :]
     if applied.rule is None or not any(_has_scale(v) for v in values):
         return ctx.scale_jaxpr(jaxpr, list(args))
+    waits = is_given_deferred(applied.rule) and not applied.batched
     operands = []
     for value in values:
         x = promote(value, ctx.table, full=True) if value.is_scalable else value.plain()
-        operands.append(ScaledArray(jnp.asarray(x.data), x.scale) if is_scaled(x) else x)
+        if is_scaled(x) and not (waits and isinstance(x, Deferred)):
+            x = ScaledArray(jnp.asarray(x.data), x.scale)
+        operands.append(x)
     rule = _flat_rule(applied.rule, applied)
     for batched, size, name in applied.batched:
         rule = _batched_rule(rule, batched, size, name, ctx.table.dtype)
@@ -54,6 +58,8 @@ def _has_scale(value: Value) -> bool:
 def _with_symbolic_scale(x: Any, table: ScaleTable) -> Any:
     if not is_scaled(x):
         return x
+    if isinstance(x, Deferred):
+        return x.moved(x.source, x.scale.settled())
     data, scale = jnp.asarray(x.data), x.scale
     if type(scale) in (float, int):
         scale = Scale.of(scale)
@@ -84,7 +90,7 @@ def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[A
         if scaled != is_scaled(x):
             got, wanted = type(x).__name__, "a ScaledArray" if scaled else "an array"
             raise TypeError(f"The scale rule of `{applied.name}` must return {wanted}, got {got}.")
-        data = x.data if scaled else x
+        data = x.source if isinstance(x, Deferred) else x.data if scaled else x
         shape, dtype = np.shape(data), dtypes.leaf_dtype(data)
         if shape != aval.shape or dtype != aval.dtype:
             raise TypeError(
