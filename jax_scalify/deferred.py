@@ -82,7 +82,8 @@ class Deferred(ScaledArray):
         factor = math.ldexp(self.mantissa, exponent)
         if factor == 1:
             return self.source
-        return lax.mul(self.source, _compat.pin_constant(np.asarray(factor, self.dtype)))
+        number = np.asarray(factor, self.dtype)
+        return lax.mul(_compat.pin_constant(number) if exponent else number, self.source)
 
     def moved(self, source: Any, scale: Any) -> Deferred:
         """Return another array, to be multiplied by the same."""

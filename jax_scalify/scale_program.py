@@ -30,6 +30,7 @@ from jax_scalify.pow2 import MAX_EXPONENT, exponent, exponent_layout
 _ZERO = -float(2**22)
 _ZERO_LIMIT = -float(2**18)
 _MAX_TERMS = 32  # of a maximum that is computed at once, and not of the maxima that it is made of
+_MAX_CHAIN = 128  # of a maximum of one scale after the other, as a norm over all leaves has
 
 # The name of the function that a round is: a `scalify` around this one leaves it as it is.
 CALL_NAME = "jax_scalify_scales"
@@ -86,6 +87,7 @@ class ScaleProgram:
         self.sources: list[Any] = []  # arrays that scales are made of
         self._scales: list[Any] = []  # a source's position, or how it is computed
         self._numbers: dict[_Computed, int] = {}
+        self._chains: set[int] = set()  # maxima whose terms are maxima of their own
         self._needs: list[int] = []  # the sources that a scale is computed of, as bits
         self._requests: list[tuple[Monomial, bool]] = []
         self._placeholders: dict[tuple[Monomial, bool], Any] = {}
@@ -100,16 +102,26 @@ class ScaleProgram:
     def maximum(self, terms: Sequence[Monomial]) -> int:
         """Define the maximum of some monomials, at most the largest scale; return its number."""
         choices = [self._choices(term) for term in terms]
-        if sum(math.prod(map(len, c)) for c in choices) > _MAX_TERMS:
-            return self._define(_Computed(tuple(terms)))
+        chain = [part for term in terms for part in self._chain(term)]
+        goes_on = len(terms) < len(chain) <= _MAX_CHAIN
+        if goes_on or sum(math.prod(map(len, c)) for c in choices) > _MAX_TERMS:
+            number = self._define(_Computed(_largest(chain if goes_on else terms)))
+            self._chains.add(number)
+            return number
         # max(a, b) * c is the maximum of a * c and b * c: no scale has to wait for another one.
-        largest: dict[tuple, float] = {}
-        for term, factors in zip(terms, choices, strict=True):
-            for chosen in itertools.product(*factors):
-                product = math.prod(chosen, start=Monomial(term.exponent))
-                before = largest.get(product.factors, -math.inf)
-                largest[product.factors] = max(before, product.exponent)
-        return self._define(_Computed(tuple(Monomial(e, f) for f, e in largest.items())))
+        products = [
+            math.prod(chosen, start=Monomial(term.exponent))
+            for term, factors in zip(terms, choices, strict=True)
+            for chosen in itertools.product(*factors)
+        ]
+        return self._define(_Computed(_largest(products)))
+
+    def _chain(self, term: Monomial) -> list[Monomial]:
+        """The monomials of which a term is the maximum, if it is one of too many to multiply."""
+        (number, power), *others = term.factors or ((-1, 0),)
+        if others or power != 1 or number not in self._chains:
+            return [term]
+        return [Monomial(term.exponent + t.exponent, t.factors) for t in self._scales[number].terms]
 
     def _choices(self, term: Monomial) -> list[list[Monomial]]:
         """For each factor the monomials of which it is the maximum, by itself or to a power."""
@@ -163,7 +175,7 @@ class ScaleProgram:
                 equations += [*rounds.before(eqn.invars), eqn]
                 rounds.define(eqn.outvars)
         equations += rounds.before(jaxpr.outvars[:count])
-        return _compat.replace_equations(closed, equations, count)
+        return _compat.replace_equations(closed, _pinned_together(equations), count)
 
     def is_ready(self, number: int, available: int) -> bool:
         """Whether the sources of a request are among those available."""
@@ -176,6 +188,31 @@ class ScaleProgram:
     def scale(self, number: int) -> Any:
         """Return the position of a scale's source, or how it is computed."""
         return self._scales[number]
+
+
+def _pinned_together(equations: Sequence[Any]) -> list[Any]:
+    """Pin all constants by one barrier.
+
+    XLA merges equal barriers of one constant. Where a kernel has its constants to itself and
+    another one shares some, they take their operands in different orders, and are compiled twice.
+    """
+    pins = [e for e in equations if e.primitive is lax.optimization_barrier_p]
+    pins = [e for e in pins if not any(map(_is_var, e.invars))]
+    if len(pins) < 2:
+        return list(equations)
+    together = pins[0].replace(
+        invars=[v for e in pins for v in e.invars], outvars=[v for e in pins for v in e.outvars]
+    )
+    pinned = set(map(id, pins))
+    return [together, *(e for e in equations if id(e) not in pinned)]
+
+
+def _largest(monomials: Sequence[Monomial]) -> tuple[Monomial, ...]:
+    """Of monomials that differ in nothing but the static factor only the largest one."""
+    largest: dict[tuple, float] = {}
+    for m in monomials:
+        largest[m.factors] = max(m.exponent, largest.get(m.factors, -math.inf))
+    return tuple(Monomial(e, f) for f, e in largest.items())
 
 
 def _is_var(atom: Any) -> bool:

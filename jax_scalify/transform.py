@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -48,8 +50,9 @@ _FUSED = ELEMENTWISE | MOVEMENT
 _SAME = frozenset("copy copy_p convert_element_type".split())  # in the same dtype: nothing happens
 _ALIGNING = frozenset("add add_any sub max min select_n".split())
 # XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
-# follow a residual stream through all layers. The chain is cut after this many alignments, which
-# keeps the compiled program linear in depth; without barriers a cut costs a division.
+# follow a residual stream through all layers. A chain is cut after this many alignments, where it
+# has several readers, which keeps the compiled program linear in depth; without barriers a cut
+# costs a division.
 _MAX_FUSED_ALIGNMENTS = 2 if _compat.keeps_barriers() else 8
 
 
@@ -220,9 +223,15 @@ def evaluate(
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
         env[var] = _captured(const)
     env.update(zip(jaxpr.invars, inputs, strict=True))
-    for eqn in _live_equations(jaxpr):
+    equations = _live_equations(jaxpr)
+    uses = _count_uses(jaxpr, equations)
+    for eqn in equations:
         with _compat.equation_context(eqn):
             outputs = _equation(eqn, [read(v) for v in eqn.invars], table, config)
+            outputs = [
+                _cut(value) if uses[var] > 1 else value
+                for var, value in zip(eqn.outvars, outputs, strict=True)
+            ]
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -272,6 +281,20 @@ def _live_equations(jaxpr: Any) -> list[Any]:
             used.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
             live.append(eqn)
     return live[::-1]
+
+
+def _count_uses(jaxpr: Any, equations: Sequence[Any]) -> collections.Counter:
+    """How often each variable is read; a result may be read repeatedly by whoever called."""
+    atoms = itertools.chain(*(eqn.invars for eqn in equations), jaxpr.outvars, jaxpr.outvars)
+    return collections.Counter(v for v in atoms if not isinstance(v, jex_core.Literal))
+
+
+def _cut(value: Value) -> Value:
+    """Compute a value once, if it has come through too many alignments."""
+    if value.depth < _MAX_FUSED_ALIGNMENTS:
+        return value
+    pinned = _with(value.array, value.array.scale, _compat.pin)
+    return dataclasses.replace(value, array=pinned, depth=0)
 
 
 def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> list[Value]:
@@ -417,10 +440,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             o = ScaledArray(o.data, scale)
         if isinstance(o, ScaledArray):
             o = _with(o, o.scale.settled())
-        depth = _fused_depth(eqn, inputs, o)
-        if depth >= _MAX_FUSED_ALIGNMENTS:
-            o, depth = _with(o, o.scale, _compat.pin), 0
-        value = Value.of(o, facts=facts, depth=depth)
+        value = Value.of(o, facts=facts, depth=_fused_depth(eqn, inputs, o))
         if value.shape != var.aval.shape or value.dtype != var.aval.dtype:
             raise TypeError(
                 f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "

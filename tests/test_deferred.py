@@ -241,6 +241,48 @@ def test_in_every_way_the_same_scales_and_values(way, make, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
+NN = {
+    "gelu": jsa.nn.gelu,
+    "softmax": jsa.nn.softmax,
+    "standardize": jsa.nn.standardize,
+    "layer_norm": lambda x: jsa.nn.layer_norm(x, V[0], V[1]),
+    "swiglu": jsa.nn.swiglu,
+    "loss": lambda x: jsa.nn.softmax_cross_entropy_with_integer_labels(x, jnp.arange(64)),
+    "error": lambda x: jsa.nn.squared_error(x, V),
+    "embed": lambda x: jsa.nn.embed(x, jnp.arange(32) % 5),
+    "batched": jax.vmap(jsa.nn.gelu),
+}
+
+
+@pytest.mark.parametrize("make", [static, dynamic])
+@pytest.mark.parametrize("name", NN)
+def test_functions_of_nn_take_and_give_what_waits(name, make, monkeypatch):
+    def loss(x, w):
+        return jnp.sum(jnp.sin(NN[name](x @ w)))
+
+    args = make(X, 2.0**5), make(W, 2.0**-9)
+    fun = jsa.scalify(jax.value_and_grad(loss, (0, 1)))
+    assert_same(fun(*args), at_once(monkeypatch, fun, *args))
+
+
+def test_a_static_factor_of_nn_is_no_last_step():
+    """XLA repeats what ends in a product by a scalar in each kernel that reads it."""
+
+    def grads(x, w):
+        return jax.grad(lambda x, w: jnp.sum(jsa.nn.gelu(x @ w) @ w), (0, 1))(x, w)
+
+    jaxpr = jax.make_jaxpr(jsa.scalify(grads))(static(X, 2.0**3), static(W, 2.0**-3))
+    equations = list(all_equations(jaxpr))
+    by_scalars = [
+        e.outvars[0]
+        for e in equations
+        if e.primitive is lax.mul_p and {v.aval.ndim for v in e.invars} == {0, 2}
+    ]
+    operands = [v for e in equations if e.primitive is lax.dot_general_p for v in e.invars]
+    assert by_scalars and operands
+    assert not {id(v) for v in operands} & {id(v) for v in by_scalars}
+
+
 def test_derivatives_from_outside():
     def f(p):
         return jax.nn.relu(X @ p) * 0.3 + p[0]

@@ -11,6 +11,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import _compat
+from jax_scalify.registry import all_equations
 from jax_scalify.scale_program import CALL_NAME
 
 together = pytest.mark.skipif(not _compat.keeps_barriers(), reason="computed one by one")
@@ -148,6 +149,38 @@ def test_the_lowered_program_has_few_operations_on_scales():
         return len(re.findall(rf"stablehlo\.({wanted}) .*: .*tensor<(\d+x)?(f32|ui32)>", text))
 
     assert deep(8) <= deep(4) + 3
+
+
+@together
+def test_a_norm_over_many_leaves_takes_few_steps():
+    def norm(*leaves):
+        pairs = zip(leaves, leaves[1:] + leaves[:1], strict=True)
+        return jnp.sqrt(sum(jnp.sum((x + y) ** 4) for x, y in pairs))
+
+    rng = np.random.default_rng(0)
+    leaves = [scaled(2.0**e, X + i) for i, e in enumerate(rng.integers(-9, 9, 60))]
+    scalified = jsa.scalify(norm)
+    assert_same(jax.jit(scalified)(*leaves), one_by_one(norm)(*leaves))
+    values = [np.asarray(x).astype(np.float64) for x in leaves]
+    want = np.sqrt(sum(np.sum((values[i] + values[i - 1]) ** 4) for i in range(60)))
+    np.testing.assert_allclose(np.asarray(scalified(*leaves)), want, rtol=1e-6)
+    equations = list(all_equations(jax.make_jaxpr(scalified)(*leaves)))
+    assert sum(e.primitive is lax.reduce_max_p for e in equations) <= 2
+
+
+@together
+def test_constants_are_pinned_by_one_barrier():
+    """XLA would merge equal barriers, and take the operands of equal kernels in other orders."""
+
+    def fun(x, w, b):
+        return (x + w) * 2 + b, (x - w) + 0.3 * b
+
+    arrays = [jsa.ScaledArray(jnp.asarray(X), 2.0**e) for e in (3, -4, 6)]
+    jaxpr = jax.make_jaxpr(jsa.scalify(fun))(*arrays)
+    pins = [e for e in all_equations(jaxpr) if e.primitive is lax.optimization_barrier_p]
+    assert len(pins) == 1 and len(pins[0].invars) > 2
+    for x in jax.tree.leaves(jax.jit(jsa.scalify(fun))(*arrays)):
+        assert np.isfinite(x).all()
 
 
 @together

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jax_scalify as jsa
-from jax_scalify import ScaledArray
+from jax_scalify import ScaledArray, _compat
 from jax_scalify import registry as registry_lib
 from tests.opaque import opaque_primitive
 
@@ -408,6 +408,22 @@ def test_control_flow_is_dequantised_and_never_dropped(fun):
     expected = fun(jnp.asarray(X[[0, 2]]) * 4)
     for got, want in zip(jsa.tree.leaves(out), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6)
+
+
+@pytest.mark.skipif(not _compat.keeps_barriers(), reason="a cut costs a division")
+@pytest.mark.parametrize(("readers", "cuts"), [(1, 0), (2, 1)])
+def test_a_chain_of_alignments_is_cut_where_it_has_several_readers(readers, cuts):
+    def chain(x, y):
+        end = ((x + y) * 3 + y) * 3 + x
+        return [jnp.sum(f(end)) for f in (jnp.sin, jnp.cos)[:readers]]
+
+    jaxpr = jax.make_jaxpr(jsa.scalify(chain))(scaled(X, 4.0), scaled(X, 0.5))
+    pinned = [
+        e
+        for e in registry_lib.all_equations(jaxpr)
+        if e.primitive is lax.optimization_barrier_p and e.outvars[0].aval.shape == X.shape
+    ]
+    assert len(pinned) == cuts
 
 
 def test_errors_in_a_rule_name_the_equation():

@@ -47,7 +47,7 @@ def multiply(data: Any, factor: Scale, dtype: Any = None) -> Any:
             number = lax.convert_element_type(number, compute)
         if number.ndim and number.shape != data.shape:  # either may have dims of size 1
             data, number = jnp.broadcast_arrays(data, number)
-        data = lax.mul(data, number)
+        data = lax.mul(number, data)
     return data if dtype is None else dtypes.cast(data, dtype)
 
 
@@ -219,7 +219,8 @@ def bring_together(
 ) -> tuple[list[Any], int]:
     """Align operands at a scale, up to a factor `2**exponent` that a result has yet to get.
 
-    It is the factor that most elements would need: they are left as they are.
+    It is the factor that most elements would need: they are left as they are. Among equals those
+    stay that were given: a state's new value often returns to the scale of the old one.
     """
     exponent = _common_exponent(ctx, operands, scale)
     scale = scale * Scale(exponent)
@@ -227,7 +228,7 @@ def bring_together(
 
 
 def _common_exponent(ctx: RuleContext, operands: dict[int, ScaledArray], scale: Scale) -> int:
-    sizes: dict[int, int] = {}
+    sizes: dict[int, tuple[int, bool]] = {}
     for i, x in operands.items():
         number = ctx.inputs[i].constant
         ratio = x.scale / scale
@@ -244,9 +245,11 @@ def _common_exponent(ctx: RuleContext, operands: dict[int, ScaledArray], scale: 
             if deferred and x.mantissa != 1:  # it is multiplied anyhow
                 continue
             exponent = int(ratio.exponent) + (x.exponent if deferred else 0)
-            sizes[exponent] = sizes.get(exponent, 0) + x.size
-    best = max(sizes, key=lambda e: (sizes[e], -abs(e)), default=0)
-    return best if abs(best) <= LARGEST_EXPONENT else 0
+            size, given = sizes.get(exponent, (0, False))
+            sizes[exponent] = size + x.size, given or not ctx.inputs[i].computed
+    best = max(sizes, key=lambda e: (*sizes[e], -abs(e)), default=0)
+    # More than half would be too much for a matmul of two such arrays: there, it costs a kernel.
+    return best if abs(best) <= LARGEST_EXPONENT // 2 else 0
 
 
 def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:

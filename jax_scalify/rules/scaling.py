@@ -14,9 +14,10 @@ from jax_scalify import array as array_lib
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
+from jax_scalify.deferred import defer, split, takes_deferred
 from jax_scalify.delayed import NOTHING_SEEN, delayed_rescale_p
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import filled, multiply, uniform_over
+from jax_scalify.rules.common import filled, times, uniform_over
 from jax_scalify.rules.subtrace import takes_values
 from jax_scalify.statistics import statistic
 from jax_scalify.values import Facts, Value
@@ -41,21 +42,24 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
 
 
 @register_scale_rule(primitives.set_scaling_p)
+@takes_deferred
 def set_scaling_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data = x / scale`, the scale as asked for."""
     return _at_scale(ctx, x, _requested_scale(ctx, 1))
 
 
 @register_scale_rule(primitives.match_scale_p)
+@takes_deferred
 def match_scale_rule(ctx: RuleContext, x: ScaledArray, like: ScaledArray) -> ScaledArray:
     """`data = x / scale`, with the scale of the other operand, in its shape."""
     return _at_scale(ctx, x, like.scale)
 
 
 def _at_scale(ctx: RuleContext, x: ScaledArray, scale: Scale) -> ScaledArray:
-    data = filled(x.data, ctx.out_avals[0].shape)
+    raw, exponent = split(x)
+    raw = filled(raw, ctx.out_avals[0].shape)
     if x.scale.is_zero:
-        return ScaledArray(data, scale)
+        return defer(raw, exponent, scale)
     if not scale.is_nonzero:  # "any scale will do": the value's own
         asked = jnp.asarray(scale.array, ctx.table.dtype)
         own = jnp.asarray(x.scale.array, ctx.table.dtype)
@@ -63,15 +67,15 @@ def _at_scale(ctx: RuleContext, x: ScaledArray, scale: Scale) -> ScaledArray:
             axes = tuple(a for a in range(own.ndim) if not asked.ndim or asked.shape[a] == 1)
             own = jnp.max(own, axes, keepdims=asked.ndim > 0, initial=0)
         scale = x.scale if scale.is_zero else ctx.table.atom(jnp.where(asked == 0, own, asked))
-    return ScaledArray(_moved(data, x.scale / scale), scale)
+    return _moved(raw, x.scale / scale * Scale(exponent), scale)
 
 
-def _moved(data: Any, factor: Scale) -> Any:
-    """`data * factor`; an infinity stays one, where a cast to FP8 would make it a number."""
-    moved = multiply(data, factor, data.dtype)
-    if not dtypes.is_narrow_float(data.dtype) or not np.isinf(np.array(np.inf, data.dtype)):
+def _moved(raw: Any, factor: Scale, scale: Scale) -> ScaledArray:
+    """`data = raw * factor`; an infinity stays one, where a cast to FP8 would make it a number."""
+    moved = times(raw, factor, scale, raw.dtype)
+    if not dtypes.is_narrow_float(raw.dtype) or not np.isinf(np.array(np.inf, raw.dtype)):
         return moved
-    return lax.select(lax.is_finite(data), moved, data)
+    return ScaledArray(lax.select(lax.is_finite(raw), moved.data, raw), scale)
 
 
 @register_scale_rule(primitives.cast_p)
@@ -88,11 +92,13 @@ def stochastic_cast_rule(ctx: RuleContext, x: ScaledArray, bits: Any, *, dtype: 
 
 
 @register_scale_rule(primitives.rebalance_scale_p)
+@takes_deferred
 def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data / factor`, `scale * factor`."""
     factor = _requested_scale(ctx, 1)
-    data = filled(x.data, ctx.out_avals[0].shape)
-    return ScaledArray(multiply(data, factor**-1, ctx.out_dtype), x.scale * factor)
+    raw, exponent = split(x)
+    raw = filled(raw, ctx.out_avals[0].shape)
+    return times(raw, Scale(exponent) / factor, x.scale * factor, ctx.out_dtype)
 
 
 @register_scale_rule(primitives.stop_scaling_p)
@@ -135,7 +141,7 @@ def dynamic_rescale_rule(
     power = lax.mul(power, jnp.asarray(1 / target, power.dtype))
     factor = ctx.table.atom(jnp.where(finite, power, jnp.ones_like(power)))
     flag = _of_examples(finite, examples)
-    return [ScaledArray(_moved(x.data, factor**-1), x.scale * factor), flag]
+    return [_moved(x.data, factor**-1, x.scale * factor), flag]
 
 
 def _measured_axes(x: ScaledArray, batch_ndim: int) -> tuple[int, ...] | None:
