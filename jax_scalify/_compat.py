@@ -80,16 +80,23 @@ def source_line(eqn: jex_core.JaxprEqn) -> str:
     return "an unknown line"
 
 
-_LAYERS = tuple(os.sep + name + os.sep for name in ("flax", "equinox", "haiku", "penzai"))
+_LIBRARIES = ("flax", "equinox", "haiku", "penzai", "optax")
+_LAYERS = tuple(os.sep + name + os.sep for name in _LIBRARIES)
+
+
+def own_line(eqn: jex_core.JaxprEqn) -> str:
+    """Return `file:line (function)` of the model, above the library that its layers come from.
+
+    Empty if an equation names no line of the user's.
+    """
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    own = [f for f in frames if not any(name in f.file_name for name in _LAYERS)] or frames
+    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else ""
 
 
 def layer_line(eqn: jex_core.JaxprEqn) -> str:
-    """Return `file:line (function)` of the model, above the library that its layers come from."""
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    own = [f for f in frames if not any(name in f.file_name for name in _LAYERS)] or frames
-    if not own:
-        return source_line(eqn)
-    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})"
+    """Return the line of the model, or of a call around it, that an equation comes from."""
+    return own_line(eqn) or source_line(eqn)
 
 
 def name_stack(eqn: jex_core.JaxprEqn) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify import _compat, algebra, dtypes, pow2, primitives, scale_table
+from jax_scalify import _compat, algebra, dtypes, observing, pow2, primitives, scale_table
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scaled
@@ -147,7 +147,9 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
 
     arrays = [leaves[i] for i in variable]
     scaled = scale_table.trace(flat, arrays, config.scale_dtype, splits_scalars=splits_scalars)
-    return jax.tree.unflatten(out_tree, jex_core.jaxpr_as_fun(scaled)(*arrays))
+    call = jex_core.jaxpr_as_fun(scaled)
+    call = observing.as_call(call) if observing.is_observing() else call
+    return jax.tree.unflatten(out_tree, call(*arrays))
 
 
 def _keeps_wide_scales(jaxpr: Any) -> bool:
@@ -227,11 +229,14 @@ def evaluate(
     uses = _count_uses(jaxpr, equations)
     for eqn in equations:
         with _compat.equation_context(eqn):
-            outputs = _equation(eqn, [read(v) for v in eqn.invars], table, config)
+            operands = [read(v) for v in eqn.invars]
+            outputs = _equation(eqn, operands, table, config)
             outputs = [
                 _cut(value) if uses[var] > 1 else value
                 for var, value in zip(eqn.outvars, outputs, strict=True)
             ]
+            if observing.is_observing():
+                outputs = observing.observed(eqn, operands, outputs, table)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 

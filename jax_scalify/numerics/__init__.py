@@ -1,5 +1,7 @@
-"""Look at the numbers of a training step: which matmuls are really FP8."""
+"""Look at the numbers of a training step: scales, ranges, the first nan, and FP8 matmuls."""
 
 from jax_scalify.numerics.fp8 import Fp8Report, Matmul, check_fp8
+from jax_scalify.numerics.measuring import Fit, Measure
+from jax_scalify.numerics.report import Report, Row, report
 
-__all__ = ["Fp8Report", "Matmul", "check_fp8"]
+__all__ = ["Fit", "Fp8Report", "Matmul", "Measure", "Report", "Row", "check_fp8", "report"]

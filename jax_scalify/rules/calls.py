@@ -17,6 +17,7 @@ from jax_scalify import _compat
 from jax_scalify.algebra import Atom, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import Deferred, defer, settled, split
+from jax_scalify.observing import Observed, is_observing, observe_p
 from jax_scalify.registry import RuleContext, register_scale_rule, rules_version
 from jax_scalify.rules.subtrace import Form, takes_values
 from jax_scalify.scale_program import CALL_NAME
@@ -167,6 +168,7 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
         tuple(map(jax.typeof, operands)),
         ctx.config,
         ctx.table.splits_scalars,
+        is_observing(),
         rules_version(),
     )
     bodies = _interpreted.setdefault(jaxpr, {})
@@ -211,3 +213,10 @@ def body_rule(
 def call_hi_primitive_rule(ctx: RuleContext, *args: Value, _prim: Any) -> list[Value]:
     """What it expands to, in place: inside `scalify` derivatives have been taken already."""
     return ctx.scale_jaxpr(_compat.expanded_jaxpr(_prim), list(args))
+
+
+@register_scale_rule(observe_p)
+@takes_values
+def observe_rule(ctx: RuleContext, *args: Value, observed: Observed) -> list[Value]:
+    """The results, as they are: they belong to a `scalify` inside this one."""
+    return [data for data, _ in observed.pairs(args)[: len(observed.results)]]

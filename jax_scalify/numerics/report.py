@@ -1,0 +1,487 @@
+"""A row for every value of a computation: its scale, its range, and what it loses."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_scalify import dtypes
+from jax_scalify.numerics.fp8 import clean_name
+from jax_scalify.numerics.measuring import DTYPES, Fit, Measure, as_formats, measure
+from jax_scalify.numerics.running import Runner, Step, Tagged, scaled_arguments, trace
+from jax_scalify.registry import sub_jaxprs
+from jax_scalify.values import MOVEMENT
+
+PHASES = ("input", "forward", "backward", "update")
+# Results that are what was given, elsewhere: rows that would say the same again.
+_SAME_ELEMENTS = (MOVEMENT - {"reduce_max", "reduce_min", "cummax", "cummin"}) | frozenset(
+    """copy copy_p stop_gradient sharding_constraint name optimization_barrier device_put pvary
+    on_backward iota""".split()
+)
+_SHOWN = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A value of a computation.
+
+    Attributes:
+        name: module path or name scopes, joined with "/"; of an update without any the argument
+            that it updates; the key path of an argument.
+        phase: "input", "forward", "backward" or "update".
+        primitive: that made it; "argument" for an input.
+        line: of the user's code: `file:line (function)`; empty for an input.
+        shape, dtype: of the value.
+        scale: lowest and highest exponent of its scales; None for a plain value.
+        runs: how often it was computed: by loops, and by calls of one jitted function.
+        measure: statistics of its data, over all runs.
+        underflow: elements that are zero, and would not be if its equation were computed in
+            float64; 0 for inputs, and for dtypes of at least 32 bits.
+    """
+
+    name: str
+    phase: str
+    primitive: str
+    line: str
+    shape: tuple[int, ...]
+    dtype: str
+    scale: tuple[int, int] | None
+    runs: int
+    measure: Measure
+    underflow: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements, over all runs."""
+        return self.measure.size
+
+    @property
+    def log2_rms(self) -> float:
+        """`log2` of the root mean square of the finite data; -inf if all is zero."""
+        return self.measure.log2_rms
+
+    @property
+    def nonfinite(self) -> int:
+        """Number of elements that are nan or infinite."""
+        return self.measure.nans + self.measure.infs
+
+    def fit(self, dtype: Any = None) -> Fit:
+        """Return how many elements a dtype does not hold well; by default its own dtype.
+
+        Raises:
+            ValueError: if nothing is known of this dtype: name it in `formats` of `report`.
+        """
+        name = self.dtype if dtype is None else jnp.dtype(dtype).name
+        found = self.measure.fits.get(name)
+        if found is None and dtype is None:
+            found = Fit(overflow=self.measure.infs)
+        if found is None:
+            known = ", ".join(self.measure.fits)
+            raise ValueError(f"`dtype` must be one of {known}, or be in `formats`, got {name}.")
+        return dataclasses.replace(found, underflow=self.underflow) if dtype is None else found
+
+    def shares(self, dtype: Any = None) -> tuple[float, float, float]:
+        """Return the shares of elements that underflow, are subnormal, and overflow."""
+        size = max(self.size, 1)
+        return tuple(n / size for n in dataclasses.astuple(self.fit(dtype)))  # pyright: ignore
+
+    def badness(self, formats: Sequence[str] = ()) -> float:
+        """Return the share of elements that are lost, most of all what is not finite.
+
+        Subnormal elements count a tenth. Of several formats the worst counts.
+        """
+        worst = 0.0
+        for dtype in formats or (None,):
+            under, subnormal, over = self.shares(dtype)
+            worst = max(worst, under + subnormal / 10 + over)
+        return worst + 10 * self.nonfinite / max(self.size, 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything about it as plain values, `None` for what is not finite."""
+        m = self.measure
+        return {
+            "name": self.name,
+            "phase": self.phase,
+            "primitive": self.primitive,
+            "line": self.line,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "scale": None if self.scale is None else list(self.scale),
+            "runs": self.runs,
+            "size": m.size,
+            "log2_rms": m.log2_rms if math.isfinite(m.log2_rms) else None,
+            "largest": m.largest,
+            "smallest": m.smallest if math.isfinite(m.smallest) else None,
+            "zeros": m.zeros,
+            "nans": m.nans,
+            "infs": m.infs,
+            "underflow": self.underflow,
+            "subnormal": self.fit().subnormal,
+            "overflow": self.fit().overflow,
+            "fits": {name: dataclasses.asdict(found) for name, found in m.fits.items()},
+            "histogram": {str(e): n for e, n in m.histogram.items()},
+        }
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """What `report` has seen; printed, a table, the worst rows first.
+
+    Attributes:
+        rows: in the order in which values were computed, arguments first.
+        formats: dtypes that were asked about, by name.
+    """
+
+    rows: tuple[Row, ...]
+    formats: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    def filter(
+        self,
+        name: str | None = None,
+        *,
+        phase: str | None = None,
+        primitive: str | None = None,
+        dtype: Any = None,
+        where: Callable[[Row], bool] | None = None,
+    ) -> Report:
+        """Return the rows for which everything that is given holds.
+
+        Args:
+            name: part of the name, or a pattern of all of it: `"block_*/mlp"`.
+            phase: "input", "forward", "backward" or "update".
+            primitive: its name.
+            dtype: of the value.
+            where: a predicate on rows.
+
+        Raises:
+            ValueError: for an unknown phase.
+        """
+        if phase is not None and phase not in PHASES:
+            raise ValueError(f"`phase` must be one of {', '.join(PHASES)}, got {phase!r}.")
+        kind = None if dtype is None else jnp.dtype(dtype).name
+
+        def keep(row: Row) -> bool:
+            return (
+                (name is None or name in row.name or fnmatch.fnmatch(row.name, name))
+                and (phase is None or row.phase == phase)
+                and (primitive is None or row.primitive == primitive)
+                and (kind is None or row.dtype == kind)
+                and (where is None or where(row))
+            )
+
+        return Report(tuple(filter(keep, self.rows)), self.formats)
+
+    def sort(self, key: str | Callable[[Row], Any] = "badness", *, reverse: bool = False) -> Report:
+        """Return the rows sorted by an attribute, or by a function; by default the worst first."""
+        if key == "badness":
+            return self.sort(self._order, reverse=reverse)
+        of = key if callable(key) else lambda row: getattr(row, key)
+        return Report(tuple(sorted(self.rows, key=of, reverse=reverse)), self.formats)
+
+    def _order(self, row: Row) -> tuple[bool, float]:
+        """Arrays before numbers, unless these are not finite."""
+        return row.size == 1 and not row.nonfinite, -row.badness(self.formats)
+
+    def group(self, depth: int | None = None) -> dict[str, Report]:
+        """Return a report for each module: for names that agree, in their first `depth` scopes."""
+        groups: dict[str, list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault("/".join(row.name.split("/")[:depth]), []).append(row)
+        return {name: Report(tuple(rows), self.formats) for name, rows in groups.items()}
+
+    def underflowing(self, dtype: Any, share: float = 0.01) -> Report:
+        """Return the rows of which a dtype would make more than a share zero, the worst first.
+
+        Raises:
+            ValueError: if nothing is known of this dtype: name it in `formats` of `report`.
+        """
+        rows = [row for row in self.rows if row.shares(dtype)[0] > share]
+        rows.sort(key=lambda row: -row.shares(dtype)[0])
+        return Report(tuple(rows), (jnp.dtype(dtype).name,))
+
+    @property
+    def summary(self) -> str:
+        """One sentence: how many values there are, and how many lose something."""
+        texts = []
+        for dtype in (None, *self.formats):
+            lossy = sum(any(s > 0.01 for s in row.shares(dtype)) for row in self.rows)
+            texts.append(f"{lossy} in {'their own dtype' if dtype is None else dtype}")
+        nonfinite = sum(row.nonfinite > 0 for row in self.rows)
+        scaled = sum(row.scale is not None for row in self.rows)
+        return (
+            f"{len(self.rows)} values, {scaled} scaled, {nonfinite} with nan or inf; more than 1% "
+            f"lost, subnormal or at the limit: {', '.join(texts)}."
+        )
+
+    def __str__(self) -> str:
+        shown = self.sort().rows[:_SHOWN]
+        header = ["name", "pass", "primitive", "line", "shape", "dtype", "scale", "log2 rms"]
+        header += ["smallest", "largest", "lost"]
+        header += [f"in {name}" for name in self.formats]
+        table = [header, *(self._cells(row) for row in shown)]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip() for cells in table]
+        if len(self.rows) > len(shown):
+            lines.append(f"... and {len(self.rows) - len(shown)} more")
+        lines.append("lost: to zero / subnormal / at or beyond the largest finite value")
+        return "\n".join([*lines, self.summary])
+
+    __repr__ = __str__
+
+    def _cells(self, row: Row) -> list[str]:
+        line = row.line.rpartition("/")[2].partition(" ")[0]
+        return [
+            row.name or "-",
+            row.phase,
+            row.primitive,
+            line,
+            "x".join(map(str, row.shape)) or "()",
+            row.dtype,
+            _exponents(row.scale),
+            f"{row.log2_rms:.1f}",
+            f"{row.measure.smallest:.1e}",
+            f"{row.measure.largest:.1e}" if not row.nonfinite else f"{row.nonfinite} nonfinite",
+            _percent(row.shares()),
+            *(_percent(row.shares(name)) for name in self.formats),
+        ]
+
+    def to_json(self, file: str | Path | None = None) -> str:
+        """Return all rows as JSON, and write it to a file if one is given."""
+        rows = [row.as_dict() for row in self.rows]
+        text = json.dumps(
+            {"summary": self.summary, "formats": list(self.formats), "rows": rows}, indent=1
+        )
+        if file is not None:
+            Path(file).write_text(text)
+        return text
+
+    def to_dataframe(self) -> Any:
+        """Return a `pandas.DataFrame` with a row for each value.
+
+        Raises:
+            ImportError: without pandas.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("`to_dataframe` needs pandas: `pip install pandas`.") from error
+        records = []
+        for row in self.rows:
+            record = row.as_dict()
+            record.pop("histogram")
+            low, high = record.pop("scale") or (None, None)
+            record |= {"scale_low": low, "scale_high": high, "shape": tuple(row.shape)}
+            for name, found in record.pop("fits").items():
+                record |= {f"{kind}_{name}": count for kind, count in found.items()}
+            records.append(record)
+        return pandas.DataFrame.from_records(records)
+
+
+def _exponents(scale: tuple[int, int] | None) -> str:
+    if scale is None:
+        return "-"
+    low, high = scale
+    return str(low) if low == high else f"{low}..{high}"
+
+
+def _percent(shares: Sequence[float]) -> str:
+    if not any(shares):
+        return "0"
+    return "/".join(map(_hundredths, shares)) + "%"
+
+
+def _hundredths(share: float) -> str:
+    if not share or share >= 0.1:
+        return f"{100 * share:.0f}"
+    return f"{100 * share:.1f}" if share >= 0.001 else "<.1"
+
+
+def report(
+    fun: Callable, *, formats: Sequence[Any] = (), everything: bool = False
+) -> Callable[..., Report]:
+    """Make a function that runs `fun` once and reports on every value that it computes.
+
+    The values are those of the equations of `fun`, one by one, without XLA's fusions: inside of
+    `jit`, loops, remat, derivatives and an optimizer. Of a scalified function they are the data,
+    with their scales. All is brought to the host and measured there, so it takes its time; nothing
+    of it stays in `fun`. What kernels do (Pallas, `shard_map`) is one value.
+
+    Args:
+        fun: any function of arrays, `ScaledArray` and trees of them; jitted or not, scalified or
+            not. Static arguments are to be bound beforehand, by `functools.partial`.
+        formats: dtypes, or their names, to ask "what would this make of the data?". Known without
+            asking are float32, bfloat16, float16, float8_e5m2 and float8_e4m3fn.
+        everything: report what only moves data, too: reshapes, transposes, broadcasts.
+
+    Returns:
+        A function of the arguments of `fun` that returns a `Report`.
+
+    Raises:
+        TypeError: if `fun` is not callable, or `formats` has something else than real floating
+            dtypes.
+
+    Example:
+        >>> x = jnp.array([1.0, 2.0**-20, 2.0**-30])
+        >>> seen = jsa.numerics.report(lambda x: x * 2, formats=["float16"])(x)
+        >>> print(seen.rows[-1].primitive, seen.rows[-1].fit("float16"))
+        mul Fit(underflow=1, subnormal=1, overflow=0)
+    """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
+    asked = as_formats(formats)
+    measured = tuple(dict.fromkeys((*DTYPES, *asked)))
+
+    def run(*args: Any, **kwargs: Any) -> Report:
+        closed, arrays, names = trace(fun, args, kwargs)
+        collector = _Collector(measured, everything)
+        collector.arguments(args, kwargs)
+        operands = [Tagged(*pair) for pair in zip(arrays, names, strict=True)]
+        Runner(collector).run(closed, operands)
+        return Report(collector.rows(), tuple(d.name for d in asked))
+
+    return run
+
+
+class _Collector:
+    """Makes rows of the equations that a `Runner` runs.
+
+    The tag of a value is the argument that it is an update of.
+    """
+
+    def __init__(self, formats: tuple[np.dtype, ...], everything: bool):
+        self._formats = formats
+        self._everything = everything
+        self._rows: dict[Any, Row] = {}
+        self._is_update = False  # the backward pass is over
+
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(self._rows.values())
+
+    def arguments(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        for name, data, scale in scaled_arguments(args, kwargs):
+            array = jnp.asarray(data)
+            if dtypes.is_scalable(array.dtype):
+                place = dict(name=name, phase="input", primitive="argument", line="")
+                self._add(("argument", name), place, array, scale)
+
+    def __call__(self, step: Step) -> list[str | None]:
+        primitive = step.eqn.primitive.name
+        phase = self._phase(step.path)
+        leaves = [self._leaf(step, result) for result in step.results]
+        if not self._everything and primitive in _SAME_ELEMENTS:
+            return leaves
+        scopes = clean_name(f"{step.path}/{primitive}")
+        for i, (result, scale) in enumerate(zip(step.results, step.result_scales, strict=True)):
+            if dtypes.is_scalable(result.dtype):
+                name = scopes or (leaves[i] if phase == "update" else None) or ""
+                place = dict(name=name, phase=phase, primitive=primitive, line=step.line)
+                self._add((step.path, id(step.eqn), i), place, result, scale, _lost(step, i))
+        return leaves
+
+    def _phase(self, path: str) -> str:
+        """The pass of an equation; what comes after the backward pass is the update."""
+        if "transpose(" in path:
+            self._is_update = True
+            return "forward" if "rematted_computation" in path else "backward"
+        return "update" if self._is_update and "jvp(" not in path else "forward"
+
+    def _leaf(self, step: Step, result: Any) -> str | None:
+        """The argument of a result's shape that an operand is, or is an update of."""
+        operands = zip(step.operands, step.tags, strict=True)
+        return next((tag for x, tag in operands if tag and np.shape(x) == result.shape), None)
+
+    def _add(
+        self, key: Any, place: dict[str, str], data: Any, scale: Any, underflow: int = 0
+    ) -> None:
+        row = Row(
+            **place,
+            shape=tuple(data.shape),
+            dtype=jnp.dtype(data.dtype).name,
+            scale=_range(scale),
+            runs=1,
+            measure=measure(data, self._formats),
+            underflow=underflow,
+        )
+        before = self._rows.get(key)
+        if before is not None:
+            scales = [s for s in (before.scale, row.scale) if s is not None]
+            row = dataclasses.replace(
+                row,
+                scale=(min(s[0] for s in scales), max(s[1] for s in scales)) if scales else None,
+                runs=before.runs + 1,
+                measure=before.measure + row.measure,
+                underflow=before.underflow + underflow,
+            )
+        self._rows[key] = row
+
+
+def _range(scale: Any) -> tuple[int, int] | None:
+    """Lowest and highest exponent of some scales; (0, 0) if all are zero."""
+    if scale is None:
+        return None
+    values = np.asarray(scale, np.float64)
+    values = values[values > 0]
+    if not values.size:
+        return 0, 0
+    exponents = np.log2(values)
+    return round(float(exponents.min())), round(float(exponents.max()))
+
+
+def _lost(step: Step, index: int) -> int:
+    """Count zeros of a narrow result that are none in float64."""
+    result = step.results[index]
+    if jnp.finfo(result.dtype).bits >= 32 or sub_jaxprs(step.eqn.params):
+        return 0
+    zeros = np.asarray(result) == 0
+    if not zeros.any():
+        return 0
+    exact = _in_float64(step)
+    if exact is None or np.shape(exact[index]) != zeros.shape:
+        return 0
+    return int(np.count_nonzero(zeros & (np.asarray(exact[index]) != 0)))
+
+
+def _in_float64(step: Step) -> list[Any] | None:
+    """The results of an equation in float64; None if it cannot be computed so."""
+    operands = []
+    for operand, scale in zip(step.operands, step.operand_scales, strict=True):
+        if jnp.issubdtype(operand.dtype, jnp.floating):
+            wide = np.asarray(operand).astype(np.float64)
+            operand = wide if scale is None else wide * _aligned(scale, wide.ndim)
+        operands.append(operand)
+    params = {name: _widened(value) for name, value in step.eqn.params.items()}
+    try:
+        with jax.enable_x64(True):
+            bound = step.eqn.primitive.get_bind_params(params)
+            out = step.eqn.primitive.bind(*operands, **bound)
+            return [np.asarray(o) for o in (out if isinstance(out, (list, tuple)) else [out])]
+    except Exception:  # a primitive that knows no float64
+        return None
+
+
+def _aligned(scale: Any, ndim: int) -> np.ndarray:
+    array = np.asarray(scale, np.float64)
+    return array.reshape(array.shape + (1,) * (ndim - array.ndim)) if array.ndim else array
+
+
+def _widened(param: Any) -> Any:
+    try:
+        floating = jnp.issubdtype(param, jnp.floating)
+    except TypeError:
+        return param
+    return np.dtype(np.float64) if floating and not isinstance(param, (int, float, str)) else param

@@ -1,0 +1,273 @@
+"""Run a jaxpr equation by equation, and look at every value on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat, observing
+from jax_scalify.abstract import CALLS
+from jax_scalify.array import is_scaled
+from jax_scalify.observing import Observed, observe_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Tagged:
+    """A value, and what an observer wants to remember of it."""
+
+    value: Any
+    tag: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """An equation that was run.
+
+    Attributes:
+        eqn: of the user's function.
+        path: its scopes, with the transforms and calls around it.
+        line: where the user's code makes it: `file:line (function)`.
+        operands, results: their values; data, if they are scaled.
+        operand_scales, result_scales: arrays, or None for a value without a scale.
+        tags: of the operands.
+        iterations: how often each loop around it has been through, outermost first.
+    """
+
+    eqn: Any
+    path: str
+    line: str
+    operands: list[Any]
+    results: list[Any]
+    operand_scales: list[Any]
+    result_scales: list[Any]
+    tags: list[Any]
+    iterations: tuple[int, ...]
+
+
+Observer = Callable[[Step], Sequence[Any]]
+
+
+def trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
+    """Trace a function with its scales visible; return jaxpr, flat arguments and their names.
+
+    Data and scale of a `ScaledArray` have its name.
+
+    Raises:
+        TypeError: if `fun` is not callable.
+    """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    dynamic = [i for i, (_, leaf) in enumerate(leaves) if _is_array(leaf)]
+    tree = jax.tree.structure((args, kwargs))
+
+    def flat(*arrays: Any) -> Any:
+        full = [leaf for _, leaf in leaves]
+        for i, array in zip(dynamic, arrays, strict=True):
+            full[i] = array
+        in_args, in_kwargs = jax.tree.unflatten(tree, full)
+        return jax.tree.leaves(fun(*in_args, **in_kwargs))
+
+    arrays = [jnp.asarray(leaves[i][1]) for i in dynamic]
+    with observing.observing():
+        closed = jax.make_jaxpr(flat)(*arrays)
+    scaled = {name for name, _, scale in scaled_arguments(args, kwargs) if scale is not None}
+    names = [_name(leaves[i][0]) for i in dynamic]
+    whole = [name.rpartition(".")[0] for name in names]
+    return closed, arrays, [w if w in scaled else n for n, w in zip(names, whole, strict=True)]
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") or (
+        isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+    )
+
+
+def _name(path: tuple) -> str:
+    """The key path of an argument as code: `args[0].params['w']`."""
+    root = ("args", "kwargs")[path[0].idx]
+    return root + jax.tree_util.keystr(path[1:])
+
+
+def scaled_arguments(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return name, data and scale (or None) of each array among some arguments."""
+    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_scaled)
+    return [
+        (_name(path), leaf.data, leaf.scale) if is_scaled(leaf) else (_name(path), leaf, None)
+        for path, leaf in leaves
+        if is_scaled(leaf) or _is_array(leaf)
+    ]
+
+
+class Runner:
+    """Runs jaxprs and tells an observer of each equation; what it returns are the results' tags."""
+
+    def __init__(self, observer: Observer, unknown: Any = None):
+        """Start; `unknown` is the tag of literals, and of what no equation has made."""
+        self._observer = observer
+        self._unknown = unknown
+
+    def run(
+        self,
+        closed: Any,
+        operands: Sequence[Tagged],
+        path: str = "",
+        *,
+        inside: bool = False,
+        line: str = "",
+        iterations: tuple[int, ...] = (),
+    ) -> list[Tagged]:
+        """Run a closed jaxpr.
+
+        Args:
+            closed: the jaxpr.
+            operands: its arguments.
+            path: scopes around it.
+            inside: whether it computes with data and scales: only `observe` is of interest.
+            line: of the call, for equations that name none of the user's.
+            iterations: of the loops around it.
+        """
+        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        env = dict(zip(jaxpr.constvars, (Tagged(c, self._unknown) for c in consts)))
+        env.update(zip(jaxpr.invars, operands, strict=True))
+        last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if _is_var(v)}
+        kept = {v for v in jaxpr.outvars if _is_var(v)}
+
+        def read(atom: Any) -> Tagged:
+            if _is_var(atom):
+                return env[atom]
+            return Tagged(np.asarray(atom.val, atom.aval.dtype), self._unknown)
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
+            own_line = _compat.own_line(eqn) or line
+            found = [read(v) for v in eqn.invars]
+            results = self._equation(eqn, found, inner, inside, own_line, iterations)
+            for var, result in zip(eqn.outvars, results, strict=True):
+                if var in last or var in kept:
+                    env[var] = result
+            for var in eqn.invars:
+                if _is_var(var) and last[var] == i and var not in kept:
+                    env.pop(var, None)
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(
+        self,
+        eqn: Any,
+        operands: list[Tagged],
+        path: str,
+        inside: bool,
+        line: str,
+        iterations: tuple[int, ...],
+    ) -> list[Tagged]:
+        name, params = eqn.primitive.name, eqn.params
+        around = dict(inside=inside, line=line, iterations=iterations)
+        if name in CALLS or name in ("eval_jaxpr", "composite", "call"):
+            around["inside"] = inside or params.get("name") == observing.CALL_NAME
+            body = params.get("jaxpr") or params.get("call_jaxpr")
+            return self.run(body, operands, path, **around)
+        if name == "cond":
+            branch = params["branches"][int(operands[0].value)]
+            return self.run(branch, operands[1:], path, **around)
+        if name == "while":
+            return self._while(params, operands, path, around)
+        if name == "scan" and params["length"]:
+            return self._scan(params, operands, path, around)
+        if eqn.primitive is observe_p:
+            return self._observed(params["observed"], operands, path, line, iterations)
+        values = [t.value for t in operands]
+        with _compat.equation_context(eqn):
+            out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
+        results = list(out) if eqn.primitive.multiple_results else [out]
+        tags = [t.tag for t in operands]
+        if inside:  # what an operand was made of is told by the next `observe`
+            return [Tagged(r, _first(tags, self._unknown)) for r in results]
+        none = [None] * max(len(values), len(results))
+        step = Step(
+            eqn=eqn,
+            path=path,
+            line=line,
+            operands=values,
+            results=results,
+            operand_scales=none[: len(values)],
+            result_scales=none[: len(results)],
+            tags=tags,
+            iterations=iterations,
+        )
+        return [Tagged(*pair) for pair in zip(results, self._observer(step), strict=True)]
+
+    def _observed(
+        self,
+        observed: Observed,
+        operands: list[Tagged],
+        path: str,
+        line: str,
+        iterations: tuple[int, ...],
+    ) -> list[Tagged]:
+        pairs = observed.pairs(operands)
+        results, given = pairs[: len(observed.results)], pairs[len(observed.results) :]
+        step = Step(
+            eqn=observed.eqn,
+            path=path,
+            line=_compat.own_line(observed.eqn) or line,
+            operands=[data.value for data, _ in given],
+            results=[data.value for data, _ in results],
+            operand_scales=[None if scale is None else scale.value for _, scale in given],
+            result_scales=[None if scale is None else scale.value for _, scale in results],
+            tags=[data.tag for data, _ in given],
+            iterations=iterations,
+        )
+        tags = self._observer(step)
+        return [Tagged(data.value, tag) for (data, _), tag in zip(results, tags, strict=True)]
+
+    def _while(
+        self, params: dict[str, Any], operands: list[Tagged], path: str, around: dict[str, Any]
+    ) -> list[Tagged]:
+        cond_count, body_count = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts = [t.value for t in operands[:cond_count]]
+        body_consts = operands[cond_count : cond_count + body_count]
+        carry = operands[cond_count + body_count :]
+        goes_on = jax.jit(jex_core.jaxpr_as_fun(params["cond_jaxpr"]))
+        iterations, count = around["iterations"], 0
+        while bool(np.all(goes_on(*cond_consts, *(t.value for t in carry))[0])):
+            around = around | {"iterations": (*iterations, count)}
+            carry = self.run(params["body_jaxpr"], [*body_consts, *carry], path, **around)
+            count += 1
+        return carry
+
+    def _scan(
+        self, params: dict[str, Any], operands: list[Tagged], path: str, around: dict[str, Any]
+    ) -> list[Tagged]:
+        num_consts, num_carry = _compat.scan_counts(params)
+        consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+        xs, length = operands[num_consts + num_carry :], params["length"]
+        order = range(length)[::-1] if params["reverse"] else range(length)
+        iterations, stacked = around["iterations"], []
+        for i in order:
+            around = around | {"iterations": (*iterations, i)}
+            element = [Tagged(x.value[i], x.tag) for x in xs]
+            out = self.run(params["jaxpr"], [*consts, *carry, *element], path, **around)
+            carry = out[:num_carry]
+            stacked.append(out[num_carry:])
+        if params["reverse"]:
+            stacked.reverse()
+        ys = [
+            Tagged(jnp.stack([y.value for y in each]), _first([y.tag for y in each], self._unknown))
+            for each in zip(*stacked)
+        ]
+        return [*carry, *ys]
+
+
+def _first(tags: Sequence[Any], unknown: Any) -> Any:
+    """The first tag that says something."""
+    return next((tag for tag in tags if tag is not None and tag != unknown), unknown)
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, jex_core.Literal)
