@@ -87,15 +87,15 @@ _LAYERS = tuple(os.sep + name + os.sep for name in _LIBRARIES)
 def own_line(eqn: jex_core.JaxprEqn) -> str:
     """Return `file:line (function)` of the model, above the library that its layers come from.
 
-    Empty if an equation names no line of the user's.
+    Empty if an equation names none, as one of a library function that JAX had traced before.
     """
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    own = [f for f in frames if not any(name in f.file_name for name in _LAYERS)] or frames
-    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else ""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    own = next((f for f in frames if not any(name in f.file_name for name in _LAYERS)), None)
+    return f"{own.file_name}:{own.start_line} ({own.function_name})" if own else ""
 
 
 def layer_line(eqn: jex_core.JaxprEqn) -> str:
-    """Return the line of the model, or of a call around it, that an equation comes from."""
+    """Return the line of the model, or the best that is known, that an equation comes from."""
     return own_line(eqn) or source_line(eqn)
 
 

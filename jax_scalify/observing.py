@@ -7,7 +7,7 @@ that it interprets: the identity on its results, with all operands at hand.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,11 +49,13 @@ class Observed:
         results: for each operand pair of a result, its position among the equation's results.
         scaled: for each result, then for each operand of the equation, whether it has a scale,
             which then follows it.
+        makers: of each variable of the same jaxpr the equation that makes it.
     """
 
     eqn: Any
     results: tuple[int, ...]
     scaled: tuple[bool, ...]
+    makers: Mapping[Any, Any]
 
     def pairs(self, arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return results and operands as pairs of data and scale; None for no scale."""
@@ -85,8 +87,17 @@ batching.primitive_batchers[observe_p] = _batch
 mlir.register_lowering(observe_p, mlir.lower_fun(_identity, multiple_results=True))
 
 
+def makers(jaxpr: Any) -> dict[Any, Any]:
+    """Return the equation that makes each variable of a jaxpr."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
 def observed(
-    eqn: Any, inputs: Sequence[Value], outputs: Sequence[Value], table: ScaleTable
+    eqn: Any,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    table: ScaleTable,
+    makers: Mapping[Any, Any],
 ) -> list[Value]:
     """Return an equation's results, as `observe` gives them back."""
     results = tuple(i for i, value in enumerate(outputs) if _is_array(value))
@@ -95,7 +106,7 @@ def observed(
     if inside or not results:
         return list(outputs)
     pairs = [_pair(outputs[i], table) for i in results] + [_pair(v, table) for v in inputs]
-    info = Observed(eqn, results, tuple(scale is not None for _, scale in pairs))
+    info = Observed(eqn, results, tuple(scale is not None for _, scale in pairs), makers)
     arrays = [jnp.asarray(a) for pair in pairs for a in pair if a is not None]
     values = list(outputs)
     for i, data in zip(results, observe_p.bind(*arrays, observed=info), strict=True):

@@ -227,6 +227,7 @@ def evaluate(
     env.update(zip(jaxpr.invars, inputs, strict=True))
     equations = _live_equations(jaxpr)
     uses = _count_uses(jaxpr, equations)
+    makers = observing.makers(jaxpr) if observing.is_observing() else {}
     for eqn in equations:
         with _compat.equation_context(eqn):
             operands = [read(v) for v in eqn.invars]
@@ -235,8 +236,8 @@ def evaluate(
                 _cut(value) if uses[var] > 1 else value
                 for var, value in zip(eqn.outvars, outputs, strict=True)
             ]
-            if observing.is_observing():
-                outputs = observing.observed(eqn, operands, outputs, table)
+            if makers:
+                outputs = observing.observed(eqn, operands, outputs, table, makers)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 

@@ -1,7 +1,21 @@
 """Look at the numbers of a training step: scales, ranges, the first nan, and FP8 matmuls."""
 
+from jax_scalify.numerics.advice import suggest
 from jax_scalify.numerics.fp8 import Fp8Report, Matmul, check_fp8
 from jax_scalify.numerics.measuring import Fit, Measure
+from jax_scalify.numerics.nonfinite import Nonfinite, find_nonfinite
 from jax_scalify.numerics.report import Report, Row, report
 
-__all__ = ["Fit", "Fp8Report", "Matmul", "Measure", "Report", "Row", "check_fp8", "report"]
+__all__ = [
+    "Fit",
+    "Fp8Report",
+    "Matmul",
+    "Measure",
+    "Nonfinite",
+    "Report",
+    "Row",
+    "check_fp8",
+    "find_nonfinite",
+    "report",
+    "suggest",
+]

@@ -109,11 +109,11 @@ class Measure:
 def measure(array: Any, formats: Sequence[np.dtype] = DTYPES) -> Measure:
     """Measure an array of a floating or complex dtype; it is brought to the host."""
     own = jnp.dtype(array.dtype)
-    values = np.asarray(array)
+    values = np.asarray(array).ravel()
     if own.kind == "c":
-        values = values.view(np.zeros(1, own).real.dtype)
+        values = values.view(np.finfo(own).dtype)
     # Every narrow format fits into float32 exactly, its subnormals too.
-    wide = values.astype(np.float64 if values.dtype == np.float64 else np.float32).ravel()
+    wide = values.astype(np.float64 if values.dtype == np.float64 else np.float32)
     size = np.abs(wide)
     finite = np.isfinite(size)
     nans = int(np.isnan(size).sum())

@@ -250,9 +250,9 @@ class Report:
             row.phase,
             row.primitive,
             line,
-            "x".join(map(str, row.shape)) or "()",
+            shape_text(row.shape),
             row.dtype,
-            _exponents(row.scale),
+            exponents_text(row.scale),
             f"{row.log2_rms:.1f}",
             f"{row.measure.smallest:.1e}",
             f"{row.measure.largest:.1e}" if not row.nonfinite else f"{row.nonfinite} nonfinite",
@@ -277,7 +277,7 @@ class Report:
             ImportError: without pandas.
         """
         try:
-            import pandas
+            import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("`to_dataframe` needs pandas: `pip install pandas`.") from error
         records = []
@@ -292,7 +292,13 @@ class Report:
         return pandas.DataFrame.from_records(records)
 
 
-def _exponents(scale: tuple[int, int] | None) -> str:
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as `[8,64]`."""
+    return f"[{','.join(map(str, shape))}]"
+
+
+def exponents_text(scale: tuple[int, int] | None) -> str:
+    """Return the exponents of some scales as `-3`, `-9..2`, or `-` without any."""
     if scale is None:
         return "-"
     low, high = scale
@@ -412,7 +418,7 @@ class _Collector:
             **place,
             shape=tuple(data.shape),
             dtype=jnp.dtype(data.dtype).name,
-            scale=_range(scale),
+            scale=exponent_range(scale),
             runs=1,
             measure=measure(data, self._formats),
             underflow=underflow,
@@ -430,7 +436,7 @@ class _Collector:
         self._rows[key] = row
 
 
-def _range(scale: Any) -> tuple[int, int] | None:
+def exponent_range(scale: Any) -> tuple[int, int] | None:
     """Lowest and highest exponent of some scales; (0, 0) if all are zero."""
     if scale is None:
         return None

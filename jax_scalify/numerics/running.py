@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ class Step:
         operand_scales, result_scales: arrays, or None for a value without a scale.
         tags: of the operands.
         iterations: how often each loop around it has been through, outermost first.
+        makers: of each variable of its jaxpr the equation that makes it.
     """
 
     eqn: Any
@@ -48,6 +49,7 @@ class Step:
     result_scales: list[Any]
     tags: list[Any]
     iterations: tuple[int, ...]
+    makers: Mapping[Any, Any]
 
 
 Observer = Callable[[Step], Sequence[Any]]
@@ -136,6 +138,7 @@ class Runner:
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         env = dict(zip(jaxpr.constvars, (Tagged(c, self._unknown) for c in consts)))
         env.update(zip(jaxpr.invars, operands, strict=True))
+        makers = observing.makers(jaxpr)
         last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if _is_var(v)}
         kept = {v for v in jaxpr.outvars if _is_var(v)}
 
@@ -148,7 +151,8 @@ class Runner:
             inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
             own_line = _compat.own_line(eqn) or line
             found = [read(v) for v in eqn.invars]
-            results = self._equation(eqn, found, inner, inside, own_line, iterations)
+            around = dict(inside=inside, line=own_line, iterations=iterations)
+            results = self._equation(eqn, found, inner, around, makers)
             for var, result in zip(eqn.outvars, results, strict=True):
                 if var in last or var in kept:
                     env[var] = result
@@ -162,14 +166,12 @@ class Runner:
         eqn: Any,
         operands: list[Tagged],
         path: str,
-        inside: bool,
-        line: str,
-        iterations: tuple[int, ...],
+        around: dict[str, Any],
+        makers: Mapping[Any, Any],
     ) -> list[Tagged]:
         name, params = eqn.primitive.name, eqn.params
-        around = dict(inside=inside, line=line, iterations=iterations)
         if name in CALLS or name in ("eval_jaxpr", "composite", "call"):
-            around["inside"] = inside or params.get("name") == observing.CALL_NAME
+            around["inside"] |= params.get("name") == observing.CALL_NAME
             body = params.get("jaxpr") or params.get("call_jaxpr")
             return self.run(body, operands, path, **around)
         if name == "cond":
@@ -180,25 +182,26 @@ class Runner:
         if name == "scan" and params["length"]:
             return self._scan(params, operands, path, around)
         if eqn.primitive is observe_p:
-            return self._observed(params["observed"], operands, path, line, iterations)
+            return self._observed(params["observed"], operands, path, around)
         values = [t.value for t in operands]
         with _compat.equation_context(eqn):
             out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
         results = list(out) if eqn.primitive.multiple_results else [out]
         tags = [t.tag for t in operands]
-        if inside:  # what an operand was made of is told by the next `observe`
+        if around["inside"]:  # what an operand was made of is told by the next `observe`
             return [Tagged(r, _first(tags, self._unknown)) for r in results]
         none = [None] * max(len(values), len(results))
         step = Step(
             eqn=eqn,
             path=path,
-            line=line,
+            line=around["line"],
             operands=values,
             results=results,
             operand_scales=none[: len(values)],
             result_scales=none[: len(results)],
             tags=tags,
-            iterations=iterations,
+            iterations=around["iterations"],
+            makers=makers,
         )
         return [Tagged(*pair) for pair in zip(results, self._observer(step), strict=True)]
 
@@ -207,21 +210,21 @@ class Runner:
         observed: Observed,
         operands: list[Tagged],
         path: str,
-        line: str,
-        iterations: tuple[int, ...],
+        around: dict[str, Any],
     ) -> list[Tagged]:
         pairs = observed.pairs(operands)
         results, given = pairs[: len(observed.results)], pairs[len(observed.results) :]
         step = Step(
             eqn=observed.eqn,
             path=path,
-            line=_compat.own_line(observed.eqn) or line,
+            line=_compat.own_line(observed.eqn) or around["line"],
             operands=[data.value for data, _ in given],
             results=[data.value for data, _ in results],
             operand_scales=[None if scale is None else scale.value for _, scale in given],
             result_scales=[None if scale is None else scale.value for _, scale in results],
             tags=[data.tag for data, _ in given],
-            iterations=iterations,
+            iterations=around["iterations"],
+            makers=observed.makers,
         )
         tags = self._observer(step)
         return [Tagged(data.value, tag) for (data, _), tag in zip(results, tags, strict=True)]

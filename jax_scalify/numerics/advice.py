@@ -1,0 +1,124 @@
+"""What a report suggests, in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax_scalify.numerics.measuring import as_formats
+from jax_scalify.numerics.report import Report, Row
+
+_SHARE = 0.01  # of the elements, that is worth a word
+_OCTAVES = 3  # that the RMS of data may be away from 1
+# Functions of `jsa.nn` whose scales are better than those of what they are made of.
+_BETTER = {
+    "exp": "jsa.nn.softmax",
+    "logistic": "jsa.nn.sigmoid or jsa.nn.silu",
+    "erf": "jsa.nn.gelu",
+    "tanh": "jsa.nn.tanh or jsa.nn.gelu",
+    "rsqrt": "jsa.nn.layer_norm or jsa.nn.rms_norm",
+    "gather": "jsa.nn.embed",
+}
+
+
+def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
+    """Say which tensors are badly scaled for a dtype, and what to do about each.
+
+    Tensors of one module, pass and line are taken together. Numbers that are not finite come
+    first, then what loses most.
+
+    Args:
+        report: what `report` returned.
+        dtype: to fit into; by default the first of the report's `formats`, or else each value's
+            own dtype.
+        limit: of the number of sentences.
+
+    Returns:
+        Sentences, the most important first; a single one if nothing is lost.
+
+    Raises:
+        ValueError: if nothing is known of this dtype: name it in `formats` of `report`.
+        TypeError: if `dtype` is no real floating dtype.
+
+    Example:
+        >>> x = jnp.full(8, 2.0**-20)
+        >>> seen = jsa.numerics.report(lambda x: x * 2, formats=["float8_e5m2"])(x)
+        >>> print(jsa.numerics.suggest(seen)[-1].partition(":")[0])
+        forward pass, mul
+    """
+    names = [d.name for d in as_formats([dtype])] if dtype is not None else report.formats[:1]
+    name = names[0] if names else None
+    groups: dict[tuple, list[Row]] = {}
+    for row in report.rows:
+        if row.nonfinite or max(row.shares(name)) > _SHARE:
+            groups.setdefault((row.name, row.phase, row.line, row.nonfinite > 0), []).append(row)
+    if not groups:
+        return [f"Nothing is lost in {name or 'the dtypes that values have'}: no value needs care."]
+    worst = sorted((_worst(rows, name) for rows in groups.values()), key=lambda r: _order(r, name))
+    found = [_sentence(row, name) for row in worst[:limit]]
+    if len(worst) > limit:
+        found.append(f"{len(worst) - limit} more places lose more than {_SHARE:.0%}.")
+    return found
+
+
+def _order(row: Row, dtype: str | None) -> tuple:
+    return row.nonfinite == 0, row.size == 1, -row.badness([dtype] if dtype else ())
+
+
+def _worst(rows: Sequence[Row], dtype: str | None) -> Row:
+    return min(rows, key=lambda row: _order(row, dtype))
+
+
+def _sentence(row: Row, dtype: str | None) -> str:
+    place = f"{row.phase} pass" if row.phase != "input" else "input"
+    place += f" of `{row.name}`" if row.name else ""
+    place += f", {row.primitive}" if row.phase != "input" else ""
+    place += f" at {row.line.rpartition('/')[2].partition(' ')[0]}" if row.line else ""
+    if row.nonfinite:
+        return (
+            f"{place}: {row.nonfinite} of {row.size} elements are nan or infinite; "
+            "jsa.numerics.find_nonfinite tells where they come from."
+        )
+    return f"{place}: {_loss(row, dtype)} {_remedy(row, dtype)}"
+
+
+def _loss(row: Row, dtype: str | None) -> str:
+    under, subnormal, over = row.shares(dtype)
+    parts = [
+        f"{share:.0%} of the elements {what}"
+        for share, what in (
+            (under, "become zero"),
+            (subnormal, "are subnormal"),
+            (over, "are at or beyond the largest value"),
+        )
+        if share > _SHARE
+    ]
+    return f"in {dtype or row.dtype} {', '.join(parts)} (RMS 2^{row.log2_rms:.0f})."
+
+
+def _remedy(row: Row, dtype: str | None) -> str:
+    under, subnormal, over = row.shares(dtype)
+    low, high = min(row.measure.histogram), max(row.measure.histogram)
+    away = math.isfinite(row.log2_rms) and abs(row.log2_rms) > _OCTAVES
+    if (under + subnormal > _SHARE and over > _SHARE) or not away:
+        return (
+            f"Its elements span {high - low + 1} octaves, and its RMS is where it should be: no "
+            "scale helps. Keep it in a dtype of wider range, or split what it is made of."
+        )
+    to = round(row.log2_rms)
+    if row.scale is None:
+        return (
+            f"It needs a scale of 2^{to}: jsa.scalify gives it one, with its state from "
+            "jsa.as_scaled_array."
+        )
+    where = f"Its scale is 2^{row.scale[1]} and should be 2^{row.scale[1] + to}:"
+    if row.phase == "update" and row.name.startswith(("args", "kwargs")):
+        return f"{where} jsa.dynamic_rescale of the state, or jsa.optim for an optimizer's state."
+    if row.phase == "input":
+        return f"{where} jsa.dynamic_rescale between steps, or jsa.as_scaled_array with 'rms'."
+    if row.phase == "backward":
+        return f"{where} jsa.ops.dynamic_rescale_l2_grad on the value that it is the gradient of."
+    rule = _BETTER.get(row.primitive)
+    better = f", or use {rule}" if rule else ", or give its function a rule (jsa.custom_scale)"
+    return f"{where} jsa.rebalance_scale(x, 2.0**{to}) there{better}."

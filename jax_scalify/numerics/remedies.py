@@ -1,0 +1,177 @@
+"""What is likely to help where a value is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from jax_scalify import dtypes
+from jax_scalify.numerics.running import Step
+from jax_scalify.values import MOVEMENT
+
+_EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
+_LOGARITHMS = ("log", "log2", "log1p")
+_ROOTS = ("sqrt", "rsqrt", "cbrt")
+# How far back from a zero an epsilon is looked for, through these.
+_FAR = 8
+_KEEPS_ZERO = MOVEMENT | frozenset(("sqrt", "rsqrt", "convert_element_type", "mul", "pow", "copy"))
+
+
+def remedy(step: Step, operands: Sequence[Any], argument: str | None, constant: bool) -> str:
+    """Return a sentence for an equation at fault.
+
+    Args:
+        step: the equation.
+        operands: of the equation, measured.
+        argument: the name of the argument that was not finite.
+        constant: whether a constant was not finite.
+    """
+    name = step.eqn.primitive.name
+    if argument:
+        return f"look at the data in `{argument}`: everything that it meets becomes nan."
+    if constant:
+        return "replace the constant by a finite one, or mask what it meets."
+    if any(o.measure is not None and (o.measure.infs or o.measure.nans) for o in operands):
+        return (
+            "infinities of masks cancel: a row is masked entirely. Use the `where` argument of "
+            "softmax and logsumexp, or a large negative number in place of -inf."
+        )
+    for kind, advise in _ADVICE:
+        if name in kind:
+            found = advise(step, operands)
+            if found:
+                return found
+    return _overflow(step, operands)
+
+
+def _exponential(step: Step, operands: Sequence[Any]) -> str:
+    dtype = step.results[0].dtype
+    limit = float(np.log(float(jnp.finfo(dtype).max)))
+    return (
+        f"the exponential of {operands[0].measure.largest:.3g} overflows {dtype} (at {limit:.3g}): "
+        "subtract the maximum first, as jax.nn.softmax and jax.nn.logsumexp do."
+    )
+
+
+def _logarithm(step: Step, operands: Sequence[Any]) -> str:
+    if operands[0].measure.zeros or step.eqn.primitive.name == "log1p":
+        return (
+            "the logarithm of 0: use log_softmax or jax.scipy.special.xlogy, or the logarithm of "
+            "max(x, tiny)."
+        )
+    return "the logarithm of a negative number: bound its operand from below."
+
+
+def _division(step: Step, operands: Sequence[Any]) -> str | None:
+    divisor = operands[1].measure
+    if not divisor.zeros:
+        return None
+    lost = lost_epsilon(step, 1)
+    if lost:
+        return lost
+    maker = _maker(step, step.eqn.invars[1])
+    by_root = maker is not None and maker.primitive.name in ("sqrt", "mul")
+    if by_root and isinstance(step.eqn.invars[0], jex_core.Literal) and "jvp(" in step.path:
+        return _DERIVATIVE_OF_ROOT  # 0.5 / sqrt(x)
+    return (
+        f"{divisor.zeros} divisors are 0: add an epsilon that {step.results[0].dtype} holds, or "
+        "replace them (`jnp.where` on the divisor, not on the quotient: its gradient is nan still)."
+    )
+
+
+def _root(step: Step, operands: Sequence[Any]) -> str | None:
+    lost = lost_epsilon(step, 0)
+    if lost:
+        return lost
+    if step.eqn.primitive.name == "rsqrt" and operands[0].measure.zeros:
+        return "the inverse root of 0: add an epsilon inside of the root."
+    return "the root of a negative number: bound its operand from below by 0."
+
+
+def _power(step: Step, operands: Sequence[Any]) -> str | None:
+    if operands[0].measure.zeros:
+        return lost_epsilon(step, 0) or (
+            _DERIVATIVE_OF_ROOT if "jvp(" in step.path else _ZERO_POWER
+        )
+    return None
+
+
+_ZERO_POWER = "a negative power of 0: add an epsilon to its base."
+_DERIVATIVE_OF_ROOT = (
+    "the derivative of a root at 0 is infinite, and infinity times 0 is nan: add an epsilon inside "
+    "of the root, or take the root of `jnp.where(x > 0, x, 1)` and replace it after."
+)
+
+
+def _cast(step: Step, operands: Sequence[Any]) -> str | None:
+    to, largest = step.results[0].dtype, operands[0].measure.largest
+    top = float(jnp.finfo(to).max)
+    if largest <= top:
+        return None
+    becomes = "nan" if dtypes.is_narrow_float(to) else "inf"
+    return (
+        f"{largest:.3g} is beyond {to} (largest {top:g}), and becomes {becomes}: scale it first "
+        "(jsa.as_scaled_array with 'max', jsa.fp8_matmuls), or clip it to the range."
+    )
+
+
+def _overflow(step: Step, operands: Sequence[Any]) -> str:
+    result = step.results[0]
+    top = f"{result.dtype} (largest {float(jnp.finfo(result.dtype).max):.3g})"
+    if any(o.scale is not None for o in operands):
+        return (
+            f"the data overflows {top} at its scale: rescale an operand before "
+            "(jsa.dynamic_rescale, jsa.set_scaling), or the state between steps."
+        )
+    return f"the result overflows {top}: compute it in float32, or use jsa.scalify."
+
+
+_ADVICE = (
+    (_EXPONENTIALS, _exponential),
+    (_LOGARITHMS, _logarithm),
+    (("div",), _division),
+    (_ROOTS, _root),
+    (("pow", "integer_pow"), _power),
+    (("convert_element_type",), _cast),
+)
+
+
+def _maker(step: Step, atom: Any) -> Any:
+    """The equation that makes an operand; None for a literal or an argument."""
+    return None if isinstance(atom, jex_core.Literal) else step.makers.get(atom)
+
+
+def lost_epsilon(step: Step, index: int) -> str | None:
+    """Return a remedy if an operand is a sum with an epsilon that its dtype rounded to zero."""
+    atom = step.eqn.invars[index]
+    for _ in range(_FAR):
+        maker = _maker(step, atom)
+        if maker is None:
+            return None
+        name = maker.primitive.name
+        if name in ("add", "max") and any(map(_is_lost, maker.invars)):
+            dtype = maker.outvars[0].aval.dtype
+            smallest = float(jnp.finfo(dtype).smallest_subnormal)
+            return (
+                f"the epsilon that is added is 0 in {dtype} (smallest {smallest:.1g}): take a "
+                "larger one, compute this in float32, or use jsa.scalify, which keeps it."
+            )
+        if name not in _KEEPS_ZERO:
+            return None
+        atom = next((v for v in maker.invars if not isinstance(v, jex_core.Literal)), None)
+        if atom is None:
+            return None
+    return None
+
+
+def _is_lost(atom: Any) -> bool:
+    """Whether a literal is 0 in a dtype in which it may have been something else."""
+    if not isinstance(atom, jex_core.Literal):
+        return False
+    dtype: Any = atom.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return narrow and np.ndim(atom.val) == 0 and float(atom.val) == 0
