@@ -241,12 +241,12 @@ def _common_exponent(ctx: RuleContext, operands: dict[int, ScaledArray], scale: 
             if not scale.is_static or abs(distance) > _CONSTANT_ROOM:  # it may saturate
                 return 0
         elif not ratio.is_zero:
-            deferred = isinstance(x, Deferred)
-            if deferred and x.mantissa != 1:  # it is multiplied anyhow
+            deferred, given = isinstance(x, Deferred), not ctx.inputs[i].computed
+            if deferred and x.mantissa != 1 and not given:  # it is multiplied anyhow
                 continue
             exponent = int(ratio.exponent) + (x.exponent if deferred else 0)
-            size, given = sizes.get(exponent, (0, False))
-            sizes[exponent] = size + x.size, given or not ctx.inputs[i].computed
+            size, some_given = sizes.get(exponent, (0, False))
+            sizes[exponent] = size + x.size, some_given or given
     best = max(sizes, key=lambda e: (*sizes[e], -abs(e)), default=0)
     # More than half would be too much for a matmul of two such arrays: there, it costs a kernel.
     return best if abs(best) <= LARGEST_EXPONENT // 2 else 0
