@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify import _compat, observing
+from jax_scalify import _compat, observing, scale_program
 from jax_scalify.abstract import CALLS
 from jax_scalify.array import is_scaled
 from jax_scalify.observing import Observed, observe_p
@@ -170,7 +170,8 @@ class Runner:
         makers: Mapping[Any, Any],
     ) -> list[Tagged]:
         name, params = eqn.primitive.name, eqn.params
-        if name in CALLS or name in ("eval_jaxpr", "composite", "call"):
+        is_call = name in CALLS or name in ("eval_jaxpr", "composite", "call")
+        if is_call and params.get("name") != scale_program.CALL_NAME:  # scales are of no interest
             around["inside"] |= params.get("name") == observing.CALL_NAME
             body = params.get("jaxpr") or params.get("call_jaxpr")
             return self.run(body, operands, path, **around)
