@@ -2,6 +2,18 @@
 
 from jax_scalify.numerics.fp8 import Fp8Report, Matmul, check_fp8
 from jax_scalify.numerics.measuring import Fit, Measure
+from jax_scalify.numerics.plot import plot_histogram, plot_scales
 from jax_scalify.numerics.report import Report, Row, report
 
-__all__ = ["Fit", "Fp8Report", "Matmul", "Measure", "Report", "Row", "check_fp8", "report"]
+__all__ = [
+    "Fit",
+    "Fp8Report",
+    "Matmul",
+    "Measure",
+    "Report",
+    "Row",
+    "check_fp8",
+    "plot_histogram",
+    "plot_scales",
+    "report",
+]
