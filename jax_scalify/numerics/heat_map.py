@@ -8,13 +8,15 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import dtypes
-from jax_scalify.numerics.report import Row
+
+if TYPE_CHECKING:
+    from jax_scalify.numerics.report import Row
 
 _TITLES = {"input": "weights, state, batch"}
 # Of Okabe and Ito's colours, which everyone can tell apart.
@@ -81,7 +83,7 @@ def label(row: Row) -> tuple[str, ...]:
 def draw(matplotlib: Any, panels: Mapping[str, list[Row]], limits: Sequence[Limits]) -> Any:
     """Return a figure with a panel for the rows of each phase."""
     rows = [row for found in panels.values() for row in found]
-    span = _shown_exponents(rows, limits)
+    span = shown_exponents(rows, limits)
     has_nonfinite = any(row.nonfinite for row in rows)
     longest = max(map(len, panels.values()))
     # Every row has its label as long as there are few, and some pixels in any case.
@@ -128,8 +130,8 @@ def _color_map(matplotlib: Any) -> Any:
     return matplotlib.colors.ListedColormap(colors, "viridis_from_white").with_extremes(bad="#0000")
 
 
-def _shown_exponents(rows: Sequence[Row], limits: Sequence[Limits]) -> tuple[int, int]:
-    """The range of the exponents that matter, and of short dtypes."""
+def shown_exponents(rows: Sequence[Row], limits: Sequence[Limits]) -> tuple[int, int]:
+    """Return the range of the exponents that matter, and of short dtypes."""
     seen = [
         e for row in rows for e, n in row.measure.histogram.items() if n >= _SEEN * max(row.size, 1)
     ]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import dtypes
+from jax_scalify.numerics import html, text
 from jax_scalify.numerics.fp8 import clean_name
 from jax_scalify.numerics.measuring import DTYPES, Fit, Measure, as_formats, measure
 from jax_scalify.numerics.running import Runner, Step, Tagged, scaled_arguments, trace
@@ -230,45 +231,38 @@ class Report:
 
     def __str__(self) -> str:
         shown = self.sort().rows[:_SHOWN]
-        header = ["name", "pass", "primitive", "line", "shape", "dtype", "scale", "log2 rms"]
-        header += ["smallest", "largest", "lost"]
-        header += [f"in {name}" for name in self.formats]
-        table = [header, *(self._cells(row) for row in shown)]
+        table = [text.header(self.formats), *(text.cells(row, self.formats) for row in shown)]
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip() for cells in table]
         if len(self.rows) > len(shown):
             lines.append(f"... and {len(self.rows) - len(shown)} more")
-        lines.append("lost: to zero / subnormal / at or beyond the largest finite value")
+        lines.append(text.LOST)
         return "\n".join([*lines, self.summary])
 
     __repr__ = __str__
 
-    def _cells(self, row: Row) -> list[str]:
-        line = row.line.rpartition("/")[2].partition(" ")[0]
-        return [
-            row.name or "-",
-            row.phase,
-            row.primitive,
-            line,
-            "x".join(map(str, row.shape)) or "()",
-            row.dtype,
-            _exponents(row.scale),
-            f"{row.log2_rms:.1f}",
-            f"{row.measure.smallest:.1e}",
-            f"{row.measure.largest:.1e}" if not row.nonfinite else f"{row.nonfinite} nonfinite",
-            _percent(row.shares()),
-            *(_percent(row.shares(name)) for name in self.formats),
-        ]
-
     def to_json(self, file: str | Path | None = None) -> str:
         """Return all rows as JSON, and write it to a file if one is given."""
         rows = [row.as_dict() for row in self.rows]
-        text = json.dumps(
+        found = json.dumps(
             {"summary": self.summary, "formats": list(self.formats), "rows": rows}, indent=1
         )
         if file is not None:
-            Path(file).write_text(text)
-        return text
+            Path(file).write_text(found)
+        return found
+
+    def to_html(self, file: str | Path | None = None) -> str:
+        """Return a page with all rows, to be sorted and searched, and write it if a file is given.
+
+        It needs nothing else: no network, no library. A row's exponents are drawn as bars.
+        """
+        page = html.page(self)
+        if file is not None:
+            Path(file).write_text(page, encoding="utf-8")
+        return page
+
+    def _repr_html_(self) -> str:
+        return html.table(self.sort(), _SHOWN)
 
     def to_dataframe(self) -> Any:
         """Return a `pandas.DataFrame` with a row for each value.
@@ -290,25 +284,6 @@ class Report:
                 record |= {f"{kind}_{name}": count for kind, count in found.items()}
             records.append(record)
         return pandas.DataFrame.from_records(records)
-
-
-def _exponents(scale: tuple[int, int] | None) -> str:
-    if scale is None:
-        return "-"
-    low, high = scale
-    return str(low) if low == high else f"{low}..{high}"
-
-
-def _percent(shares: Sequence[float]) -> str:
-    if not any(shares):
-        return "0"
-    return "/".join(map(_hundredths, shares)) + "%"
-
-
-def _hundredths(share: float) -> str:
-    if not share or share >= 0.1:
-        return f"{100 * share:.0f}"
-    return f"{100 * share:.1f}" if share >= 0.001 else "<.1"
 
 
 def report(
