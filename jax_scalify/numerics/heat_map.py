@@ -80,10 +80,16 @@ def label(row: Row) -> tuple[str, ...]:
     return tuple(filter(None, (*scopes.split("/"), function, row.primitive)))
 
 
-def draw(matplotlib: Any, panels: Mapping[str, list[Row]], limits: Sequence[Limits]) -> Any:
-    """Return a figure with a panel for the rows of each phase."""
+def draw(
+    matplotlib: Any,
+    panels: Mapping[str, list[Row]],
+    limits: Sequence[Limits],
+    first: int,
+    last: int,
+) -> Any:
+    """Return a figure with a panel for the rows of each phase, from one exponent to another."""
     rows = [row for found in panels.values() for row in found]
-    span = shown_exponents(rows, limits)
+    span = first, last + 1
     has_nonfinite = any(row.nonfinite for row in rows)
     longest = max(map(len, panels.values()))
     # Every row has its label as long as there are few, and some pixels in any case.
@@ -138,7 +144,7 @@ def shown_exponents(rows: Sequence[Row], limits: Sequence[Limits]) -> tuple[int,
     for limit in limits:
         if limit.is_short:
             seen += [limit.subnormal - 2, math.ceil(limit.largest)]
-    return min(seen, default=-1), max(seen, default=0) + 1
+    return min(seen, default=-1), max(seen, default=0)
 
 
 def _shares(rows: Sequence[Row], first: int, last: int, has_nonfinite: bool) -> np.ndarray:

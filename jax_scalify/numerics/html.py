@@ -109,6 +109,7 @@ def table(report: Report, limit: int) -> str:
 def _table(report: Report, rows: Sequence[Row], order: Mapping[int, int] | None = None) -> str:
     limits = _limits(report)
     first, last = shown_exponents(report.rows, limits)
+    last += 1
     titles = [*(["#"] if order else []), *text.header(report.formats), "exponents"]
     tag = "button" if order else "span"
     head = "".join(f"<th><{tag}>{escape(title)}</{tag}></th>" for title in titles)

@@ -28,6 +28,7 @@ def plot_histogram(
     *,
     formats: Sequence[Any] | None = None,
     phases: Sequence[str] = ("forward", "backward", "input"),
+    exponents: tuple[int, int] | None = None,
     title: str | None = None,
 ) -> None:
     """Draw the exponents of every tensor as a heat map: one row a tensor, one column an exponent.
@@ -36,7 +37,7 @@ def plot_histogram(
     exponents, is for those that are zero, one on the right for nan and inf if there are any. Of a
     scaled tensor it is the data that is drawn, and a dot at the exponent of its scale. The passes
     are panels side by side, each in the order of computation; what has only one element is left
-    out. Exponents that hardly any element has are drawn in the outermost columns.
+    out. What is beyond the exponents of the picture is drawn in its outermost columns.
 
     Args:
         report: what `jsa.numerics.report` has returned, or a part of it (`Report.filter`).
@@ -44,12 +45,15 @@ def plot_histogram(
         formats: dtypes whose limits are drawn: the smallest subnormal and the smallest normal
             number, and the largest. By default those that the report was asked about, or float16.
         phases: which panels: "forward", "backward", "input" (weights, state, batch), "update".
+        exponents: the first and the last one of the picture; by default all that some tensor has
+            in more than 1% of its elements, and the range of the formats.
         title: above the picture.
 
     Raises:
         ImportError: without matplotlib.
         TypeError: if `report` is no `Report`, or `formats` has no dtypes.
-        ValueError: for an unknown phase, or if no tensor is left to be drawn.
+        ValueError: for an unknown phase, exponents that are not in order, or if no tensor is left
+            to be drawn.
 
     Source: Blake et al., "Unit Scaling", 2023, figures 1 and A.4.
 
@@ -63,6 +67,8 @@ def plot_histogram(
     for phase in phases:
         if phase not in PHASES:
             raise ValueError(f"`phases` must be of {', '.join(PHASES)}, got {phase!r}.")
+    if exponents is not None and exponents[0] >= exponents[1]:
+        raise ValueError(f"`exponents` must be a first and a larger last one, got {exponents}.")
     limits = [heat_map.Limits.of(d) for d in as_formats(formats or report.formats or ("float16",))]
     panels = {p: [r for r in report if r.phase == p and math.prod(r.shape) > 1] for p in phases}
     panels = {phase: rows for phase, rows in panels.items() if rows}
@@ -70,7 +76,9 @@ def plot_histogram(
         raise ValueError(
             f"`report` has no tensor of more than one element in the phases {', '.join(phases)}."
         )
-    figure = heat_map.draw(_import("plot_histogram"), panels, limits)
+    rows = [row for found in panels.values() for row in found]
+    first, last = exponents or heat_map.shown_exponents(rows, limits)
+    figure = heat_map.draw(_import("plot_histogram"), panels, limits, first, last)
     if title:
         figure.suptitle(title)
     figure.savefig(file, dpi=heat_map.DPI)

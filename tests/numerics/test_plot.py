@@ -101,6 +101,13 @@ def test_rare_exponents_are_in_the_outermost_column(monkeypatch):
     assert image(ax)[0, 2] == 1 / 1000
 
 
+def test_exponents_can_be_chosen(monkeypatch):
+    report = Report((row(data=[2.0**-30, 1.0, 2.0**3, 2.0**9]),))
+    draw = functools.partial(jsa.numerics.plot_histogram, report, "x.png", exponents=(-2, 4))
+    ax = saved(monkeypatch, draw).axes[0]
+    assert image(ax).tolist() == [[0, 0, 0.25, 0, 0.25, 0, 0, 0.25, 0.25]]
+
+
 def test_what_is_not_finite_has_a_column(monkeypatch):
     report = Report((row(data=[1.0, math.nan, math.inf, 1.0]),))
     draw = functools.partial(jsa.numerics.plot_histogram, report, "x.png")
@@ -180,6 +187,8 @@ def test_histogram_refuses_what_it_cannot_draw():
         jsa.numerics.plot_histogram(Report((row(phase="update"),)), "x.png")
     with pytest.raises(ValueError, match="`phases` must be of .*, got 'weights'"):
         jsa.numerics.plot_histogram(Report((row(),)), "x.png", phases=["weights"])
+    with pytest.raises(ValueError, match=r"`exponents` must be .*, got \(3, 3\)"):
+        jsa.numerics.plot_histogram(Report((row(),)), "x.png", exponents=(3, 3))
     with pytest.raises(TypeError, match="`formats` must name real floating dtypes"):
         jsa.numerics.plot_histogram(Report((row(),)), "x.png", formats=["int8"])
 
