@@ -44,9 +44,9 @@ the range and a histogram of the exponents. It knows what a format would make of
 
 ```python
 report = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(state, batch)
-print(report)                                     # the worst first
-report.underflowing("float16")                    # of what float16 would make zero
-report.to_html("report.html")                     # every value, to be sorted and searched
+print(report)  # the worst first
+print(report.underflowing("float16"))  # what float16 would make zero
+report.to_html("report.html")  # every value, to be sorted and searched
 jsa.numerics.plot_histogram(report, "report.png")
 ```
 

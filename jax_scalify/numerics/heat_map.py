@@ -27,7 +27,7 @@ _SCALE = {"color": "#D55E00", "edgecolors": "white", "linewidths": 0.4}
 _SEEN = 0.01  # an exponent is in the picture if that share of a tensor has it
 _LABEL = 0.135  # height of a label in inches
 _MAX_HEIGHT = 40.0
-_MAX_LABEL = 40
+_MAX_LABEL = 46
 DPI = 120
 
 
@@ -48,6 +48,11 @@ class Limits:
     normal: int
     largest: float
     is_short: bool
+
+    @property
+    def edges(self) -> tuple[float, float, float]:
+        """Where numbers stop being rounded to zero, being subnormal, and being finite."""
+        return self.subnormal - 1, self.normal, self.largest
 
     @classmethod
     def of(cls, dtype: Any) -> Limits:
@@ -226,11 +231,10 @@ def _draw_exponents(ax: Any, first: int, last: int, has_nonfinite: bool) -> None
 def _draw_limits(ax: Any, limits: Sequence[Limits], first: int, last: int, height: float) -> None:
     """Draw each dtype's range as a bar above, thin where it is subnormal, and as lines."""
     shown = lambda e: min(max(e, first), last)  # noqa: E731
-    ax.axvspan(first, shown(limits[0].subnormal), facecolor=_GREYS[0], zorder=0.5)
-    ax.axvspan(
-        *map(shown, (limits[0].subnormal, limits[0].normal)), facecolor=_GREYS[1], zorder=0.5
-    )
-    ax.axvspan(shown(limits[0].largest), last, facecolor=_GREYS[0], zorder=0.5)
+    colors = (_GREYS[0], _GREYS[1], "white", _GREYS[0])
+    edges = [first, *map(shown, limits[0].edges), last]
+    for low, high, color in zip(edges, edges[1:], colors):
+        ax.axvspan(low, high, facecolor=color, zorder=0.5)
     over = ax.get_xaxis_transform()
     for i, (limit, color) in enumerate(zip(limits, itertools.cycle(_LIMITS))):
         y = 1 + (0.12 + 0.2 * i) / height
@@ -262,7 +266,7 @@ def _draw_legend(matplotlib: Any, figure: Any, limits: Sequence[Limits], scaled:
     name = limits[0].name
     texts = ("smallest number", "smallest normal number", "largest number")
     marks = [
-        patch(facecolor=_GREYS[0], label=f"zero or inf in {name}"),
+        patch(facecolor=_GREYS[0], label=f"out of the range of {name}"),
         patch(facecolor=_GREYS[1], label=f"subnormal in {name}"),
         *(line([], [], color="black", linestyle=d, label=t) for d, t in zip(_DASHES, texts)),
     ]

@@ -181,7 +181,7 @@ def _limits(report: Report) -> list[Limits]:
 
 def _shading(report: Report) -> str:
     name = escape(_limits(report)[0].name)
-    return f"Grey: zero or infinite in {name}; light grey: subnormal in it."
+    return f"Grey: out of the range of {name}; light grey: subnormal in it."
 
 
 def _background(limits: Limits, first: int, last: int) -> str:
@@ -191,7 +191,7 @@ def _background(limits: Limits, first: int, last: int) -> str:
     def place(exponent: float) -> str:
         return f"{100 * (min(max(exponent, first), last) - first + 2) / width:.2f}%"
 
-    edges = [place(e) for e in (first, limits.subnormal, limits.normal, limits.largest, last)]
+    edges = [place(e) for e in (first, *limits.edges, last)]
     colors = ("#d9d9d9", "#efefef", "#fff", "#d9d9d9")
     parts = [f"{c} {a} {b}" for c, a, b in zip(colors, edges, edges[1:])]
     gradient = f"linear-gradient(90deg, #fff {edges[0]}, {', '.join(parts)})"
