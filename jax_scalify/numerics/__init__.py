@@ -4,7 +4,9 @@ from jax_scalify.numerics.advice import suggest
 from jax_scalify.numerics.fp8 import Fp8Report, Matmul, check_fp8
 from jax_scalify.numerics.measuring import Fit, Measure
 from jax_scalify.numerics.nonfinite import Nonfinite, find_nonfinite
-from jax_scalify.numerics.report import Report, Row, report
+from jax_scalify.numerics.plot import plot_histogram, plot_scales
+from jax_scalify.numerics.report import Report, report
+from jax_scalify.numerics.rows import Row
 
 __all__ = [
     "Fit",
@@ -16,6 +18,8 @@ __all__ = [
     "Row",
     "check_fp8",
     "find_nonfinite",
+    "plot_histogram",
+    "plot_scales",
     "report",
     "suggest",
 ]

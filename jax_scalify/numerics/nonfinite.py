@@ -13,8 +13,9 @@ from jax_scalify import dtypes
 from jax_scalify.numerics import remedies
 from jax_scalify.numerics.fp8 import clean_name
 from jax_scalify.numerics.measuring import Measure, measure
-from jax_scalify.numerics.report import exponent_range, exponents_text, shape_text
+from jax_scalify.numerics.rows import exponent_range
 from jax_scalify.numerics.running import Runner, Step, Tagged, trace
+from jax_scalify.numerics.text import exponents_text, shape_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,121 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import dtypes
+from jax_scalify.numerics import html, text
 from jax_scalify.numerics.fp8 import clean_name
-from jax_scalify.numerics.measuring import DTYPES, Fit, Measure, as_formats, measure
+from jax_scalify.numerics.measuring import DTYPES, as_formats, measure
+from jax_scalify.numerics.rows import PHASES, Row, exponent_range
 from jax_scalify.numerics.running import Runner, Step, Tagged, scaled_arguments, trace
 from jax_scalify.registry import sub_jaxprs
 from jax_scalify.values import MOVEMENT
 
-PHASES = ("input", "forward", "backward", "update")
 # Results that are what was given, elsewhere: rows that would say the same again.
 _SAME_ELEMENTS = (MOVEMENT - {"reduce_max", "reduce_min", "cummax", "cummin"}) | frozenset(
     """copy copy_p stop_gradient sharding_constraint name optimization_barrier device_put pvary
     on_backward iota""".split()
 )
 _SHOWN = 40
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """A value of a computation.
-
-    Attributes:
-        name: module path or name scopes, joined with "/"; of an update without any the argument
-            that it updates; the key path of an argument.
-        phase: "input", "forward", "backward" or "update".
-        primitive: that made it; "argument" for an input.
-        line: of the user's code: `file:line (function)`; empty for an input.
-        shape, dtype: of the value.
-        scale: lowest and highest exponent of its scales; None for a plain value.
-        runs: how often it was computed: by loops, and by calls of one jitted function.
-        measure: statistics of its data, over all runs.
-        underflow: elements that are zero, and would not be if its equation were computed in
-            float64; 0 for inputs, and for dtypes of at least 32 bits.
-    """
-
-    name: str
-    phase: str
-    primitive: str
-    line: str
-    shape: tuple[int, ...]
-    dtype: str
-    scale: tuple[int, int] | None
-    runs: int
-    measure: Measure
-    underflow: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of elements, over all runs."""
-        return self.measure.size
-
-    @property
-    def log2_rms(self) -> float:
-        """`log2` of the root mean square of the finite data; -inf if all is zero."""
-        return self.measure.log2_rms
-
-    @property
-    def nonfinite(self) -> int:
-        """Number of elements that are nan or infinite."""
-        return self.measure.nans + self.measure.infs
-
-    def fit(self, dtype: Any = None) -> Fit:
-        """Return how many elements a dtype does not hold well; by default its own dtype.
-
-        Raises:
-            ValueError: if nothing is known of this dtype: name it in `formats` of `report`.
-        """
-        name = self.dtype if dtype is None else jnp.dtype(dtype).name
-        found = self.measure.fits.get(name)
-        if found is None and dtype is None:
-            found = Fit(overflow=self.measure.infs)
-        if found is None:
-            known = ", ".join(self.measure.fits)
-            raise ValueError(f"`dtype` must be one of {known}, or be in `formats`, got {name}.")
-        return dataclasses.replace(found, underflow=self.underflow) if dtype is None else found
-
-    def shares(self, dtype: Any = None) -> tuple[float, float, float]:
-        """Return the shares of elements that underflow, are subnormal, and overflow."""
-        size = max(self.size, 1)
-        return tuple(n / size for n in dataclasses.astuple(self.fit(dtype)))  # pyright: ignore
-
-    def badness(self, formats: Sequence[str] = ()) -> float:
-        """Return the share of elements that are lost, most of all what is not finite.
-
-        Subnormal elements count a tenth. Of several formats the worst counts.
-        """
-        worst = 0.0
-        for dtype in formats or (None,):
-            under, subnormal, over = self.shares(dtype)
-            worst = max(worst, under + subnormal / 10 + over)
-        return worst + 10 * self.nonfinite / max(self.size, 1)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything about it as plain values, `None` for what is not finite."""
-        m = self.measure
-        return {
-            "name": self.name,
-            "phase": self.phase,
-            "primitive": self.primitive,
-            "line": self.line,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "scale": None if self.scale is None else list(self.scale),
-            "runs": self.runs,
-            "size": m.size,
-            "log2_rms": m.log2_rms if math.isfinite(m.log2_rms) else None,
-            "largest": m.largest,
-            "smallest": m.smallest if math.isfinite(m.smallest) else None,
-            "zeros": m.zeros,
-            "nans": m.nans,
-            "infs": m.infs,
-            "underflow": self.underflow,
-            "subnormal": self.fit().subnormal,
-            "overflow": self.fit().overflow,
-            "fits": {name: dataclasses.asdict(found) for name, found in m.fits.items()},
-            "histogram": {str(e): n for e, n in m.histogram.items()},
-        }
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -230,45 +128,38 @@ class Report:
 
     def __str__(self) -> str:
         shown = self.sort().rows[:_SHOWN]
-        header = ["name", "pass", "primitive", "line", "shape", "dtype", "scale", "log2 rms"]
-        header += ["smallest", "largest", "lost"]
-        header += [f"in {name}" for name in self.formats]
-        table = [header, *(self._cells(row) for row in shown)]
+        table = [text.header(self.formats), *(text.cells(row, self.formats) for row in shown)]
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip() for cells in table]
         if len(self.rows) > len(shown):
             lines.append(f"... and {len(self.rows) - len(shown)} more")
-        lines.append("lost: to zero / subnormal / at or beyond the largest finite value")
+        lines.append(text.LOST)
         return "\n".join([*lines, self.summary])
 
     __repr__ = __str__
 
-    def _cells(self, row: Row) -> list[str]:
-        line = row.line.rpartition("/")[2].partition(" ")[0]
-        return [
-            row.name or "-",
-            row.phase,
-            row.primitive,
-            line,
-            shape_text(row.shape),
-            row.dtype,
-            exponents_text(row.scale),
-            f"{row.log2_rms:.1f}",
-            f"{row.measure.smallest:.1e}",
-            f"{row.measure.largest:.1e}" if not row.nonfinite else f"{row.nonfinite} nonfinite",
-            _percent(row.shares()),
-            *(_percent(row.shares(name)) for name in self.formats),
-        ]
-
     def to_json(self, file: str | Path | None = None) -> str:
         """Return all rows as JSON, and write it to a file if one is given."""
         rows = [row.as_dict() for row in self.rows]
-        text = json.dumps(
+        found = json.dumps(
             {"summary": self.summary, "formats": list(self.formats), "rows": rows}, indent=1
         )
         if file is not None:
-            Path(file).write_text(text)
-        return text
+            Path(file).write_text(found)
+        return found
+
+    def to_html(self, file: str | Path | None = None) -> str:
+        """Return a page with all rows, to be sorted and searched, and write it if a file is given.
+
+        It needs nothing else: no network, no library. A row's exponents are drawn as bars.
+        """
+        page = html.page(self)
+        if file is not None:
+            Path(file).write_text(page, encoding="utf-8")
+        return page
+
+    def _repr_html_(self) -> str:
+        return html.table(self.sort(), _SHOWN)
 
     def to_dataframe(self) -> Any:
         """Return a `pandas.DataFrame` with a row for each value.
@@ -290,31 +181,6 @@ class Report:
                 record |= {f"{kind}_{name}": count for kind, count in found.items()}
             records.append(record)
         return pandas.DataFrame.from_records(records)
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape as `[8,64]`."""
-    return f"[{','.join(map(str, shape))}]"
-
-
-def exponents_text(scale: tuple[int, int] | None) -> str:
-    """Return the exponents of some scales as `-3`, `-9..2`, or `-` without any."""
-    if scale is None:
-        return "-"
-    low, high = scale
-    return str(low) if low == high else f"{low}..{high}"
-
-
-def _percent(shares: Sequence[float]) -> str:
-    if not any(shares):
-        return "0"
-    return "/".join(map(_hundredths, shares)) + "%"
-
-
-def _hundredths(share: float) -> str:
-    if not share or share >= 0.1:
-        return f"{100 * share:.0f}"
-    return f"{100 * share:.1f}" if share >= 0.001 else "<.1"
 
 
 def report(
@@ -434,18 +300,6 @@ class _Collector:
                 underflow=before.underflow + underflow,
             )
         self._rows[key] = row
-
-
-def exponent_range(scale: Any) -> tuple[int, int] | None:
-    """Lowest and highest exponent of some scales; (0, 0) if all are zero."""
-    if scale is None:
-        return None
-    values = np.asarray(scale, np.float64)
-    values = values[values > 0]
-    if not values.size:
-        return 0, 0
-    exponents = np.log2(values)
-    return round(float(exponents.min())), round(float(exponents.max()))
 
 
 def _lost(step: Step, index: int) -> int:

@@ -241,10 +241,11 @@ def _common_exponent(ctx: RuleContext, operands: dict[int, ScaledArray], scale: 
             if not scale.is_static or abs(distance) > _CONSTANT_ROOM:  # it may saturate
                 return 0
         elif not ratio.is_zero:
-            deferred, given = isinstance(x, Deferred), not ctx.inputs[i].computed
-            if deferred and x.mantissa != 1 and not given:  # it is multiplied anyhow
+            mantissa, own = (x.mantissa, x.exponent) if isinstance(x, Deferred) else (1, 0)
+            given = not ctx.inputs[i].computed
+            if mantissa != 1 and not given:  # it is multiplied anyhow
                 continue
-            exponent = int(ratio.exponent) + (x.exponent if deferred else 0)
+            exponent = int(ratio.exponent) + own
             size, some_given = sizes.get(exponent, (0, False))
             sizes[exponent] = size + x.size, some_given or given
     best = max(sizes, key=lambda e: (*sizes[e], -abs(e)), default=0)

@@ -1,0 +1,199 @@
+"""A report as a web page that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from jax_scalify.numerics import text
+from jax_scalify.numerics.heat_map import Limits, shown_exponents
+
+if TYPE_CHECKING:
+    from jax_scalify.numerics.report import Report
+    from jax_scalify.numerics.rows import Row
+
+_HEIGHT = 16  # of the bars
+_STYLE = """
+.jsa-report { font: 13px/1.4 system-ui, sans-serif; color: #222; }
+.jsa-report table { border-collapse: collapse; background: #fff; color: #222; }
+.jsa-report th, .jsa-report td { padding: 1px 8px; text-align: left; white-space: nowrap; }
+.jsa-report td { border-top: 1px solid #e4e4e4; font-variant-numeric: tabular-nums; }
+.jsa-report td.number { text-align: right; }
+.jsa-report th { position: sticky; top: 0; background: #fff; border-bottom: 2px solid #222; }
+.jsa-report button { font: inherit; font-weight: 600; border: 0; background: none; padding: 2px 0;
+  color: #222; cursor: pointer; }
+.jsa-report svg { display: block; width: 240px; height: 16px; }
+.jsa-report path { fill: #31688e; }
+.jsa-report path.zero { fill: #d55e00; }
+.jsa-report p { max-width: 60em; }
+"""
+# A click on a title sorts, numbers downwards first; the search looks at all that is written.
+_SCRIPT = """
+const body = document.querySelector("tbody"), rows = [...body.rows];
+const search = document.querySelector("#search"), phase = document.querySelector("#phase");
+const count = document.querySelector("#count");
+const texts = new Map(rows.map(row =>
+  [row, [...row.cells].map(cell => `${cell.textContent} ${cell.title}`).join(" ").toLowerCase()]));
+function value(row, i) {
+  const cell = row.cells[i], text = cell.dataset.value ?? cell.textContent, number = Number(text);
+  return text === "" || Number.isNaN(number) ? text.toLowerCase() : number;
+}
+function compare(a, b) {
+  if (typeof a === typeof b) return a < b ? -1 : a > b ? 1 : 0;
+  return typeof a === "number" ? 1 : -1;
+}
+document.querySelectorAll("th").forEach((th, i) => th.querySelector("button").onclick = () => {
+  const before = th.getAttribute("aria-sort");
+  const up = before ? before === "descending" : typeof value(rows[0], i) === "string";
+  document.querySelectorAll("th").forEach(other => other.removeAttribute("aria-sort"));
+  th.setAttribute("aria-sort", up ? "ascending" : "descending");
+  rows.sort((a, b) => (up ? 1 : -1) * compare(value(a, i), value(b, i)));
+  body.append(...rows);
+});
+function filter() {
+  const words = search.value.toLowerCase().split(/\\s+/);
+  let shown = 0;
+  for (const row of rows) {
+    const hidden = !words.every(word => texts.get(row).includes(word))
+      || (phase.value && row.dataset.phase !== phase.value);
+    row.hidden = hidden;
+    shown += !hidden;
+  }
+  count.textContent = `${shown} of ${rows.length}`;
+}
+search.oninput = phase.onchange = filter;
+filter();
+"""
+
+
+def page(report: Report) -> str:
+    """Return a self-contained page: summary, search, and a table that can be sorted."""
+    phases = dict.fromkeys(row.phase for row in report)
+    options = "".join(f"<option>{escape(phase)}</option>" for phase in phases)
+    order = {id(row): i for i, row in enumerate(report, start=1)}
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>Report of {len(report)} values</title>
+</head>
+<body class="jsa-report">
+<h1>What the numbers are</h1>
+<p>{escape(report.summary)}</p>
+<p>Bars: the exponents of the elements, their heights the roots of the shares; orange at the left
+end: zeros. {_shading(report)} Of a scaled value it is the data that is shown. Column
+&ldquo;#&rdquo;: the order of computation; at first the worst come first.
+{escape(text.LOST.capitalize())}.</p>
+<p><label>Search <input id="search" type="search"></label>
+<label>Pass <select id="phase"><option value="">all</option>{options}</select></label>
+<span id="count"></span></p>
+{_table(report, report.sort().rows, order)}
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def table(report: Report, limit: int) -> str:
+    """Return a table of the first rows, for a notebook."""
+    shown = report.rows[:limit]
+    more = len(report) - len(shown)
+    below = f"<p>... and {more} more</p>" if more > 0 else ""
+    return (
+        f'<div class="jsa-report">{_table(report, shown)}{below}'
+        f"<p>{escape(text.LOST)}<br>{escape(report.summary)}</p></div>"
+    )
+
+
+def _table(report: Report, rows: Sequence[Row], order: Mapping[int, int] | None = None) -> str:
+    limits = _limits(report)
+    first, last = shown_exponents(report.rows, limits)
+    last += 1
+    titles = [*(["#"] if order else []), *text.header(report.formats), "exponents"]
+    tag = "button" if order else "span"
+    head = "".join(f"<th><{tag}>{escape(title)}</{tag}></th>" for title in titles)
+    lines = []
+    for row in rows:
+        number = [f'<td class="number">{order[id(row)]}</td>'] if order else []
+        cells = [*number, *_cells(row, report.formats), _bars(row, first, last)]
+        lines.append(f'<tr data-phase="{escape(row.phase)}">{"".join(cells)}</tr>')
+    style = _STYLE + _background(limits[0], first, last)
+    body = "\n".join(lines)
+    return (
+        f"<style>{style}</style><table>\n<thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody>\n</table>"
+    )
+
+
+def _cells(row: Row, formats: Sequence[str]) -> list[str]:
+    """The cells of a row; those that do not sort as they are written have a value."""
+    texts = text.cells(row, formats)
+    shares = [sum(row.shares(dtype)) for dtype in (None, *formats)]
+    keys: dict[int, float] = {
+        4: math.prod(row.shape),
+        6: -math.inf if row.scale is None else row.scale[0],
+        7: row.log2_rms,
+        8: row.measure.smallest,
+        9: math.inf if row.nonfinite else row.measure.largest,
+        **dict(enumerate(shares, start=10)),
+    }
+    cells = []
+    for i, written in enumerate(texts):
+        key = f' class="number" data-value="{_number(keys[i])}"' if i in keys else ""
+        title = f' title="{escape(row.line)}"' if i == 3 and row.line else ""
+        cells.append(f"<td{key}{title}>{escape(written)}</td>")
+    return cells
+
+
+def _number(value: float) -> str:
+    """A number as JavaScript reads it."""
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return f"{value:.6g}"
+
+
+def _bars(row: Row, first: int, last: int) -> str:
+    """A bar for the zeros, a gap, and a bar for each exponent, as an image."""
+    size, counts = max(row.size, 1), dict.fromkeys(range(first, last), 0)
+    for exponent, count in row.measure.histogram.items():
+        counts[min(max(exponent, first), last - 1)] += count
+
+    def bar(x: int, count: int) -> str:
+        height = max(_HEIGHT * math.sqrt(count / size), 1)
+        return f"M{x} {_HEIGHT}v-{height:.2g}h1v{height:.2g}z"
+
+    path = "".join(bar(e - first + 2, n) for e, n in counts.items() if n)
+    zeros = f'<path class="zero" d="{bar(0, row.measure.zeros)}"/>' if row.measure.zeros else ""
+    seen = list(row.measure.histogram)
+    words = f"exponents {min(seen)} to {max(seen)}" if seen else "no exponents"
+    words += f", {100 * row.measure.zeros / size:.2g}% zeros"
+    return (
+        f'<td data-value="{_number(row.log2_rms)}" title="{words}"><svg viewBox="0 0 '
+        f'{last - first + 2} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{words}">{zeros}<path d="{path}"/></svg></td>'
+    )
+
+
+def _limits(report: Report) -> list[Limits]:
+    return [Limits.of(dtype) for dtype in report.formats or ("float16",)]
+
+
+def _shading(report: Report) -> str:
+    name = escape(_limits(report)[0].name)
+    return f"Grey: out of the range of {name}; light grey: subnormal in it."
+
+
+def _background(limits: Limits, first: int, last: int) -> str:
+    """Where a dtype ends, behind the bars."""
+    width = last - first + 2
+
+    def place(exponent: float) -> str:
+        return f"{100 * (min(max(exponent, first), last) - first + 2) / width:.2f}%"
+
+    edges = [place(e) for e in (first, *limits.edges, last)]
+    colors = ("#d9d9d9", "#efefef", "#fff", "#d9d9d9")
+    parts = [f"{c} {a} {b}" for c, a, b in zip(colors, edges, edges[1:])]
+    gradient = f"linear-gradient(90deg, #fff {edges[0]}, {', '.join(parts)})"
+    return f".jsa-report svg {{ background: {gradient}; }}\n"
