@@ -29,7 +29,8 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PYTEST_FLAGS ?= -q -n 2 --dist loadfile
 SAMPLE = $(filter-out tests/test_dtypes.py tests/test_rules.py tests/test_storage.py,$(wildcard tests/test_*.py)) \
-	tests/examples/test_scanned_layers.py tests/numerics/test_check_fp8.py tests/numerics/test_hlo.py \
+	tests/examples/test_scanned_layers.py tests/numerics/test_check_fp8.py tests/numerics/test_hlo.py tests/numerics/test_report.py \
+	tests/numerics/test_nonfinite.py \
 	tests/optim/test_optim_numerics.py tests/optim/test_optim_roles.py
 
 .PHONY: demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
