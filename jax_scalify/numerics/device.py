@@ -13,25 +13,20 @@ from jax import lax
 from jax_scalify import dtypes, pow2
 from jax_scalify.numerics.measuring import mask_limit
 
-# What `statistics` returns, in this order. The first two are for `combine`: whether the value was
-# computed at all, and the share of its elements that `log2_rms` is of.
-FIELDS = (
-    "computed",
-    "ordinary",
-    "scale_exponent",
-    "log2_rms",
-    "zeros",
-    "underflow",
-    "overflow",
-    "nonfinite",
-)
+# What `observe` returns, in this order: `combine` takes the maximum of three, and sums the others.
+_FIELDS = """scale limit highest size small middle large masked zeros underflow overflow
+nonfinite masks masks_overflow""".split()
+# Squares of float32 leave its range: those of numbers below 2**-50 and from 2**45 on are summed
+# apart, of the numbers times 2**90 and 2**-90; the latter those of masks, too.
+_SMALL, _LARGE, _SHIFT = 2.0**-50, 2.0**45, 90
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def statistics(data: jax.Array, scale: Any = None, dtype: Any = None) -> jax.Array:
-    """Return `FIELDS` of an array in float32; complex numbers count as two.
+def observe(data: jax.Array, scale: Any = None, dtype: Any = None) -> jax.Array:
+    """Return what `finish` makes statistics of; complex numbers count as two.
 
-    Elements are told apart by their bits: XLA flushes what is subnormal in float32.
+    The data is read once. Elements are told apart by their bits: XLA flushes what is subnormal in
+    float32.
 
     Args:
         data: of any floating dtype.
@@ -40,9 +35,9 @@ def statistics(data: jax.Array, scale: Any = None, dtype: Any = None) -> jax.Arr
     """
     if jnp.issubdtype(data.dtype, jnp.complexfloating):
         data = jnp.stack([data.real, data.imag])
-    target, wide = jnp.finfo(dtype or data.dtype), dtypes.compute_dtype(data.dtype)
-    integer, nmant = pow2.exponent_layout(wide)
-    pattern = _pattern(data, integer)
+    own, wide = data.dtype, dtypes.compute_dtype(data.dtype)
+    target, (integer, nmant) = jnp.finfo(dtype or own), pow2.exponent_layout(wide)
+    pattern = _pattern(jnp.atleast_1d(data), integer)
     sign = np.array(1, integer) << np.array(8 * wide.itemsize - 1, integer)
     size = pattern & ~sign
 
@@ -50,30 +45,40 @@ def statistics(data: jax.Array, scale: Any = None, dtype: Any = None) -> jax.Arr
         with np.errstate(all="ignore"):
             return np.array(value, wide).view(integer)
 
-    infinity, tiny = bits(np.inf), bits(float(jnp.finfo(wide).tiny))
-    step = float(target.smallest_subnormal)
-    is_mask = jnp.zeros(size.shape, bool)
-    limit = mask_limit(data.dtype)
-    if limit is not None:
-        is_number = (pattern <= infinity).astype(integer)  # and not negative
-        high = jnp.max(pattern * is_number, initial=0)
-        is_mask = (pattern > sign) & (size >= bits(limit)) & (size < infinity)
-        is_mask = is_mask & (high < bits(limit))
-    ordinary = (size < infinity) & ~is_mask
-    count = jnp.sum(ordinary)
-    largest = jnp.max(jnp.where(ordinary, size, 0), initial=0)
-    share = lambda found: jnp.sum(found) / max(found.size, 1)  # noqa: E731
-    fields = (
-        1.0,
-        share(ordinary),
-        jnp.nan if scale is None else _scale_exponent(scale),
-        _log2_rms(size, ordinary, count, largest, tiny, wide),
-        share(size <= bits(step / 2)),  # halves are rounded to even
-        share((size > 0) & (size < bits(float(target.tiny) - step / 2))),
-        share((size >= bits(float(target.max))) & (size <= infinity) & ~is_mask),
-        share(size >= infinity),
+    infinity, step = bits(np.inf), float(target.smallest_subnormal)
+    limit = mask_limit(own) or np.inf
+    is_mask = (pattern > sign) & (size >= bits(limit)) & (size < infinity)
+    number = lax.bitcast_convert_type(size, wide)
+    ordinary = jnp.where((size < infinity) & ~is_mask, number, 0)
+    none = jnp.zeros_like(ordinary)
+    small = large = masked = none
+    if not dtypes.has_short_range(own):
+        is_small, is_large = ordinary < _SMALL, ordinary >= _LARGE
+        # What is subnormal would be flushed; its bits count it in steps.
+        steps = size.astype(wide) * np.array(2.0 ** (_SHIFT // 2 - nmant), wide)
+        steps = steps * np.array(float(jnp.finfo(wide).tiny) * 2.0 ** (_SHIFT // 2), wide)
+        is_subnormal = size < bits(float(jnp.finfo(wide).tiny))
+        up = jnp.where(is_subnormal, steps, ordinary * np.array(2.0**_SHIFT, wide))
+        small = jnp.square(jnp.where(is_small, up, 0))
+        down = jnp.square(number * np.array(2.0**-_SHIFT, wide))
+        large, masked = jnp.where(is_large, down, 0), jnp.where(is_mask, down, 0)
+        ordinary = jnp.where(is_small | is_large, 0, ordinary)
+    overflow = (size >= bits(float(target.max))) & (size <= infinity)
+    counts = (
+        size <= bits(step / 2),  # halves are rounded to even
+        (size > 0) & (size < bits(float(target.tiny) - step / 2)),
+        overflow & ~is_mask,
+        size >= infinity,
+        is_mask,
+        overflow & is_mask,
     )
-    return jnp.stack([jnp.asarray(f, jnp.float32) for f in fields])
+    arrays = [jnp.where(pattern <= infinity, number, 0)]
+    arrays += [small, jnp.square(ordinary), large, masked]
+    arrays += [count.astype(jnp.int32) for count in counts]
+    highest, *sums = _reduce(arrays)
+    fields = [jnp.nan if scale is None else jnp.max(scale, initial=0), limit, highest, data.size]
+    parts = [jnp.asarray(f, jnp.float32) for f in (*fields, *sums[:4])]
+    return jnp.concatenate([jnp.stack(parts), jnp.stack(sums[4:]).astype(jnp.float32)])
 
 
 def _pattern(data: jax.Array, integer: Any) -> jax.Array:
@@ -85,50 +90,58 @@ def _pattern(data: jax.Array, integer: Any) -> jax.Array:
     return lax.bitcast_convert_type(wide, integer)
 
 
-def _scale_exponent(scale: Any) -> jax.Array:
-    """The exponent of the largest of some powers of two; -inf if all are 0."""
-    largest = jnp.max(jnp.asarray(scale, jnp.float32), initial=0)
-    return jnp.where(largest == 0, -jnp.inf, pow2.exponent(largest))
+def _reduce(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The maximum of the first array, and the sums of the others, in one pass over them."""
 
+    def both(xs: Any, ys: Any) -> Any:
+        pairs = zip(xs[1:], ys[1:], strict=True)
+        return [lax.max(xs[0], ys[0]), *(x + y for x, y in pairs)]
 
-def _log2_rms(
-    size: jax.Array, ordinary: jax.Array, count: jax.Array, largest: jax.Array, tiny: Any, wide: Any
-) -> jax.Array:
-    """`log2` of the RMS of numbers given by their bits; squares are in range for any of them."""
-    finfo, (integer, nmant) = jnp.finfo(wide), pow2.exponent_layout(wide)
-    exponent = (largest >> np.array(nmant, integer)).astype(jnp.int32) - (finfo.maxexp - 1)
-    exponent = jnp.clip(exponent, -pow2.MAX_EXPONENT, pow2.MAX_EXPONENT)
-    power = pow2.power(exponent, wide)
-    # A number that is subnormal in float32 would be flushed; its bits count it in steps.
-    subnormal = size.astype(wide) * np.array(2.0**-nmant, wide)
-    subnormal = subnormal * (np.array(finfo.tiny, wide) / power)
-    unit = jnp.where(size < tiny, subnormal, lax.bitcast_convert_type(size, wide) / power)
-    squares = jnp.sum(jnp.square(jnp.where(ordinary, unit, 0)))
-    mean = squares / jnp.maximum(count, 1).astype(wide)
-    return jnp.log2(mean).astype(jnp.float32) / 2 + exponent.astype(jnp.float32)
+    zeros = [np.zeros((), a.dtype) for a in arrays]
+    return lax.reduce(arrays, zeros, both, range(arrays[0].ndim))
 
 
 def absent() -> jax.Array:
-    """Return the statistics of a value that was not computed, in a branch that was not taken."""
-    return jnp.array([0, 0, jnp.nan, -jnp.inf] + [0] * (len(FIELDS) - 4), jnp.float32)
+    """Return what `observe` would of no array: of a value in a branch that was not taken."""
+    return jnp.zeros(len(_FIELDS), jnp.float32).at[0].set(jnp.nan)
 
 
 def combine(found: jax.Array) -> jax.Array:
-    """Return the statistics of all elements of arrays of one shape, given those of each in a row.
+    """Return what `observe` would of several arrays together, given its results in rows."""
+    highest = jnp.max(found[:, 1:3], 0)
+    return jnp.concatenate([jnp.nanmax(found[:, :1], 0), highest, jnp.sum(found[:, 3:], 0)])
 
-    The scale exponent is the largest one.
+
+def finish(found: jax.Array) -> dict[str, jax.Array]:
+    """Return statistics by their names, given results of `observe` in rows; nan of no array.
+
+    `scale_exponent` is nan for no scale, and -inf if all are 0. `log2_rms` is that of the finite
+    elements without masks. The others are shares of all elements, after rounding to the dtype.
     """
-    computed, ordinary = found[:, 0], found[:, 0] * found[:, 1]
-    total, elements = jnp.sum(computed), jnp.sum(ordinary)
-    exponents = jnp.where(ordinary > 0, found[:, 3], -jnp.inf)
-    top = jnp.max(exponents)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    squares = jnp.sum(ordinary * jnp.exp2(2 * (exponents - top)))
-    times = jnp.where(total == 0, 1, total)
-    whole = (
-        jnp.mean(computed),
-        elements / times,
-        jnp.nanmax(found[:, 2]),
-        jnp.log2(squares / jnp.where(elements == 0, 1, elements)) / 2 + top,
+    x = dict(zip(_FIELDS, found.T, strict=True))
+    size, was_seen = jnp.maximum(x["size"], 1), x["limit"] > 0
+    are_masks = x["highest"] < x["limit"]  # else they are values as any other
+    kept, masked, overflow = (
+        jnp.where(are_masks, 0, x[name]) for name in ("masks", "masked", "masks_overflow")
     )
-    return jnp.concatenate([jnp.stack(whole), jnp.sum(computed[:, None] * found[:, 4:], 0) / times])
+    count = jnp.maximum(size - x["nonfinite"] - x["masks"] + kept, 1)
+    limit = jnp.where(x["limit"] < _LARGE, x["limit"], 0)  # of float16: no number is beyond it
+    squares = x["small"], x["middle"] + kept * jnp.square(limit), x["large"] + masked
+    shares = {name: x[name] / size for name in ("zeros", "underflow", "nonfinite")}
+    exponent = jnp.where(x["scale"] == 0, -jnp.inf, pow2.exponent(x["scale"]))
+    statistics = {
+        "scale_exponent": jnp.where(jnp.isnan(x["scale"]), jnp.nan, exponent),
+        "log2_rms": (_log2_sum(*squares) - jnp.log2(count)) / 2,
+        "overflow": (x["overflow"] + overflow) / size,
+        **shares,
+    }
+    return {name: jnp.where(was_seen, value, jnp.nan) for name, value in statistics.items()}
+
+
+def _log2_sum(small: jax.Array, middle: jax.Array, large: jax.Array) -> jax.Array:
+    """`log2` of the sum of squares, of which two are shifted; -inf for 0."""
+    down = np.float32(2.0**-_SHIFT)
+    if_large = jnp.log2(large + middle * down * down) + 2 * _SHIFT
+    if_middle = jnp.log2(middle + small * down * down)
+    if_small = jnp.log2(small) - 2 * _SHIFT
+    return jnp.where(large > 0, if_large, jnp.where(middle > 0, if_middle, if_small))

@@ -149,9 +149,10 @@ class Tracker:
             else:
                 results, seen = Watcher(places, self._dtype).run(closed, arrays)
                 out = jax.tree.unflatten(structure, results)
-        rows = [device.statistics(x, scale, self._dtype) for x, scale in chosen.values()]
+        rows = [device.observe(x, scale, self._dtype) for x, scale in chosen.values()]
         rows += [seen[place.position, place.result] for place in places]
-        return out, _record((*chosen, *(place.name for place in places)), jnp.stack(rows))
+        names = (*chosen, *(place.name for place in places))
+        return out, Record(names, **device.finish(jnp.stack(rows)))
 
     def _choose(
         self, closed: Any, names: list[str], args: tuple, kwargs: dict[str, Any]
@@ -189,7 +190,8 @@ def _selected(select: Any, names: list[str]) -> list[str]:
         return chosen
     chosen = []
     for pattern in [select] if isinstance(select, str) else select:
-        found = [name for name in names if _matches(name, pattern)]
+        exact = [pattern] if pattern in names else []
+        found = exact or [name for name in names if _matches(name, pattern)]
         if not found:
             raise ValueError(f"`select`: no value is called {pattern!r}. {_near(pattern, names)}")
         chosen += found
@@ -222,13 +224,6 @@ def _donated(closed: Any) -> tuple[int, ...]:
     return tuple(i for i, var in enumerate(closed.jaxpr.invars) if var in taken)
 
 
-def _record(names: tuple[str, ...], rows: jax.Array) -> Record:
-    """A record of `statistics`, a row for each name."""
-    rows = jnp.where(rows[:, :1] == 0, jnp.nan, rows)
-    columns: dict[str, jax.Array] = dict(zip(device.FIELDS, rows.T, strict=True))
-    return Record(names, **{f.name: columns[f.name] for f in dataclasses.fields(Record)[1:]})
-
-
 def track(
     update: Callable, select: Select = None, *, every: int = 100, dtype: Any = None
 ) -> Tracker:
@@ -247,9 +242,9 @@ def track(
     Args:
         update: any function of arrays, `ScaledArray` and trees of them; jitted or not, scalified or
             not. Static arguments are to be bound beforehand, by `functools.partial`.
-        select: what to look at: parts of names, or patterns of whole names with * and ?, one or
-            several; or a predicate on names. By default all floating arguments, as they are before
-            the step. The names are those of `tracked.names(*args)`.
+        select: what to look at: one or several names, else parts of names, else patterns of whole
+            names with * and ?; or a predicate on names. The names are those of
+            `tracked.names(*args)`. By default all floating arguments, as they are before the step.
         every: N, at least 1.
         dtype: the floating dtype whose limits count for underflow and overflow; by default each
             value's own.
@@ -271,8 +266,8 @@ def track(
         >>> w, x = jnp.ones((4, 4)), jnp.eye(4)
         >>> for step in range(1, 3):
         ...     w, record = tracked(w, x)
-        >>> print(record.as_dict(step)["tensors"]["backward/dot_general"]["log2_rms"])
-        0.95
+        >>> print(record.as_dict(step)["tensors"]["args[0]"]["zeros"], record.names)
+        0.0 ('args[0]', 'backward/dot_general')
     """
     if not callable(update):
         raise TypeError(f"`update` must be callable, got {type(update).__name__}.")

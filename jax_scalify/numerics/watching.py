@@ -137,7 +137,7 @@ class Watcher:
             pairs = [(x, None) for x in (out if eqn.primitive.multiple_results else [out])]
         for i, (data, scale) in enumerate(pairs):
             if (here, i) in self._keys:
-                seen[here, i] = device.statistics(data, scale, self._dtype)
+                seen[here, i] = device.observe(data, scale, self._dtype)
         return [data for data, _ in pairs]
 
     def _inside(self, here: tuple[int, ...]) -> list[Any]:
