@@ -72,20 +72,24 @@ jax.tree_util.register_dataclass(
 
 
 class Tracker:
-    """A training step that returns a record, too, each so many calls: made by `track`."""
+    """A training step that returns a record, too, each so many calls: made by `track`.
+
+    Attributes:
+        calls: how many there were; set it to the number of the last step to resume a run.
+    """
 
     def __init__(self, update: Callable, select: Select, every: int, dtype: Any):
         self._update, self._select = update, select
         self._every, self._dtype = every, dtype
-        self._calls = 0
+        self.calls = 0
         self._programs: dict[Any, Callable] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Record | None]:
         """Call the step; return what it does, and at each N-th call a record, else None."""
-        if not self._calls:
+        if not self._programs:
             self._program(args, kwargs)  # what cannot be tracked is told at the first step
-        self._calls += 1
-        if self._calls % self._every == 0:
+        self.calls += 1
+        if self.calls % self._every == 0:
             return self.record(*args, **kwargs)
         return self._update(*args, **kwargs), None
 
@@ -232,8 +236,9 @@ def track(
     `tracked(*args)` returns `(update(*args), None)`, and at each N-th call a `Record` in place of
     the None: a few small arrays that stay on the device until they are looked at. There are two
     compiled programs. The first one is `update` as it is, called in N - 1 of N calls; the second
-    one computes statistics as well, and is compiled when it is first needed. Arguments that the
-    `jit` of `update` donates are donated there, too.
+    one computes statistics as well, and is compiled when it is first needed; where values inside of
+    the step are selected, XLA may fuse, and so round, differently there. Arguments that the `jit`
+    of `update` donates are donated there, too.
 
     Branches of `cond`, steps of `scan` and what they call are looked into: a value in a loop has
     one entry for all steps. Not looked into are the bodies of `while` and of kernels. Counting
@@ -262,7 +267,7 @@ def track(
         >>> @jax.jit
         ... def update(w, x):
         ...     return w - jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w) / 64
-        >>> tracked = jsa.numerics.track(update, ["args[0]", "backward/*"], every=2)
+        >>> tracked = jsa.numerics.track(update, ["args[0]", "backward/dot*"], every=2)
         >>> w, x = jnp.ones((4, 4)), jnp.eye(4)
         >>> for step in range(1, 3):
         ...     w, record = tracked(w, x)
