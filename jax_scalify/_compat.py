@@ -196,6 +196,21 @@ def bind_jit(
     )
 
 
+def bind_longer_jit(eqn: jex_core.JaxprEqn, closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Call what an equation of `jit` called, with more results; those it had keep shardings."""
+    params, consts = eqn.params, list(closed.consts)
+    more = len(closed.jaxpr.outvars) - len(eqn.outvars)
+    extended = {
+        "jaxpr": close_jaxpr(open_jaxpr(closed), ()),
+        "in_shardings": (UNSPECIFIED,) * len(consts) + tuple(params["in_shardings"]),
+        "in_layouts": (None,) * len(consts) + tuple(params["in_layouts"]),
+        "donated_invars": (False,) * (len(consts) + len(args)),
+        "out_shardings": tuple(params["out_shardings"]) + (UNSPECIFIED,) * more,
+        "out_layouts": tuple(params["out_layouts"]) + (None,) * more,
+    }
+    return eqn.primitive.bind(*consts, *args, **{**params, **extended})
+
+
 def einsum(dot_general: Any, *args: Any, **kwargs: Any) -> jax.Array:
     """`jax.numpy.einsum` by another `dot_general`."""
     return jnp.einsum(*args, _dot_general=dot_general, **kwargs)

@@ -7,5 +7,7 @@ Run `python -m examples.gpt --help` from the root of the repository. One idea a 
 - `model.py`: the transformer, an ordinary Flax NNX module;
 - `step.py`: the training step, the only place where precision and scales appear; `train.py`
   freezes the scales of its state, if `--freeze-after` says so;
-- `data.py`, `checkpoint.py`, `train.py`, `report.py`, `cli.py`: what any training script needs.
+- `tracking.py`: scales and ranges of the values in the step, recorded as `--track` says;
+- `data.py`, `checkpoint.py`, `records.py`, `train.py`, `report.py`, `cli.py`: what any training
+  script needs.
 """

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from examples.gpt import tracking
 from examples.gpt.config import SIZES, get_size
 from examples.gpt.data import load_corpus
 from examples.gpt.presets import PRESETS, get_preset
+from examples.gpt.records import read_lines
 from examples.gpt.report import ProgressLine, plot_losses, result_table
-from examples.gpt.train import Result, Run, read_metrics
+from examples.gpt.train import Result, Run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,6 +82,19 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="STEPS",
         help="bring the state's data back to RMS 1; frozen scales that change compile again",
     )
+    add(
+        "--track",
+        type=int,
+        metavar="STEPS",
+        help="record scales and ranges of the state each so many steps, in track.jsonl and, if "
+        "tensorboardX is installed, for TensorBoard",
+    )
+    add(
+        "--track-select",
+        nargs="+",
+        metavar="NAME",
+        help="record these values instead: (parts of) names as `jsa.numerics.track` takes them",
+    )
     return parser
 
 
@@ -109,6 +124,8 @@ def make_runs(options: argparse.Namespace) -> list[Run]:
         every = max(1, config.steps // 5)
     if every < 1:
         raise ValueError(f"`checkpoint_every` must be positive, got {every}.")
+    if options.track_select and options.track is None:
+        raise ValueError("`track_select` needs `track`, the steps from one record to the next.")
     corpus = load_corpus(options.text, context=config.context)
     if options.resume and not (options.out and options.out.is_dir()):
         raise ValueError(f"`resume` needs `out`, the directory of a run, got {options.out}.")
@@ -125,6 +142,8 @@ def make_runs(options: argparse.Namespace) -> list[Run]:
             checkpoint_every=every,
             freeze_after=options.freeze_after,
             rescale_every=options.rescale_every,
+            track_every=options.track,
+            track_select=options.track_select,
         )
         for name in names
     ]
@@ -140,7 +159,11 @@ def report(
     title = f"GPT {options.size}, {results[0].parameters:,} parameters, {options.steps} steps"
     console.print()
     console.print(result_table(results, title=title))
-    metrics = {run.preset: read_metrics(run.directory / "metrics.jsonl") for run in runs}
+    metrics = {run.preset: read_lines(run.directory / "metrics.jsonl") for run in runs}
     path = options.out / "loss.png"
     plot_losses(metrics, path, title=title)
     console.print(f"loss curves: {path}\nmetrics and checkpoints: {options.out}/PRESET/")
+    if options.track is not None:
+        console.print(f"scales and ranges: {options.out}/PRESET/track.jsonl")
+        events = f"TensorBoard events: {options.out}/PRESET/tensorboard/"
+        console.print(tracking.NO_TENSORBOARD if tracking.tensorboardX is None else events)

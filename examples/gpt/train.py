@@ -17,6 +17,8 @@ from examples.gpt import data, step
 from examples.gpt.checkpoint import Checkpoints
 from examples.gpt.config import Config
 from examples.gpt.presets import get_preset
+from examples.gpt.records import JsonLines, write_text
+from examples.gpt.tracking import Tracking
 
 HELD_OUT_BATCHES = 16
 # How often the host waits for the device, to read the losses and the clock.
@@ -71,6 +73,9 @@ class Run:
             is compiled once more. `None` leaves them dynamic.
         rescale_every: steps from one `step.rescale` of the state to the next; `None` has none. The
             step is compiled again if a frozen scale was changed by it, and only then.
+        track_every: steps from one record of scales and ranges to the next, in `track.jsonl` and,
+            if there is a writer, for TensorBoard; `None` has none.
+        track_select: what is recorded, as `jsa.numerics.track` takes it; `None` is the state.
     """
 
     preset: str
@@ -82,6 +87,8 @@ class Run:
     checkpoint_every: int = 1000
     freeze_after: int | None = None
     rescale_every: int | None = None
+    track_every: int | None = None
+    track_select: Sequence[str] | None = None
 
     def __post_init__(self):
         """Refuse settings that cannot be used."""
@@ -90,8 +97,10 @@ class Run:
                 "`freeze_after` must be at least 2, because the learning rate of the first step is "
                 f"0 and leaves biases without a scale, got {self.freeze_after}."
             )
-        if self.rescale_every is not None and self.rescale_every < 1:
-            raise ValueError(f"`rescale_every` must be positive, got {self.rescale_every}.")
+        for name in ("rescale_every", "track_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be positive, got {value}.")
 
     @property
     def settings(self) -> dict:
@@ -131,7 +140,8 @@ class Run:
         if first:
             like = jsa.freeze_scales(state) if self._is_frozen(first) else state
             state, bad_step = self._checkpoints().restore(first, (like, bad_step))
-        metrics = Metrics(self.directory, first)
+        metrics = JsonLines(self.directory and self.directory / "metrics.jsonl", first)
+        tracking = Tracking(self.directory, self.track_every, self.track_select, first)
         validation_loss = None
         waiting: list[jax.Array] = []  # losses that the host has not read yet
         first_call_seconds, step_seconds = None, []
@@ -146,7 +156,7 @@ class Run:
                 context=config.context,
             )
             update = step.make_update(config, preset, frozen=self._is_frozen(number - 1))
-            state, loss = update(state, tokens)
+            state, loss = tracking.step(update, number, state, tokens)
             state = self._move_scales(state, number)
             is_first = first_call_seconds is None
             if is_first:
@@ -173,6 +183,7 @@ class Run:
                     for i, value in enumerate(losses, number - len(losses) + 1)
                 ]
             )
+            tracking.write()
             waiting.clear()
             if progress is not None:
                 progress(number, losses[-1], tokens_per_second)
@@ -235,38 +246,3 @@ class Run:
         if first < self.config.steps or path is None or not path.exists():
             return None
         return Result(**json.loads(path.read_text()))
-
-
-class Metrics:
-    """A file of JSON lines, cut back to `first` steps when a run is resumed."""
-
-    def __init__(self, directory: Path | None, first: int):
-        self._path = directory and directory / "metrics.jsonl"
-        if self._path is not None:
-            kept = [line for line in read_metrics(self._path) if line["step"] <= first]
-            write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def write(self, lines: Sequence[dict]) -> None:
-        """Add lines."""
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """Read the lines that `Metrics` wrote; a last line cut short by a kill is left out."""
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -7,6 +7,7 @@ from jax_scalify.numerics.nonfinite import Nonfinite, find_nonfinite
 from jax_scalify.numerics.plot import plot_histogram, plot_scales
 from jax_scalify.numerics.report import Report, report
 from jax_scalify.numerics.rows import Row
+from jax_scalify.numerics.tracking import Record, Tracker, track
 
 __all__ = [
     "Fit",
@@ -14,12 +15,15 @@ __all__ = [
     "Matmul",
     "Measure",
     "Nonfinite",
+    "Record",
     "Report",
     "Row",
+    "Tracker",
     "check_fp8",
     "find_nonfinite",
     "plot_histogram",
     "plot_scales",
     "report",
     "suggest",
+    "track",
 ]

@@ -142,13 +142,16 @@ def measure(array: Any, formats: Sequence[np.dtype] = DTYPES) -> Measure:
 
 def _masks(values: np.ndarray, dtype: Any) -> np.ndarray:
     """Which elements are masks: at the negative end, while the positive end is far away."""
-    finfo = jnp.finfo(dtype)
-    if finfo.bits < 16 or not values.size:
+    limit = mask_limit(dtype)
+    if limit is None or not values.size or np.nanmax(values, initial=0) >= limit:
         return np.zeros(values.shape, bool)
-    limit = min(float(finfo.max), _MASK)
-    return (
-        (values <= -limit) if np.nanmax(values, initial=0) < limit else np.zeros(values.shape, bool)
-    )
+    return values <= -limit
+
+
+def mask_limit(dtype: Any) -> float | None:
+    """Return the size from which on negative numbers of a dtype may be masks, or None."""
+    finfo = jnp.finfo(dtype)
+    return None if finfo.bits < 16 else min(float(finfo.max), _MASK)
 
 
 def fit(some: np.ndarray, dtype: Any, largest: float, smallest: float, infs: int = 0) -> Fit:

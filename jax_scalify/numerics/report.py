@@ -15,18 +15,12 @@ import numpy as np
 
 from jax_scalify import dtypes
 from jax_scalify.numerics import html, text
-from jax_scalify.numerics.fp8 import clean_name
 from jax_scalify.numerics.measuring import DTYPES, as_formats, measure
+from jax_scalify.numerics.naming import SAME_ELEMENTS, Phases, scopes_of, updated
 from jax_scalify.numerics.rows import PHASES, Row, exponent_range
 from jax_scalify.numerics.running import Runner, Step, Tagged, scaled_arguments, trace
 from jax_scalify.registry import sub_jaxprs
-from jax_scalify.values import MOVEMENT
 
-# Results that are what was given, elsewhere: rows that would say the same again.
-_SAME_ELEMENTS = (MOVEMENT - {"reduce_max", "reduce_min", "cummax", "cummin"}) | frozenset(
-    """copy copy_p stop_gradient sharding_constraint name optimization_barrier device_put pvary
-    on_backward iota""".split()
-)
 _SHOWN = 40
 
 
@@ -239,7 +233,7 @@ class _Collector:
         self._formats = formats
         self._everything = everything
         self._rows: dict[Any, Row] = {}
-        self._is_update = False  # the backward pass is over
+        self._phases = Phases()
 
     def rows(self) -> tuple[Row, ...]:
         return tuple(self._rows.values())
@@ -253,29 +247,16 @@ class _Collector:
 
     def __call__(self, step: Step) -> list[str | None]:
         primitive = step.eqn.primitive.name
-        phase = self._phase(step.path)
-        leaves = [self._leaf(step, result) for result in step.results]
-        if not self._everything and primitive in _SAME_ELEMENTS:
+        phase = self._phases.of(step.path)
+        leaves = [updated(step.operands, step.tags, result) for result in step.results]
+        if not self._everything and primitive in SAME_ELEMENTS:
             return leaves
-        scopes = clean_name(f"{step.path}/{primitive}")
         for i, (result, scale) in enumerate(zip(step.results, step.result_scales, strict=True)):
             if dtypes.is_scalable(result.dtype):
-                name = scopes or (leaves[i] if phase == "update" else None) or ""
+                name = scopes_of(step.path, primitive, phase, leaves[i])
                 place = dict(name=name, phase=phase, primitive=primitive, line=step.line)
                 self._add((step.path, id(step.eqn), i), place, result, scale, _lost(step, i))
         return leaves
-
-    def _phase(self, path: str) -> str:
-        """The pass of an equation; what comes after the backward pass is the update."""
-        if "transpose(" in path:
-            self._is_update = True
-            return "forward" if "rematted_computation" in path else "backward"
-        return "update" if self._is_update and "jvp(" not in path else "forward"
-
-    def _leaf(self, step: Step, result: Any) -> str | None:
-        """The argument of a result's shape that an operand is, or is an update of."""
-        operands = zip(step.operands, step.tags, strict=True)
-        return next((tag for x, tag in operands if tag and np.shape(x) == result.shape), None)
 
     def _add(
         self, key: Any, place: dict[str, str], data: Any, scale: Any, underflow: int = 0

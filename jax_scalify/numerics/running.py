@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,10 +56,12 @@ class Step:
 Observer = Callable[[Step], Sequence[Any]]
 
 
-def trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
+def trace(
+    fun: Callable, args: tuple, kwargs: dict[str, Any], *, observe: bool = True
+) -> tuple[Any, list[Any], list[str]]:
     """Trace a function with its scales visible; return jaxpr, flat arguments and their names.
 
-    Data and scale of a `ScaledArray` have its name.
+    Data and scale of a `ScaledArray` have its name. Without `observe` scales stay hidden.
 
     Raises:
         TypeError: if `fun` is not callable.
@@ -66,7 +69,7 @@ def trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list
     if not callable(fun):
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    dynamic = [i for i, (_, leaf) in enumerate(leaves) if _is_array(leaf)]
+    dynamic = [i for i, (_, leaf) in enumerate(leaves) if is_array(leaf)]
     tree = jax.tree.structure((args, kwargs))
 
     def flat(*arrays: Any) -> Any:
@@ -77,7 +80,7 @@ def trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list
         return jax.tree.leaves(fun(*in_args, **in_kwargs))
 
     arrays = [jnp.asarray(leaves[i][1]) for i in dynamic]
-    with observing.observing():
+    with observing.observing() if observe else contextlib.nullcontext():
         closed = jax.make_jaxpr(flat)(*arrays)
     scaled = {name for name, _, scale in scaled_arguments(args, kwargs) if scale is not None}
     names = [_name(leaves[i][0]) for i in dynamic]
@@ -85,7 +88,8 @@ def trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list
     return closed, arrays, [w if w in scaled else n for n, w in zip(names, whole, strict=True)]
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Tell whether a leaf is an array or a number; a bool is static."""
     return hasattr(leaf, "dtype") or (
         isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
     )
@@ -103,8 +107,28 @@ def scaled_arguments(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Any
     return [
         (_name(path), leaf.data, leaf.scale) if is_scaled(leaf) else (_name(path), leaf, None)
         for path, leaf in leaves
-        if is_scaled(leaf) or _is_array(leaf)
+        if is_scaled(leaf) or is_array(leaf)
     ]
+
+
+def bodies(eqn: Any) -> list[tuple[Any, int]]:
+    """Return the jaxprs of a call, of branches or a scan, and how many operands are not theirs.
+
+    Not that of a `while`, of which it is not known how often it runs.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if params.get("name") == scale_program.CALL_NAME:  # scales alone
+        return []
+    if name in CALLS or name in ("eval_jaxpr", "composite", "call"):
+        return [(params.get("jaxpr") or params.get("call_jaxpr"), 0)]
+    if name == "cond":
+        return [(branch, 1) for branch in params["branches"]]
+    return [(params["jaxpr"], 0)] if name == "scan" and params["length"] else []
+
+
+def is_interpreted(eqn: Any) -> bool:
+    """Tell whether a call computes with data and scales: only `observe` is of interest inside."""
+    return eqn.params.get("name") == observing.CALL_NAME
 
 
 class Runner:
@@ -139,11 +163,11 @@ class Runner:
         env = dict(zip(jaxpr.constvars, (Tagged(c, self._unknown) for c in consts)))
         env.update(zip(jaxpr.invars, operands, strict=True))
         makers = observing.makers(jaxpr)
-        last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if _is_var(v)}
-        kept = {v for v in jaxpr.outvars if _is_var(v)}
+        last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if is_var(v)}
+        kept = {v for v in jaxpr.outvars if is_var(v)}
 
         def read(atom: Any) -> Tagged:
-            if _is_var(atom):
+            if is_var(atom):
                 return env[atom]
             return Tagged(np.asarray(atom.val, atom.aval.dtype), self._unknown)
 
@@ -157,7 +181,7 @@ class Runner:
                 if var in last or var in kept:
                     env[var] = result
             for var in eqn.invars:
-                if _is_var(var) and last[var] == i and var not in kept:
+                if is_var(var) and last[var] == i and var not in kept:
                     env.pop(var, None)
         return [read(v) for v in jaxpr.outvars]
 
@@ -170,11 +194,6 @@ class Runner:
         makers: Mapping[Any, Any],
     ) -> list[Tagged]:
         name, params = eqn.primitive.name, eqn.params
-        is_call = name in CALLS or name in ("eval_jaxpr", "composite", "call")
-        if is_call and params.get("name") != scale_program.CALL_NAME:  # scales are of no interest
-            around["inside"] |= params.get("name") == observing.CALL_NAME
-            body = params.get("jaxpr") or params.get("call_jaxpr")
-            return self.run(body, operands, path, **around)
         if name == "cond":
             branch = params["branches"][int(operands[0].value)]
             return self.run(branch, operands[1:], path, **around)
@@ -182,6 +201,10 @@ class Runner:
             return self._while(params, operands, path, around)
         if name == "scan" and params["length"]:
             return self._scan(params, operands, path, around)
+        held = bodies(eqn)
+        if held:
+            around["inside"] |= is_interpreted(eqn)
+            return self.run(held[0][0], operands, path, **around)
         if eqn.primitive is observe_p:
             return self._observed(params["observed"], operands, path, around)
         values = [t.value for t in operands]
@@ -190,7 +213,7 @@ class Runner:
         results = list(out) if eqn.primitive.multiple_results else [out]
         tags = [t.tag for t in operands]
         if around["inside"]:  # what an operand was made of is told by the next `observe`
-            return [Tagged(r, _first(tags, self._unknown)) for r in results]
+            return [Tagged(r, first_known(tags, self._unknown)) for r in results]
         none = [None] * max(len(values), len(results))
         step = Step(
             eqn=eqn,
@@ -262,16 +285,20 @@ class Runner:
         if params["reverse"]:
             stacked.reverse()
         ys = [
-            Tagged(jnp.stack([y.value for y in each]), _first([y.tag for y in each], self._unknown))
+            Tagged(
+                jnp.stack([y.value for y in each]),
+                first_known([y.tag for y in each], self._unknown),
+            )
             for each in zip(*stacked)
         ]
         return [*carry, *ys]
 
 
-def _first(tags: Sequence[Any], unknown: Any) -> Any:
+def first_known(tags: Sequence[Any], unknown: Any) -> Any:
     """The first tag that says something."""
     return next((tag for tag in tags if tag is not None and tag != unknown), unknown)
 
 
-def _is_var(atom: Any) -> bool:
+def is_var(atom: Any) -> bool:
+    """Tell whether an operand is a variable, not a literal."""
     return not isinstance(atom, jex_core.Literal)

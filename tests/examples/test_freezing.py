@@ -13,7 +13,8 @@ from examples.gpt.checkpoint import Checkpoints
 from examples.gpt.cli import main
 from examples.gpt.config import SIZES, Config
 from examples.gpt.presets import get_preset
-from examples.gpt.train import Run, read_metrics
+from examples.gpt.records import read_lines
+from examples.gpt.train import Run
 
 SMALL = Config(layers=1, width=16, heads=2, context=8, batch=4, steps=8)
 
@@ -120,7 +121,7 @@ def test_resume_continues_exactly(tmp_path, corpus, preset, killed_at):
     for got, want in zip(*map(jax.tree.leaves, states), strict=True):
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
     losses = [
-        [line["loss"] for line in read_metrics(run.directory / "metrics.jsonl") if "loss" in line]
+        [line["loss"] for line in read_lines(run.directory / "metrics.jsonl") if "loss" in line]
         for run in (whole, killed)
     ]
     assert losses[0] == losses[1]

@@ -16,8 +16,9 @@ from examples.gpt.checkpoint import Checkpoints
 from examples.gpt.cli import main
 from examples.gpt.config import SIZES, Config, get_size
 from examples.gpt.presets import PRESETS, describe, get_preset
+from examples.gpt.records import read_lines
 from examples.gpt.report import plot_losses, result_table
-from examples.gpt.train import Run, read_metrics
+from examples.gpt.train import Run
 
 SMALL = Config(layers=1, width=16, heads=2, context=8, batch=4, steps=6)
 
@@ -205,7 +206,7 @@ def test_a_value_that_is_not_finite_is_found_at_its_first_step():
 def test_metrics_and_result(tmp_path, corpus):
     run = make_run(corpus, tmp_path / "run")
     result = run.train()
-    lines = read_metrics(run.directory / "metrics.jsonl")
+    lines = read_lines(run.directory / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert lines[-1] == {"step": 6, "validation_loss": result.validation_loss}
     assert result.bits_per_byte == pytest.approx(result.validation_loss / np.log(2))
@@ -232,7 +233,7 @@ def test_resume_continues_exactly(tmp_path, corpus, preset):
     assert_same_bits(final_state(killed), final_state(whole))
     assert resumed.validation_loss == result.validation_loss
     losses = [
-        [line["loss"] for line in read_metrics(run.directory / "metrics.jsonl") if "loss" in line]
+        [line["loss"] for line in read_lines(run.directory / "metrics.jsonl") if "loss" in line]
         for run in (whole, killed)
     ]
     assert len(losses[0]) == 6

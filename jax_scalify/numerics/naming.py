@@ -1,0 +1,42 @@
+"""Names for the values of a computation, and the pass that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_scalify.numerics.fp8 import clean_name
+from jax_scalify.values import MOVEMENT
+
+# Results that are what was given, elsewhere: rows that would say the same again.
+SAME_ELEMENTS = (MOVEMENT - {"reduce_max", "reduce_min", "cummax", "cummin"}) | frozenset(
+    """copy copy_p stop_gradient sharding_constraint name optimization_barrier device_put pvary
+    on_backward iota""".split()
+)
+
+
+class Phases:
+    """Tells the pass of each equation, asked in the order in which they run."""
+
+    def __init__(self):
+        self._is_update = False  # the backward pass is over
+
+    def of(self, path: str) -> str:
+        """Return "forward", "backward" or "update": what comes after the backward pass."""
+        if "transpose(" in path:
+            self._is_update = True
+            return "forward" if "rematted_computation" in path else "backward"
+        return "update" if self._is_update and "jvp(" not in path else "forward"
+
+
+def scopes_of(path: str, primitive: str, phase: str, argument: str | None) -> str:
+    """Return the user's scopes; of an update without any the argument that it updates."""
+    return clean_name(f"{path}/{primitive}") or (argument if phase == "update" else None) or ""
+
+
+def updated(operands: Sequence[Any], tags: Sequence[str | None], result: Any) -> str | None:
+    """Return the argument of a result's shape that an operand is, or is an update of."""
+    pairs = zip(operands, tags, strict=True)
+    return next((tag for x, tag in pairs if tag and np.shape(x) == result.shape), None)

@@ -1,0 +1,210 @@
+"""Interpret a traced computation so that it returns statistics of some of its values, too."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jax_scalify import _compat, dtypes
+from jax_scalify.numerics import device
+from jax_scalify.numerics.naming import SAME_ELEMENTS, Phases, scopes_of, updated
+from jax_scalify.numerics.running import bodies, first_known, is_interpreted, is_var
+from jax_scalify.observing import observe_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a value is computed.
+
+    Attributes:
+        name: of the value; no other has it.
+        position: index of its equation, and of the equations and bodies around it.
+        result: its index among the equation's results.
+    """
+
+    name: str
+    position: tuple[int, ...]
+    result: int
+
+
+def find_places(closed: Any, arguments: Sequence[str]) -> list[Place]:
+    """Return the floating values of a jaxpr, given the names of its arguments.
+
+    Not those that are moved only, nor those inside of a `while`.
+    """
+    finder = _Finder()
+    finder.walk(closed, list(arguments), "", (), False)
+    return finder.places
+
+
+class _Finder:
+    """Walks through a jaxpr as a `Runner` does; a tag is the argument that a value updates."""
+
+    def __init__(self):
+        self.places: list[Place] = []
+        self._phases = Phases()
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def walk(
+        self, closed: Any, tags: Sequence[Any], path: str, position: tuple[int, ...], inside: bool
+    ) -> list[Any]:
+        jaxpr = getattr(closed, "jaxpr", closed)
+        known = dict(zip(jaxpr.invars, tags, strict=True))
+        for i, eqn in enumerate(jaxpr.eqns):
+            found = [known.get(v) if is_var(v) else None for v in eqn.invars]
+            inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
+            results = self._equation(eqn, found, inner, (*position, i), inside)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [known.get(v) if is_var(v) else None for v in jaxpr.outvars]
+
+    def _equation(
+        self, eqn: Any, tags: list[Any], path: str, position: tuple[int, ...], inside: bool
+    ) -> list[Any]:
+        held = bodies(eqn)
+        if held:
+            inside = inside or is_interpreted(eqn)
+            outs = [
+                self.walk(body, tags[first:], path, (*position, i), inside)
+                for i, (body, first) in enumerate(held)
+            ]
+            return outs[0]
+        avals = [v.aval for v in eqn.invars]
+        if eqn.primitive is observe_p:
+            observed = eqn.params["observed"]
+            count = len(observed.results)
+            given = observed.pairs(list(zip(avals, tags, strict=True)))[count:]
+            avals = [data[0] for data, _ in given]
+            tags = [data[1] for data, _ in given]
+            eqn, results = observed.eqn, [v.aval for v in eqn.outvars]
+        elif inside:
+            return [first_known(tags, None)] * len(eqn.outvars)
+        else:
+            results = [v.aval for v in eqn.outvars]
+        primitive, phase = eqn.primitive.name, self._phases.of(path)
+        arguments = [updated(avals, tags, aval) for aval in results]
+        for i, aval in enumerate(results):
+            if primitive not in SAME_ELEMENTS and dtypes.is_scalable(aval.dtype):
+                scopes = scopes_of(path, primitive, phase, arguments[i])
+                name = f"{scopes}:{primitive}" if scopes else primitive
+                name = name if phase == "forward" else f"{phase}/{name}"
+                self._counts[name] += 1
+                if self._counts[name] > 1:
+                    name += f"#{self._counts[name]}"
+                self.places.append(Place(name, position, i))
+        return arguments
+
+
+class Watcher:
+    """Evaluates a jaxpr inside of a trace, with statistics of the values at some places."""
+
+    def __init__(self, places: Sequence[Place], dtype: Any):
+        """Take the places to look at, and the dtype whose limits count (None: their own)."""
+        self._dtype = dtype
+        self._keys = [(p.position, p.result) for p in places]
+        self._around = {p.position[:i] for p in places for i in range(1, len(p.position), 2)}
+
+    def run(
+        self, closed: Any, operands: Sequence[Any], position: tuple[int, ...] = ()
+    ) -> tuple[list[Any], dict[Any, jax.Array]]:
+        """Return the results of a jaxpr, and by position and result what was looked at."""
+        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
+        seen: dict[Any, jax.Array] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            values = [env[v] if is_var(v) else v.val for v in eqn.invars]
+            with _compat.equation_context(eqn):
+                results = self._equation(eqn, values, (*position, i), seen)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [env[v] if is_var(v) else v.val for v in jaxpr.outvars], seen
+
+    def _equation(
+        self, eqn: Any, values: list[Any], here: tuple[int, ...], seen: dict[Any, jax.Array]
+    ) -> list[Any]:
+        if here in self._around:
+            results, found = self._with_bodies(eqn, values, here)
+            seen.update(zip(self._inside(here), found, strict=True))
+            return results
+        if eqn.primitive is observe_p:
+            observed = eqn.params["observed"]
+            pairs = observed.pairs(values)[: len(observed.results)]
+        else:
+            out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+            pairs = [(x, None) for x in (out if eqn.primitive.multiple_results else [out])]
+        for i, (data, scale) in enumerate(pairs):
+            if (here, i) in self._keys:
+                seen[here, i] = device.observe(data, scale, self._dtype)
+        return [data for data, _ in pairs]
+
+    def _inside(self, here: tuple[int, ...]) -> list[Any]:
+        """The values to look at in the bodies of an equation."""
+        return [key for key in self._keys if key[0][: len(here)] == here]
+
+    def _body(self, jaxpr: Any, here: tuple[int, ...], index: int = 0) -> Callable:
+        """A body of an equation as a function that returns all statistics of the equation."""
+        keys = self._inside(here)
+
+        def body(*operands: Any) -> tuple[list[Any], list[jax.Array]]:
+            results, seen = self.run(jaxpr, operands, (*here, index))
+            return results, [seen[key] if key in seen else device.absent() for key in keys]
+
+        return body
+
+    def _with_bodies(
+        self, eqn: Any, values: list[Any], here: tuple[int, ...]
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """Evaluate an equation that holds values to look at."""
+        name, params = eqn.primitive.name, eqn.params
+        calls = [self._body(body, here, i) for i, (body, _) in enumerate(bodies(eqn))]
+        if name == "scan":
+            return self._scan(params, values, calls[0])
+        if name == "cond":
+            return _branch(params, values, calls)
+        if name not in ("jit", "pjit", "remat2", "checkpoint"):
+            return calls[0](*values)
+        with _compat.no_name_stack():
+            longer = jax.make_jaxpr(lambda *xs: [x for both in calls[0](*xs) for x in both])(
+                *values
+            )
+        if name in ("jit", "pjit"):
+            out = _compat.bind_longer_jit(eqn, longer, values)
+        else:
+            opened = _compat.open_jaxpr(longer)
+            out = eqn.primitive.bind(*longer.consts, *values, **{**params, "jaxpr": opened})
+        count = len(eqn.outvars)
+        return out[:count], out[count:]
+
+    def _scan(
+        self, params: dict[str, Any], values: list[Any], call: Callable
+    ) -> tuple[list[Any], list[jax.Array]]:
+        num_consts, num_carry = _compat.scan_counts(params)
+        first = num_consts + num_carry
+
+        def step(carry: list[Any], sliced: list[Any]) -> Any:
+            out, found = call(*values[:num_consts], *carry, *sliced)
+            return out[:num_carry], (out[num_carry:], found)
+
+        carry, (ys, found) = lax.scan(
+            step,
+            values[num_consts:first],
+            values[first:],
+            params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *ys], [device.combine(rows) for rows in found]
+
+
+def _branch(
+    params: dict[str, Any], values: list[Any], calls: list[Callable]
+) -> tuple[list[Any], list[jax.Array]]:
+    platforms = params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(values[0], calls, *values[1:])
+    pairs = zip(calls, platforms, strict=True)
+    named = {name: call for call, names in pairs for name in names or ["default"]}
+    return lax.platform_dependent(*values[1:], **named)
