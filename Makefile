@@ -34,7 +34,7 @@ SAMPLE = $(filter-out tests/test_dtypes.py tests/test_rules.py tests/test_storag
 	tests/optim/test_optim_numerics.py tests/optim/test_optim_roles.py
 
 .PHONY: demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training fp8 gpu-fp8 optimizers soak numerics clean
+	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -86,6 +86,9 @@ soak: $(VENV)/.installed  ## 20,000 steps with everything in float16: is any of 
 
 numerics: $(VENV)/.installed  ## what float16 and E5M2 lose of a GPT's training step; docs/numerics.md
 	$(VENV)/bin/python benchmarks/numerics_page.py
+
+tracking: $(VENV)/.installed  ## what a record of scales and ranges each 100 steps costs
+	$(VENV)/bin/python benchmarks/tracking.py
 
 # On a machine with an H100 or a newer GPU, and JAX for it: `.venv/bin/pip install 'jax[cuda13]'`.
 gpu-fp8: $(VENV)/.installed  ## matmuls and transformer layers in bfloat16 and FP8, on a GPU
