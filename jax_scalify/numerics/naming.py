@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,3 +41,11 @@ def updated(operands: Sequence[Any], tags: Sequence[str | None], result: Any) ->
     """Return the argument of a result's shape that an operand is, or is an update of."""
     pairs = zip(operands, tags, strict=True)
     return next((tag for x, tag in pairs if tag and np.shape(x) == result.shape), None)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a pattern is a part of a name or, with * or ?, fits all of it."""
+    if pattern in name:
+        return True
+    expression = "".join({"*": ".*", "?": "."}.get(c, re.escape(c)) for c in pattern)
+    return re.fullmatch(expression, name) is not None

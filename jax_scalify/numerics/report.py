@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from jax_scalify import dtypes
 from jax_scalify.numerics import html, text
 from jax_scalify.numerics.measuring import DTYPES, as_formats, measure
-from jax_scalify.numerics.naming import SAME_ELEMENTS, Phases, scopes_of, updated
+from jax_scalify.numerics.naming import SAME_ELEMENTS, Phases, matches, scopes_of, updated
 from jax_scalify.numerics.rows import PHASES, Row, exponent_range
 from jax_scalify.numerics.running import Runner, Step, Tagged, scaled_arguments, trace
 from jax_scalify.registry import sub_jaxprs
@@ -54,7 +53,7 @@ class Report:
         """Return the rows for which everything that is given holds.
 
         Args:
-            name: part of the name, or a pattern of all of it: `"block_*/mlp"`.
+            name: part of the name, or a pattern of all of it with * and ?: `"block_*/mlp"`.
             phase: "input", "forward", "backward" or "update".
             primitive: its name.
             dtype: of the value.
@@ -69,7 +68,7 @@ class Report:
 
         def keep(row: Row) -> bool:
             return (
-                (name is None or name in row.name or fnmatch.fnmatch(row.name, name))
+                (name is None or matches(row.name, name))
                 and (phase is None or row.phase == phase)
                 and (primitive is None or row.primitive == primitive)
                 and (kind is None or row.dtype == kind)

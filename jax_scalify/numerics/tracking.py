@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import math
 import operator
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax_scalify import _compat, dtypes
 from jax_scalify.numerics import device
 from jax_scalify.numerics.measuring import as_formats
+from jax_scalify.numerics.naming import matches
 from jax_scalify.numerics.running import is_array, is_var, scaled_arguments, trace
 from jax_scalify.numerics.watching import Place, Watcher, find_places
 
@@ -195,19 +195,11 @@ def _selected(select: Any, names: list[str]) -> list[str]:
     chosen = []
     for pattern in [select] if isinstance(select, str) else select:
         exact = [pattern] if pattern in names else []
-        found = exact or [name for name in names if _matches(name, pattern)]
+        found = exact or [name for name in names if matches(name, pattern)]
         if not found:
             raise ValueError(f"`select`: no value is called {pattern!r}. {_near(pattern, names)}")
         chosen += found
     return chosen
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern is a part of a name or, with * or ?, fits all of it."""
-    if pattern in name:
-        return True
-    expression = "".join({"*": ".*", "?": "."}.get(c, re.escape(c)) for c in pattern)
-    return re.fullmatch(expression, name) is not None
 
 
 def _near(pattern: str, names: list[str]) -> str:

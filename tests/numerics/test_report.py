@@ -191,8 +191,10 @@ def test_names_of_the_state():
         momentum = 0.9 * state["momentum"][0] + grads
         return {"w": state["w"] - momentum, "momentum": [momentum]}
 
-    names = {row.name for row in report(step)(state, X).filter(phase="update")}
+    seen = report(step)(state, X)
+    names = {row.name for row in seen.filter(phase="update")}
     assert {"args[0]['w']", "args[0]['momentum'][0]"} <= names
+    assert {row.name for row in seen.filter("args[0]['m*']*")} == {"args[0]['momentum'][0]"}
 
 
 def test_filter_sort_and_group():
