@@ -8,10 +8,11 @@ through `scalify` with scales that are arrays; and `frozen`, the same with stati
 (`jsa.freeze_scales`), which the step keeps (`jsa.match_scales`). The GPTs of width 512 see 4
 sequences of 32 tokens, the others 8 of 64, so that two CPU cores are enough.
 
-Tracing, lowering and compiling are timed in processes of their own, without a compilation cache,
-the variants in turn. Steps are timed in one process, one of each variant in turn, in all orders;
-for at most a minute a model. Times are first quartile, median and third quartile: a shared machine
-is noisy, a ratio of medians less so. Every finished model is kept in
+Tracing, lowering and compiling are measured in processes of their own, without a compilation cache,
+the variants in turn, in seconds of processor time: XLA compiles on all cores, and what else runs on
+a shared machine must not count. Steps are timed in one process, one of each variant in turn, in all
+orders; for at most a minute a model. Times are first quartile, median and third quartile: a shared
+machine is noisy, a ratio of medians less so. Every finished model is kept in
 `benchmarks/results/cost-jax<version>.json`: a run that was stopped goes on with the next one.
 """
 
@@ -45,17 +46,17 @@ TIMES = ("trace", "lower", "compile", "first_call")
 
 
 def first_call(model: str, variant: str, scales: Sequence[float]) -> dict:
-    """Time tracing, lowering and compiling, and look at what came out."""
+    """Measure tracing, lowering and compiling in processor time, and look at what came out."""
     problem = MODELS[model]()
     update, state = problem.setting(variant, scales)
     jax.block_until_ready(state)
-    moments = [time.perf_counter()]
+    moments = [time.process_time()]
     traced = update.trace(state, problem.batch)
-    moments.append(time.perf_counter())
+    moments.append(time.process_time())
     lowered = traced.lower()
-    moments.append(time.perf_counter())
+    moments.append(time.process_time())
     compiled = lowered.compile()
-    moments.append(time.perf_counter())
+    moments.append(time.process_time())
     memory = compiled.memory_analysis()
     seconds = [*np.diff(moments), moments[-1] - moments[0]]
     return {

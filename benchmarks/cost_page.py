@@ -33,8 +33,9 @@ This page is written by `make bench-cost`. Each model is trained in float32 by t
 
 MLPs (their sizes are their names; batch 128) and the ResNet are trained with SGD, the GPTs (layers
 x width, unrolled or one `lax.scan`) with AdamW and clipping. Ratios are those of medians. Tracing,
-lowering and compiling were timed in processes of their own without a cache, steps in turn in one
-process, on two CPU cores. `benchmarks/cost.py` says more.
+lowering and compiling were measured in processes of their own without a cache, in seconds of
+processor time; steps were timed in turn in one process, on two CPU cores. `benchmarks/cost.py` says
+more.
 """
 
 
