@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -147,3 +147,12 @@ def split_product(*arrays: ScaledArray, powers: Sequence[int] | None = None) -> 
 def settled(x: Any) -> Any:
     """Return a plain `ScaledArray` in place of a deferred one, and anything else as it is."""
     return ScaledArray(x.data, x.scale) if isinstance(x, Deferred) else x
+
+
+def with_scale(
+    x: ScaledArray, scale: Scale, function: Callable[[Any], Any] = lambda data: data
+) -> ScaledArray:
+    """Return an array with another scale, its data, or what is multiplied yet, from a function."""
+    if isinstance(x, Deferred):
+        return x.moved(function(x.source), scale)
+    return ScaledArray(function(x.data), scale)

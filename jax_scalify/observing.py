@@ -102,7 +102,7 @@ def observed(
     """Return an equation's results, as `observe` gives them back."""
     results = tuple(i for i, value in enumerate(outputs) if _is_array(value))
     # What an equation holds is observed inside of it; but a rule stands for a whole function.
-    inside = eqn.primitive is not custom_scale_p and any(True for _ in sub_jaxprs(eqn.params))
+    inside = eqn.primitive is not custom_scale_p and sub_jaxprs(eqn.params)
     if inside or not results:
         return list(outputs)
     pairs = [_pair(outputs[i], table) for i in results] + [_pair(v, table) for v in inputs]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify import _compat, algebra, dtypes, observing, pow2, primitives, scale_table
+from jax_scalify import _compat, algebra, chains, dtypes, observing, pow2, primitives, scale_table
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
-from jax_scalify.deferred import Deferred, is_given_deferred, settled
+from jax_scalify.deferred import is_given_deferred, settled, with_scale
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.registry import (
     RuleContext,
@@ -46,14 +44,7 @@ from jax_scalify.values import (
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
 _MASK = 9_999.0
-_FUSED = ELEMENTWISE | MOVEMENT
 _SAME = frozenset("copy copy_p convert_element_type".split())  # in the same dtype: nothing happens
-_ALIGNING = frozenset("add add_any sub max min select_n".split())
-# XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
-# follow a residual stream through all layers. A chain is cut after this many alignments, where it
-# has several readers, which keeps the compiled program linear in depth; without barriers a cut
-# costs a division.
-_MAX_FUSED_ALIGNMENTS = 2 if _compat.keeps_barriers() else 8
 
 
 def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
@@ -226,14 +217,14 @@ def evaluate(
         env[var] = _captured(const)
     env.update(zip(jaxpr.invars, inputs, strict=True))
     equations = _live_equations(jaxpr)
-    uses = _count_uses(jaxpr, equations)
+    uses = chains.count_uses(jaxpr, equations)
     makers = observing.makers(jaxpr) if observing.is_observing() else {}
     for eqn in equations:
         with _compat.equation_context(eqn):
             operands = [read(v) for v in eqn.invars]
             outputs = _equation(eqn, operands, table, config)
             outputs = [
-                _cut(value) if uses[var] > 1 else value
+                chains.cut(value) if uses[var] > 1 else value
                 for var, value in zip(eqn.outvars, outputs, strict=True)
             ]
             if makers:
@@ -287,20 +278,6 @@ def _live_equations(jaxpr: Any) -> list[Any]:
             used.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
             live.append(eqn)
     return live[::-1]
-
-
-def _count_uses(jaxpr: Any, equations: Sequence[Any]) -> collections.Counter:
-    """How often each variable is read; a result may be read repeatedly by whoever called."""
-    atoms = itertools.chain(*(eqn.invars for eqn in equations), jaxpr.outvars, jaxpr.outvars)
-    return collections.Counter(v for v in atoms if not isinstance(v, jex_core.Literal))
-
-
-def _cut(value: Value) -> Value:
-    """Compute a value once, if it has come through too many alignments."""
-    if value.depth < _MAX_FUSED_ALIGNMENTS:
-        return value
-    pinned = _with(value.array, value.array.scale, _compat.pin)
-    return dataclasses.replace(value, array=pinned, depth=0)
 
 
 def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> list[Value]:
@@ -445,8 +422,8 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             scale = Scale.of(o.scale) if static else table.atom(align_scale(o.scale, o.ndim))
             o = ScaledArray(o.data, scale)
         if isinstance(o, ScaledArray):
-            o = _with(o, o.scale.settled())
-        value = Value.of(o, facts=facts, depth=_fused_depth(eqn, inputs, o))
+            o = with_scale(o, o.scale.settled())
+        value = Value.of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
         if value.shape != var.aval.shape or value.dtype != var.aval.dtype:
             raise TypeError(
                 f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "
@@ -454,19 +431,3 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             )
         values.append(value)
     return values
-
-
-def _with(x: ScaledArray, scale: Scale, function: Callable[[Any], Any] = lambda data: data) -> Any:
-    """An array with another scale, its data, or what is to be multiplied yet, from a function."""
-    if isinstance(x, Deferred):
-        return x.moved(function(x.source), scale)
-    return ScaledArray(function(x.data), scale)
-
-
-def _fused_depth(eqn: Any, inputs: list[Value], out: Any) -> int:
-    """Count the alignments that XLA may fuse into the kernels of everything that uses a value."""
-    name = eqn.primitive.name
-    if name not in _FUSED or not isinstance(out, ScaledArray) or not out.shape:
-        return 0
-    aligns = name in _ALIGNING and not out.scale.is_static
-    return max(v.depth for v in inputs) + aligns

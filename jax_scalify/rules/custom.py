@@ -13,7 +13,7 @@ from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.custom_scale import AppliedRule, custom_scale_p
-from jax_scalify.deferred import Deferred, is_given_deferred
+from jax_scalify.deferred import Deferred, is_given_deferred, with_scale
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import promote
 from jax_scalify.rules.subtrace import takes_values
@@ -59,7 +59,7 @@ def _with_symbolic_scale(x: Any, table: ScaleTable) -> Any:
     if not is_scaled(x):
         return x
     if isinstance(x, Deferred):
-        return x.moved(x.source, x.scale.settled())
+        return with_scale(x, x.scale.settled())
     data, scale = jnp.asarray(x.data), x.scale
     if type(scale) in (float, int):
         scale = Scale.of(scale)
