@@ -40,7 +40,7 @@ def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
 
     Raises:
         ValueError: if nothing is known of this dtype: name it in `formats` of `report`.
-        TypeError: if `dtype` is no real floating dtype.
+        TypeError: if `report` is no `Report`, or `dtype` no real floating dtype.
 
     Example:
         >>> x = jnp.full(8, 2.0**-20)
@@ -50,6 +50,8 @@ def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
         It needs a scale of 2^-20: jsa.scalify gives it one, with its state from
         jsa.as_scaled_array.
     """
+    if not isinstance(report, Report):
+        raise TypeError(f"`report` must be a `Report`, got {type(report).__name__}.")
     names = [d.name for d in as_formats([dtype])] if dtype is not None else report.formats[:1]
     name = names[0] if names else None
     groups: dict[tuple, list[Row]] = {}

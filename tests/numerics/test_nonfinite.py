@@ -111,11 +111,9 @@ def test_planted_faults_are_found_at_their_lines(name, way):
     assert found.count > 0 and found.operands
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [name for name in FAULTS if name != "sqrt'(0)"])
 def test_planted_faults_of_functions_that_are_differentiated(name):
     fun, args, _, _, word = FAULTS[name]
-    if name == "sqrt'(0)":
-        pytest.skip("is a gradient already")
 
     def loss(*args):
         return sum(jnp.sum(out.astype(jnp.float32)) for out in jax.tree.leaves(fun(*args)))
@@ -167,9 +165,7 @@ def masked_softmax(x, mask):
 
 
 def test_masks_are_no_fault():
-    assert find_nonfinite(masked_softmax)(X, X > -1) is None or not find_nonfinite(masked_softmax)(
-        X, X > -1
-    )
+    assert find_nonfinite(masked_softmax)(X, X > -1) is None
 
 
 def test_a_row_that_is_masked_entirely():

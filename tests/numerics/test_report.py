@@ -287,3 +287,5 @@ def test_suggestions_for_nan_and_for_nothing():
     assert only.startswith("Nothing is lost")
     with pytest.raises(ValueError, match="be in `formats`"):
         suggest(report(update)(W, X), "float8_e4m3b11fnuz")
+    with pytest.raises(TypeError, match="`report` must be a `Report`, got int"):
+        suggest(3)
