@@ -1,0 +1,86 @@
+"""Standard deviations of operations on independent unit Gaussians.
+
+The exact ones are integrals over one variable; the interpolations are the empirical models of
+Blake et al., *u-µP* (2024), appendix B.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+_POINTS, _STEP = np.linspace(-12, 12, 4801, retstep=True)
+_WEIGHTS = np.exp(-(_POINTS**2) / 2) * _STEP / math.sqrt(2 * math.pi)
+
+
+def logarithmic_interpolation(weight: float, lower: float, upper: float) -> float:
+    """Return `upper**weight * lower**(1 - weight)`."""
+    return math.exp(weight * math.log(upper) + (1 - weight) * math.log(lower))
+
+
+def gaussian_std(function: Callable[[np.ndarray], np.ndarray]) -> float:
+    """Return the standard deviation of `function(z)`, `z` a unit Gaussian."""
+    values = function(_POINTS)
+    mean = np.sum(values * _WEIGHTS)
+    return float(np.sqrt(np.sum((values - mean) ** 2 * _WEIGHTS)))
+
+
+def gaussian_rms(function: Callable[[np.ndarray], np.ndarray]) -> float:
+    """Return the RMS of `function(z)`, `z` a unit Gaussian: what it does to a unit cotangent."""
+    return float(np.sqrt(np.sum(function(_POINTS) ** 2 * _WEIGHTS)))
+
+
+def softmax_moment(lengths: np.ndarray, shares: np.ndarray, mult: float, *powers: int) -> float:
+    """Return a moment of `p = softmax(mult * z)`, `z` unit Gaussians, averaged over lengths.
+
+    It is the mean of the sum of `p[i1]**a1 * p[i2]**a2 * ...` over all different positions `i1`,
+    `i2`, ... for the powers `a1`, `a2`, ..., as an integral over one variable: with
+    `1 / S**a = ∫ t**(a-1) exp(-t S) dt / Γ(a)` and `S = sum(exp(mult * z))`, the positions are
+    independent of each other.
+    """
+    longest = math.log(lengths.max())
+    typical = longest + min(mult**2 / 2, mult * math.sqrt(2 * longest))  # of log S
+    log_t = np.arange(-typical - 7 * mult - 25, 7 * mult + 25, 0.1)
+    z, weights = _POINTS[::8], _WEIGHTS[::8] * 8
+    log_u = log_t[:, None] + mult * z
+    decay = np.exp(-np.exp(np.minimum(log_u, 50)))
+    others = decay @ weights
+    chosen = np.ones_like(log_t)
+    for power in powers:
+        chosen *= (decay * np.exp(np.minimum(power * log_u, 600))) @ weights
+    total, order = np.zeros_like(log_t), len(powers)
+    for length, share in zip(lengths.tolist(), shares):
+        if length >= order:
+            total += share * math.perm(length, order) * chosen * others ** (length - order)
+    return float(np.sum(total) * 0.1 / math.gamma(sum(powers)))
+
+
+@functools.lru_cache(maxsize=None)
+def softmax_stds(length: int, mult: float, is_causal: bool = False) -> tuple[float, float, float]:
+    """Return three RMS values for `p = softmax(mult * z)` of unit Gaussians.
+
+    Args:
+        length: of the softmax.
+        mult: of its operands.
+        is_causal: average over softmaxes of all lengths up to this one.
+
+    Returns:
+        Of `sum(p * v)` for a unit Gaussian `v`; of an element of `p - 1/length`; and of the root of
+        the sum of the squares of `p * (v - sum(p * v))`: of a cotangent `v` on its way back.
+    """
+    lengths, shares = _all_lengths(length) if is_causal else (np.array([length]), np.ones(1))
+    moment = functools.partial(softmax_moment, lengths, shares, mult)
+    square, cube = moment(2), moment(3)
+    spread = max(square - float(np.sum(shares / lengths)), 0.0) / length
+    back = max(square - 2 * cube + moment(4) + moment(2, 2), 0.0)
+    return math.sqrt(square), math.sqrt(spread), math.sqrt(back)
+
+
+def _all_lengths(longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths from 1 on, all of the short ones, and what share of all each stands for."""
+    edges = np.unique(np.concatenate([np.arange(257), np.geomspace(256, longest, 65).round()]))
+    edges = edges[edges <= longest]
+    return ((edges[:-1] + 1 + edges[1:]) / 2).astype(int), np.diff(edges) / longest
