@@ -7,6 +7,20 @@ Sources: Blake et al., *Unit Scaling: Out-of-the-Box Low-Precision Training* (20
 """
 
 from jax_scalify.unit_scaling import constraints, functional
+from jax_scalify.unit_scaling.residuals import fixed_tau, running_mean, umup_residuals
+from jax_scalify.unit_scaling.roles import Role, get_roles
 from jax_scalify.unit_scaling.scaling import scale_bwd, scale_fwd
+from jax_scalify.unit_scaling.umup import UmupConfig
 
-__all__ = ["constraints", "functional", "scale_bwd", "scale_fwd"]
+__all__ = [
+    "Role",
+    "UmupConfig",
+    "constraints",
+    "fixed_tau",
+    "functional",
+    "get_roles",
+    "running_mean",
+    "scale_bwd",
+    "scale_fwd",
+    "umup_residuals",
+]
