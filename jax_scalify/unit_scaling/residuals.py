@@ -73,9 +73,7 @@ def running_mean() -> ResidualScheme:
     return ratio
 
 
-def umup_residuals(
-    residual_mult: float = 1.0, residual_attn_ratio: float = 1.0
-) -> ResidualScheme:
+def umup_residuals(residual_mult: float = 1.0, residual_attn_ratio: float = 1.0) -> ResidualScheme:
     """Give branches of attention, and of MLPs, weights that depend on two hyperparameters.
 
     With L branches, the stream is the embedding and Σ α / √(L/2) * branch, up to its scale, where

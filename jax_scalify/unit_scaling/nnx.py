@@ -1,0 +1,462 @@
+"""Modules of Flax NNX with unit scale: `from jax_scalify.unit_scaling import nnx`.
+
+Weights are unit Gaussians, and each parameter has its role in its metadata: `nnx.Param.role`. In
+`jax_scalify.unit_scaling.linen` are the same modules for Flax linen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+try:
+    from flax import nnx as _nnx
+except ImportError as error:  # pragma: no cover
+    raise ImportError("`jax_scalify.unit_scaling.nnx` needs Flax: `pip install flax`.") from error
+
+from jax_scalify.unit_scaling import _modules
+from jax_scalify.unit_scaling import functional as F
+from jax_scalify.unit_scaling.constraints import Constraint
+from jax_scalify.unit_scaling.residuals import ResidualScheme
+from jax_scalify.unit_scaling.roles import Role
+from jax_scalify.unit_scaling.umup import UmupConfig
+
+__all__ = [
+    "MHSA",
+    "MLP",
+    "Embed",
+    "LayerNorm",
+    "Linear",
+    "LinearReadout",
+    "RMSNorm",
+    "TransformerDecoder",
+    "TransformerLayer",
+]
+
+
+class Linear(_nnx.Module):
+    """A linear layer: `us.functional.linear` of a unit Gaussian kernel and a bias of zeros.
+
+    Args:
+        in_features: size of the last axis of the input.
+        out_features: that of the output.
+        use_bias: whether there is one.
+        constraint: on the factors of the result and of the gradient of the input.
+        fp8: cast the operands of the matmul to E4M3, and the cotangent to E5M2.
+        depth: layers of the residual stack that it is in, or None.
+        dtype: of the computation, by default what input and parameters promote to.
+        param_dtype: of the parameters.
+        rngs: for the kernel, of the stream `params`.
+
+    Examples:
+        >>> from flax.nnx import Rngs
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> nnx.Linear(16, 4, rngs=Rngs(0)).kernel.role
+        Role(name='weight', fan_in=16, depth=None)
+    """
+
+    _role = "weight"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        constraint: Constraint = "to_output_scale",
+        fp8: bool = False,
+        depth: int | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: _nnx.Rngs,
+    ):
+        kernel = jax.random.normal(rngs.params(), (in_features, out_features), param_dtype)
+        self.kernel = _nnx.Param(kernel, role=Role(self._role, in_features, depth))
+        self.bias = None
+        if use_bias:
+            bias = jnp.zeros(out_features, param_dtype)
+            self.bias = _nnx.Param(bias, role=Role("bias", out_features, depth))
+        self.constraint, self.fp8, self.dtype = constraint, fp8, dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `(..., in_features)` to `(..., out_features)`."""
+        readout = self._role == "output"
+        bias = _value(self.bias)
+        return _modules.linear(
+            x, self.kernel[...], bias, self.constraint, self.fp8, readout, self.dtype
+        )
+
+
+class LinearReadout(Linear):
+    """The last layer: `us.functional.linear_readout`. It stays in the wider dtype.
+
+    Args:
+        in_features, out_features, use_bias, dtype, param_dtype, rngs: as of `Linear`.
+        constraint: by default none, which the cut-edge at the end of a network allows.
+
+    Examples:
+        >>> from flax.nnx import Rngs
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> nnx.LinearReadout(16, 4, rngs=Rngs(0)).kernel.role.name
+        'output'
+    """
+
+    _role = "output"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        constraint: Constraint = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: _nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            out_features,
+            use_bias=use_bias,
+            constraint=constraint,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+
+class Embed(_nnx.Module):
+    """A table of unit Gaussians whose rows `us.functional.embedding` looks up.
+
+    Args:
+        num_embeddings: rows of the table.
+        features: width of a row.
+        dtype: of the result, by default that of the table.
+        param_dtype: of the table.
+        rngs: for the table, of the stream `params`.
+
+    Examples:
+        >>> from flax.nnx import Rngs
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> nnx.Embed(16, 4, rngs=Rngs(0)).embedding.role
+        Role(name='embedding', fan_in=4, depth=None)
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: _nnx.Rngs,
+    ):
+        table = jax.random.normal(rngs.params(), (num_embeddings, features), param_dtype)
+        self.embedding = _nnx.Param(table, role=Role("embedding", features))
+        self.dtype = dtype
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Map integers `(...)` to `(..., features)`."""
+        return F.embedding(ids, *_modules.promoted(self.dtype, self.embedding[...]))
+
+
+class LayerNorm(_nnx.Module):
+    """`us.functional.layer_norm` of the last axis, by default without parameters.
+
+    Args:
+        features: size of the last axis.
+        use_scale: whether there is a weight, of ones.
+        use_bias: whether there is a bias, of zeros.
+        epsilon: added to the variance.
+        depth: layers of the residual stack that it is in, or None.
+        param_dtype: of the parameters.
+
+    Examples:
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> nnx.LayerNorm(2)(jnp.array([1.0, 3.0])).round(2)
+        Array([-1.,  1.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        use_scale: bool = False,
+        use_bias: bool = False,
+        epsilon: float = 1e-5,
+        depth: int | None = None,
+        param_dtype: Any = jnp.float32,
+    ):
+        self.scale = self.bias = None
+        if use_scale:
+            role = Role("norm", features, depth)
+            self.scale = _nnx.Param(jnp.ones(features, param_dtype), role=role)
+        if use_bias:
+            role = Role("bias", features, depth)
+            self.bias = _nnx.Param(jnp.zeros(features, param_dtype), role=role)
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last axis."""
+        return F.layer_norm(x, _value(self.scale), _value(self.bias), eps=self.epsilon)
+
+
+class RMSNorm(_nnx.Module):
+    """`us.functional.rms_norm` of the last axis, by default without parameters.
+
+    Args:
+        features, use_scale, epsilon, depth, param_dtype: as of `LayerNorm`.
+
+    Examples:
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> nnx.RMSNorm(2)(jnp.array([3.0, 3.0])).round(2)
+        Array([1., 1.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        use_scale: bool = False,
+        epsilon: float = 1e-5,
+        depth: int | None = None,
+        param_dtype: Any = jnp.float32,
+    ):
+        self.scale = None
+        if use_scale:
+            role = Role("norm", features, depth)
+            self.scale = _nnx.Param(jnp.ones(features, param_dtype), role=role)
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last axis."""
+        return F.rms_norm(x, _value(self.scale), eps=self.epsilon)
+
+
+class MLP(_nnx.Module):
+    """A feed-forward layer with SwiGLU: `down(up(x) * silu(gate(x)))`.
+
+    Args:
+        width: of input and output.
+        hidden: between, by default `4 * width`.
+        act_mult: of the operand of SwiGLU's sigmoid.
+        fp8: whether `up` and `gate` multiply in FP8; `down`, which is critical, does not.
+        depth: layers of the residual stack that it is in, or None.
+        dtype, param_dtype, rngs: as of `Linear`.
+
+    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2.
+
+    Examples:
+        >>> from flax.nnx import Rngs
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> nnx.MLP(8, rngs=Rngs(0)).down.kernel.shape
+        (32, 8)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int | None = None,
+        *,
+        act_mult: float = 1.0,
+        fp8: bool = False,
+        depth: int | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: _nnx.Rngs,
+    ):
+        hidden = 4 * width if hidden is None else hidden
+        options: dict[str, Any] = dict(
+            depth=depth, dtype=dtype, param_dtype=param_dtype, rngs=rngs, constraint=None
+        )
+        # No constraint: what the factors of one matrix are, those of the other are backwards.
+        self.up = Linear(width, hidden, fp8=fp8, **options)
+        self.gate = Linear(width, hidden, fp8=fp8, **options)
+        self.down = Linear(hidden, width, **options)
+        self.act_mult = act_mult
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `(..., width)` to the same shape."""
+        return self.down(F.silu_glu(self.up(x), self.gate(x), mult=self.act_mult))
+
+
+class MHSA(_nnx.Module):
+    """Self-attention of several heads, with the rotary embedding.
+
+    Args:
+        width: of input and output.
+        num_heads: that share the width.
+        is_causal: whether positions see only those before them.
+        rope: whether queries and keys are rotated by their position.
+        softmax_mult: of the operand of the softmax.
+        fp8: whether `query`, `key` and `value` multiply in FP8; `out`, which is critical, does not.
+        depth: layers of the residual stack that it is in, or None.
+        dtype, param_dtype, rngs: as of `Linear`.
+
+    Raises:
+        ValueError: if the heads cannot share the width.
+
+    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2.
+
+    Examples:
+        >>> from flax.nnx import Rngs
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> nnx.MHSA(8, 2, rngs=Rngs(0))(jnp.ones((1, 3, 8))).shape
+        (1, 3, 8)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        is_causal: bool = True,
+        rope: bool = True,
+        softmax_mult: float = 1.0,
+        fp8: bool = False,
+        depth: int | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: _nnx.Rngs,
+    ):
+        _modules.check_heads(width, num_heads, rope)
+        options: dict[str, Any] = dict(depth=depth, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.query = Linear(width, width, fp8=fp8, **options)
+        self.key = Linear(width, width, fp8=fp8, **options)
+        self.value = Linear(width, width, fp8=fp8, **options)
+        self.out = Linear(width, width, **options)
+        self.num_heads, self.is_causal, self.rope = num_heads, is_causal, rope
+        self.softmax_mult = softmax_mult
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `(batch, positions, width)` to the same shape."""
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        options = (self.num_heads, self.softmax_mult, self.is_causal, self.rope)
+        return self.out(_modules.attend(q, k, v, *options))
+
+
+class TransformerLayer(_nnx.Module):
+    """Attention and MLP as residual branches, each behind an RMS norm.
+
+    Args:
+        width: of input and output.
+        num_heads: of attention.
+        hidden: of the MLP, by default `4 * width`.
+        taus: ratios of the branches, attention and MLP, to their skip connections.
+        config: hyperparameters of u-µP.
+        is_causal: whether positions see only those before them.
+        fp8: whether the matmuls that are not critical are in FP8.
+        depth: layers of the residual stack that it is in, or None.
+        dtype, param_dtype, rngs: as of `Linear`.
+
+    Examples:
+        >>> from flax.nnx import Rngs
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> nnx.TransformerLayer(8, 2, rngs=Rngs(0))(jnp.ones((1, 3, 8))).shape
+        (1, 3, 8)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        hidden: int | None = None,
+        *,
+        taus: tuple[float, float] = (1.0, 1.0),
+        config: UmupConfig = UmupConfig(),  # noqa: B008
+        is_causal: bool = True,
+        fp8: bool = False,
+        depth: int | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: _nnx.Rngs,
+    ):
+        options: dict[str, Any] = dict(
+            fp8=fp8, depth=depth, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.attention_norm = RMSNorm(width)
+        self.attention = MHSA(
+            width, num_heads, is_causal=is_causal, softmax_mult=config.attn_softmax_mult, **options
+        )
+        self.mlp_norm = RMSNorm(width)
+        self.mlp = MLP(width, hidden, act_mult=config.ffn_act_mult, **options)
+        self.taus = taus
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `(batch, positions, width)` to the same shape."""
+        x = F.residual_apply(lambda x: self.attention(self.attention_norm(x)), x, self.taus[0])
+        return F.residual_apply(lambda x: self.mlp(self.mlp_norm(x)), x, self.taus[1])
+
+
+class TransformerDecoder(_nnx.Module):
+    """The Llama of u-µP: embedding, layers, RMS norm, readout.
+
+    Args:
+        vocab_size: number of tokens.
+        width: of the stream.
+        num_layers: each with two residual branches.
+        num_heads: of attention.
+        hidden: of the MLPs, by default `4 * width`.
+        config: hyperparameters of u-µP.
+        residuals: a scheme of residual branches instead of `config.residuals()`.
+        fp8: whether the matmuls that are not critical are in FP8: those that make queries, keys and
+            values, and those into the MLPs.
+        dtype: of the computation, by default that of the parameters.
+        param_dtype: of the parameters.
+        rngs: for the parameters, of the stream `params`.
+
+    Raises:
+        ValueError: if the heads cannot share the width.
+
+    Source: Blake et al., *u-µP* (2024), section 4 and appendix D.
+
+    Examples:
+        >>> from flax.nnx import Rngs
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> model = nnx.TransformerDecoder(16, 8, num_layers=1, num_heads=2, rngs=Rngs(0))
+        >>> model(jnp.array([[1, 2, 3]])).shape
+        (1, 3, 16)
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        width: int,
+        num_layers: int,
+        num_heads: int,
+        *,
+        hidden: int | None = None,
+        config: UmupConfig = UmupConfig(),  # noqa: B008
+        residuals: ResidualScheme | None = None,
+        fp8: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: _nnx.Rngs,
+    ):
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.embed = Embed(vocab_size, width, **options)
+        branches: dict[str, Any] = dict(config=config, fp8=fp8, depth=num_layers, **options)
+        self.layers = _nnx.List(
+            TransformerLayer(width, num_heads, hidden, taus=taus, **branches)
+            for taus in _modules.branch_taus(config, residuals, num_layers)
+        )
+        self.norm = RMSNorm(width)
+        self.readout = LinearReadout(width, vocab_size, **options)
+        self.config = config
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Map integers `(batch, positions)` to logits `(batch, positions, vocab_size)`."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.readout(self.norm(x))
+
+    def loss(self, ids: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
+        """Return the cross entropy of labels `(batch, positions)`, the mean of where it counts."""
+        return F.cross_entropy(self(ids), labels, mult=self.config.loss_softmax_mult, where=where)
+
+
+def _value(param: Any) -> Any:
+    return None if param is None else param[...]
