@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def softmax_moment(lengths: np.ndarray, shares: np.ndarray, mult: float, *powers
     return float(np.sum(total) * 0.1 / math.gamma(sum(powers)))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def softmax_stds(length: int, mult: float, is_causal: bool = False) -> tuple[float, float, float]:
     """Return three RMS values for `p = softmax(mult * z)` of unit Gaussians.
 

@@ -1,5 +1,21 @@
 """Functions with unit scale: of their results, and of the gradients of their operands."""
 
+from jax_scalify.unit_scaling.functional.activations import (
+    gelu,
+    relu,
+    sigmoid,
+    silu,
+    silu_glu,
+    tanh,
+)
+from jax_scalify.unit_scaling.functional.attention import rope, scaled_dot_product_attention
+from jax_scalify.unit_scaling.functional.losses import cross_entropy, mse_loss
+from jax_scalify.unit_scaling.functional.normalization import (
+    dropout,
+    layer_norm,
+    rms_norm,
+    softmax,
+)
 from jax_scalify.unit_scaling.functional.products import (
     conv,
     einsum,
@@ -8,5 +24,38 @@ from jax_scalify.unit_scaling.functional.products import (
     linear_readout,
     matmul,
 )
+from jax_scalify.unit_scaling.functional.sums import (
+    add,
+    residual_add,
+    residual_apply,
+    residual_split,
+    weighted_add,
+)
 
-__all__ = ["conv", "einsum", "embedding", "linear", "linear_readout", "matmul"]
+__all__ = [
+    "add",
+    "conv",
+    "cross_entropy",
+    "dropout",
+    "einsum",
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "linear_readout",
+    "matmul",
+    "mse_loss",
+    "relu",
+    "residual_add",
+    "residual_apply",
+    "residual_split",
+    "rms_norm",
+    "rope",
+    "scaled_dot_product_attention",
+    "sigmoid",
+    "silu",
+    "silu_glu",
+    "softmax",
+    "tanh",
+    "weighted_add",
+]
