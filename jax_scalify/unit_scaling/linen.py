@@ -77,7 +77,9 @@ def with_role(
 
     Args:
         init: an initialiser, of a key, a shape and a dtype.
-        name, fan_in, depth: of the `Role`.
+        name: of the `Role`.
+        fan_in: of the `Role`.
+        depth: of the `Role`.
 
     Returns:
         An initialiser.

@@ -200,7 +200,10 @@ def adam(
 
     Args:
         learning_rate: of all widths and depths, or a schedule.
-        b1, b2, eps, mu_dtype: as in `optax.adam`.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        mu_dtype: of the first moment, by default that of the parameters.
         roles: None to take the roles that the parameters carry, or as in `get_roles`.
 
     Returns:
@@ -246,7 +249,10 @@ def adamw(
 
     Args:
         learning_rate: of all widths and depths, or a schedule.
-        b1, b2, eps, mu_dtype: as in `optax.adamw`.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        mu_dtype: of the first moment, by default that of the parameters.
         weight_decay: share of a parameter that is taken in a step.
         peak_learning_rate: largest value of a schedule; needed with one.
         mask: as in `optax.masked`: which parameters decay, by default all.
@@ -299,7 +305,8 @@ def sgd(
 
     Args:
         learning_rate: of all widths and depths, or a schedule.
-        momentum, nesterov: as in `optax.sgd`.
+        momentum: decay of the sum of gradients, or None for no sum.
+        nesterov: whether momentum is Nesterov's.
         readout_constraint: that of `linear_readout`: None, as in the modules here, or
             "to_output_scale".
         roles: None to take the roles that the parameters carry, or as in `get_roles`.

@@ -7,7 +7,7 @@ pass as in the backward pass: each factor is 1/√ of the number of terms.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,7 +79,14 @@ def einsum(subscripts: str, *operands: Any, constraint: Constraint = _DEFAULT) -
     return _sum_of_products(contract, arrays, out.size, terms, constraint)
 
 
-def linear(x: Any, weight: Any, bias: Any = None, constraint: Constraint = _DEFAULT) -> jax.Array:
+def linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    constraint: Constraint = _DEFAULT,
+    *,
+    matmul: Callable[[Any, Any], jax.Array] = jnp.matmul,
+) -> jax.Array:
     """Apply a linear layer: `out = (x @ weight) / √fan_in + bias`.
 
     The gradients of weight and bias, whose edges are cut-edges, are multiplied by
@@ -91,6 +98,7 @@ def linear(x: Any, weight: Any, bias: Any = None, constraint: Constraint = _DEFA
         bias: `(fan_out,)` or None.
         constraint: on the factors of the result (1/√fan_in) and of the gradient of `x`
             (1/√fan_out).
+        matmul: what multiplies, such as `us.fp8_matmul`.
 
     Returns:
         `(..., fan_out)`.
@@ -106,7 +114,7 @@ def linear(x: Any, weight: Any, bias: Any = None, constraint: Constraint = _DEFA
         >>> us.functional.linear(jnp.ones((2, 16)), jnp.ones((16, 3)))[0]
         Array([4., 4., 4.], dtype=float32)
     """
-    return _linear("linear", x, weight, bias, constraint, readout=False)
+    return _linear("linear", x, weight, bias, constraint, matmul)
 
 
 def linear_readout(
@@ -137,11 +145,17 @@ def linear_readout(
         >>> us.functional.linear_readout(jnp.ones((2, 16)), jnp.ones((16, 3)))[0]
         Array([1., 1., 1.], dtype=float32)
     """
-    return _linear("linear_readout", x, weight, bias, constraint, readout=True)
+    return _linear("linear_readout", x, weight, bias, constraint, jnp.matmul, readout=True)
 
 
 def _linear(
-    name: str, x: Any, weight: Any, bias: Any, constraint: Constraint, readout: bool
+    name: str,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    constraint: Constraint,
+    multiply: Callable[[Any, Any], jax.Array],
+    readout: bool = False,
 ) -> jax.Array:
     x, weight = floating(name, x=x, weight=weight)
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[0]:
@@ -152,7 +166,7 @@ def _linear(
     fan_in, fan_out = weight.shape
     rows = math.prod(x.shape[:-1])
     out = scaled(
-        jnp.matmul,
+        multiply,
         [x, weight],
         inverse(math.sqrt(fan_in)),
         [inverse(math.sqrt(fan_out)), inverse(math.sqrt(rows))],
