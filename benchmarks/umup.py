@@ -7,7 +7,9 @@
 Part `sweep` trains a Llama-like decoder of four layers at every width, learning rate (a grid of
 factor 2) and parametrisation, on the bytes of the GPT example's text. Part `rms` looks at every
 weight, activation and gradient at the start and at the end of training at u-µP's best learning
-rate. Part `fp8` trains u-µP with the matmuls in FP8 that are not critical, by plain casts. The
+rate. Part `fp8` trains u-µP with the matmuls in FP8 that are not critical, by plain casts. Part
+`figure4` trains small regular and unit-scaled models in float32 and float16
+(`benchmarks/figure4.py`), at the best of four learning rates in float32. The
 paper's models are 100 times larger: batches here have 16 sequences of 32 bytes, 240 steps make 1%
 of its tokens, and one seed is run in `sweep`. Every finished cell is kept in
 `benchmarks/results/umup-jax<version>.json`: a run that was stopped goes on with the next one.
@@ -32,6 +34,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import jax_scalify as jsa  # noqa: E402
+from benchmarks import figure4  # noqa: E402
 from benchmarks.cells import Cells, Store  # noqa: E402
 from benchmarks.umup_models import batch_of, make_model, trainer  # noqa: E402
 
@@ -44,7 +47,7 @@ RATES = {  # exponents of 2
 TITLES = {"standard": "standard parametrisation", "mup": "µP", "umup": "u-µP"}
 SEEDS = (0, 1, 2)
 LIMIT = 0.5  # how far FP8 may be from float32, in %
-PARTS = ("sweep", "rms", "fp8")
+PARTS = ("sweep", "rms", "fp8", "figure4")
 
 
 def train_cell(name: str, width: int, exponent: int, seed: int, steps: int) -> dict:
@@ -228,6 +231,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = Cells(store, options.fresh, console)
         cells.add(tasks, settings)
         return cells.run()
+
+    if "figure4" in options.parts:
+        cells = run(figure4.reference_tasks(options.steps))
+        cells |= run(figure4.float16_tasks(cells, options.steps))
+        console.print(figure4.make_table(cells))
+    if options.parts == ["figure4"]:
+        return
 
     # The other parts train at the best learning rate of the smallest width.
     widths = options.widths if "sweep" in options.parts else options.widths[:1]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_scalify.nn import dot_product_attention
 from jax_scalify.unit_scaling.constraints import Constraint
 from jax_scalify.unit_scaling.factors import softmax_stds
 from jax_scalify.unit_scaling.functional._common import floating, inverse, positive, scaled
@@ -30,7 +31,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: `(..., T, N, H)`, with at most one leading axis, as in
-            `jax.nn.dot_product_attention`.
+            `jsa.nn.dot_product_attention`.
         key: `(..., S, K, H)`; N is a multiple of K.
         value: as `key`.
         mask: booleans that broadcast to `(..., N, T, S)`, or None; they are not known when the
@@ -68,9 +69,8 @@ def scaled_dot_product_attention(
     rows = math.sqrt(query.shape[-3] * query.shape[-2] / max(1, length * key.shape[-2])) or 1.0
 
     def attend(query: Any, key: Any, value: Any) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            query, key, value, mask=mask, is_causal=is_causal, scale=mult / d_head
-        )
+        scale = mult / d_head
+        return dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
 
     grads = [grad, grad / rows, output / rows]
     return scaled(attend, [query, key, value], output, grads, constraint)
