@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -13,16 +14,19 @@ from jax import lax
 from jax_scalify import pow2
 
 
+@functools.cache
 def is_scalable(dtype: Any) -> bool:
     """Tell whether values of a dtype carry a scale: real and complex floating point."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+@functools.cache
 def is_narrow_float(dtype: Any) -> bool:
     """Tell whether a dtype is a float of at most 8 bits: casts to it saturate."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
 
 
+@functools.cache
 def has_short_range(dtype: Any) -> bool:
     """Tell whether the numbers of a dtype end before those of float32: float16 and FP8."""
     return (
