@@ -31,6 +31,11 @@ except ImportError as error:  # pragma: no cover
         "`jax_scalify.unit_scaling.optim` needs optax: `pip install optax`."
     ) from error
 
+try:
+    from flax import serialization as _serialization
+except ImportError:
+    _serialization = None
+
 from jax_scalify.unit_scaling.roles import Role, get_roles
 
 __all__ = [
@@ -94,6 +99,12 @@ class ScaleByRoleState:
     """The factors, one for each parameter: static, no arrays."""
 
     factors: tuple[float, ...]
+
+
+if _serialization is not None:  # a state with no arrays has nothing to store
+    _serialization.register_serialization_state(
+        ScaleByRoleState, lambda state: {}, lambda state, stored: state
+    )
 
 
 def scale_by_role(

@@ -57,8 +57,11 @@ def test_both_interfaces_give_the_same():
     module, params = linen_decoder(config=CONFIG, fp8=True)
     model = nnx_decoder(config=CONFIG, fp8=True)
     copy_into(model, params)
-    np.testing.assert_array_equal(
-        jax.jit(lambda p: module.apply({"params": p}, IDS))(params), flax.nnx.jit(model)(IDS)
+    got, want = flax.nnx.jit(model)(IDS), jax.jit(module.apply)({"params": params}, IDS)
+    np.testing.assert_allclose(got, want, atol=1e-3)  # a number between two of E4M3 goes to either
+    graph, state = flax.nnx.split(model)
+    assert dots(lambda s: flax.nnx.merge(graph, s)(IDS), state) == dots(
+        lambda p: module.apply({"params": p}, IDS), params
     )
 
 
@@ -159,22 +162,22 @@ def test_at_initialisation_all_has_unit_scale(fp8):
 
 
 def test_gradients_of_the_stream_have_unit_scale():
-    model = nnx_decoder()
+    graph, params = flax.nnx.split(nnx_decoder())
 
-    def tail(start):
-        def run(x):
-            for layer in list(model.layers)[start:]:
-                x = layer(x)
+    @jax.jit
+    def gradients(params):
+        model = flax.nnx.merge(graph, params)
+
+        def loss(probes):
+            x = model.embed(IDS) + probes[0]
+            for layer, probe in zip(model.layers, probes[1:]):
+                x = layer(x) + probe
             return F.cross_entropy(model.readout(model.norm(x)), LABELS)
 
-        return run
+        return jax.grad(loss)(jnp.zeros((LAYERS + 1, *IDS.shape, WIDTH)))
 
-    x = model.embed(IDS)
-    for start in range(LAYERS + 1):
-        grad = jax.jit(jax.grad(tail(start)))(x)
-        assert 0.5 < rms(grad) < 2, start
-        if start < LAYERS:
-            x = model.layers[start](x)
+    for depth, grad in enumerate(gradients(params)):
+        assert 0.5 < rms(grad) < 2, depth
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -201,7 +204,7 @@ def test_a_decoder_learns(interface, fp8):
 @pytest.mark.parametrize("interface, fp8", [("nnx", True), ("linen", False)])
 def test_a_training_step_composes_with_scalify(interface, fp8):
     loss, params = loss_and_params(interface, fp8=fp8, num_layers=1)
-    tx = optim.adamw(2.0**-2, weight_decay=2.0**-13)
+    tx = optim.sgd(2.0**-2, 0.5) if fp8 else optim.adamw(2.0**-2, weight_decay=2.0**-13)
 
     def step(params, state):
         value, grads = jax.value_and_grad(loss)(params)

@@ -5,6 +5,7 @@ import math
 
 import flax.linen
 import flax.nnx
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -249,6 +250,9 @@ def test_states_of_flax_take_the_optimizers():
 
     moved = step(step(state))
     assert jax.tree.structure(moved.params) == jax.tree.structure(params)
+    restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(moved))
+    assert jax.tree.structure(restored) == jax.tree.structure(moved)
+    jax.tree.map(np.testing.assert_array_equal, restored, moved)
 
     model = nnx.TransformerDecoder(16, 8, num_layers=1, num_heads=2, rngs=flax.nnx.Rngs(0))
     copy_into(model, params)
