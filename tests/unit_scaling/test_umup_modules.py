@@ -116,18 +116,24 @@ def test_decoder_is_a_plain_llama_with_the_multipliers_of_mup():
 
         alpha_mlp = 0.75 * math.sqrt(2 / (1 + 1.5**2))
         alphas = [1.5 * alpha_mlp, alpha_mlp]
-        x = params["embed"]["embedding"][IDS]
-        for i in range(LAYERS):
-            layer = params[f"layers_{i}"]
-            for alpha, f, name in zip(alphas, (attention, mlp), ("attention", "mlp")):
-                x = x + alpha / math.sqrt(LAYERS) * f(norm(x), layer[name])
-        logits = norm(x) @ params["readout"]["kernel"] / WIDTH
+
+        @jax.jit
+        def plain(params):
+            x = params["embed"]["embedding"][IDS]
+            for i in range(LAYERS):
+                layer = params[f"layers_{i}"]
+                for alpha, f, name in zip(alphas, (attention, mlp), ("attention", "mlp")):
+                    x = x + alpha / math.sqrt(LAYERS) * f(norm(x), layer[name])
+            return norm(x) @ params["readout"]["kernel"] / WIDTH
+
+        logits = plain(params)
         got = jax.jit(module.apply)({"params": params}, IDS)
         assert got.dtype == jnp.float64
         np.testing.assert_allclose(got, logits, atol=2e-5)  # the norms' epsilon
         log_p = jax.nn.log_softmax(1.25 * logits)
         loss = -jnp.mean(jnp.take_along_axis(log_p, LABELS[..., None], -1))
-        got = module.apply({"params": params}, IDS, LABELS, method="loss")
+        apply = jax.jit(functools.partial(module.apply, method="loss"))
+        got = apply({"params": params}, IDS, LABELS)
         np.testing.assert_allclose(got, loss, atol=2e-5)
 
 
@@ -298,8 +304,9 @@ def test_a_scheme_and_the_labels_that_count():
     module, params = linen_decoder(residuals=us.fixed_tau(0.25))
     assert module.bind({"params": params}).layers[1].taus == (math.sqrt(1 / 3),) * 2
     where = jnp.arange(16) < 3
-    got = module.apply({"params": params}, IDS, LABELS, where, method="loss")
-    log_p = jax.nn.log_softmax(module.apply({"params": params}, IDS))
+    apply = jax.jit(module.apply, static_argnames="method")
+    got = apply({"params": params}, IDS, LABELS, where, method="loss")
+    log_p = jax.nn.log_softmax(apply({"params": params}, IDS))
     losses = -jnp.take_along_axis(log_p, LABELS[..., None], -1)[..., 0]
     np.testing.assert_allclose(got, jnp.mean(losses[:, :3]), rtol=1e-5)
 
