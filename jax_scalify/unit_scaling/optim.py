@@ -39,6 +39,7 @@ except ImportError:
 from jax_scalify.unit_scaling.roles import Role, get_roles
 
 __all__ = [
+    "ScaleByRoleState",
     "adam",
     "adam_factor",
     "adamw",

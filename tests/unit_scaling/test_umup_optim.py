@@ -295,3 +295,14 @@ def test_states_of_flax_take_the_optimizers():
 def test_what_does_not_fit_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_layers_of_others_take_a_function_of_their_paths():
+    model = flax.nnx.Linear(16, 4, rngs=flax.nnx.Rngs(0))
+    before = model.kernel[...]
+    tx = optim.sgd(0.5, roles={"kernel": "weight", "bias": "bias"}.get)
+    optimizer = flax.nnx.Optimizer(model, tx, wrt=flax.nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, flax.nnx.state(model, flax.nnx.Param))
+    optimizer.update(model, grads)
+    np.testing.assert_array_equal(model.kernel[...], before - 0.125)
+    np.testing.assert_array_equal(model.bias[...], -0.5)
