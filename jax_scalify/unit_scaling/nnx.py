@@ -74,10 +74,7 @@ class Linear(_nnx.Module):
     ):
         kernel = jax.random.normal(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = _nnx.Param(kernel, role=Role(self._role, in_features, depth))
-        self.bias = None
-        if use_bias:
-            bias = jnp.zeros(out_features, param_dtype)
-            self.bias = _nnx.Param(bias, role=Role("bias", out_features, depth))
+        self.bias = _vector(jnp.zeros, "bias", out_features, depth, param_dtype, use_bias)
         self.constraint, self.fp8, self.dtype = constraint, fp8, dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -189,13 +186,8 @@ class LayerNorm(_nnx.Module):
         depth: int | None = None,
         param_dtype: Any = jnp.float32,
     ):
-        self.scale = self.bias = None
-        if use_scale:
-            role = Role("norm", features, depth)
-            self.scale = _nnx.Param(jnp.ones(features, param_dtype), role=role)
-        if use_bias:
-            role = Role("bias", features, depth)
-            self.bias = _nnx.Param(jnp.zeros(features, param_dtype), role=role)
+        self.scale = _vector(jnp.ones, "norm", features, depth, param_dtype, use_scale)
+        self.bias = _vector(jnp.zeros, "bias", features, depth, param_dtype, use_bias)
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -224,10 +216,7 @@ class RMSNorm(_nnx.Module):
         depth: int | None = None,
         param_dtype: Any = jnp.float32,
     ):
-        self.scale = None
-        if use_scale:
-            role = Role("norm", features, depth)
-            self.scale = _nnx.Param(jnp.ones(features, param_dtype), role=role)
+        self.scale = _vector(jnp.ones, "norm", features, depth, param_dtype, use_scale)
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -456,6 +445,13 @@ class TransformerDecoder(_nnx.Module):
     def loss(self, ids: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
         """Return the cross entropy of labels `(batch, positions)`, the mean of where it counts."""
         return F.cross_entropy(self(ids), labels, mult=self.config.loss_softmax_mult, where=where)
+
+
+def _vector(
+    init: Any, role: str, features: int, depth: int | None, dtype: Any, use: bool
+) -> _nnx.Param | None:
+    """A parameter of one axis, if it is used."""
+    return _nnx.Param(init(features, dtype), role=Role(role, features, depth)) if use else None
 
 
 def _value(param: Any) -> Any:

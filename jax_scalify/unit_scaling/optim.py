@@ -31,9 +31,15 @@ except ImportError as error:  # pragma: no cover
         "`jax_scalify.unit_scaling.optim` needs optax: `pip install optax`."
     ) from error
 
+try:
+    from flax import serialization as _serialization
+except ImportError:
+    _serialization = None
+
 from jax_scalify.unit_scaling.roles import Role, get_roles
 
 __all__ = [
+    "ScaleByRoleState",
     "adam",
     "adam_factor",
     "adamw",
@@ -96,6 +102,12 @@ class ScaleByRoleState:
     factors: tuple[float, ...]
 
 
+if _serialization is not None:  # a state with no arrays has nothing to store
+    _serialization.register_serialization_state(
+        ScaleByRoleState, lambda state: {}, lambda state, stored: state
+    )
+
+
 def scale_by_role(
     factor: RoleFactor = adam_factor, roles: Any = None
 ) -> optax.GradientTransformation:
@@ -123,11 +135,11 @@ def scale_by_role(
         [[-0.125]]
     """
 
-    def init(params: Any) -> ScaleByRoleState:
+    def init(params: Any) -> Any:
         found = jax.tree.leaves(get_roles(params, roles), is_leaf=lambda x: isinstance(x, Role))
         return ScaleByRoleState(tuple(map(factor, found)))
 
-    def update(updates: Any, state: ScaleByRoleState, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
         leaves, structure = jax.tree.flatten(updates)
         if len(leaves) != len(state.factors):
@@ -281,10 +293,7 @@ def adamw(
                 f"independent of it: `peak_learning_rate` must be positive, got "
                 f"{peak_learning_rate}."
             )
-        rate, peak = learning_rate, peak_learning_rate
-
-        def schedule(step: Any) -> Any:
-            return rate(step) / peak
+        schedule = _relative(learning_rate, peak_learning_rate)
     elif peak_learning_rate is not None:
         raise ValueError("`peak_learning_rate` of `adamw` is for a schedule as `learning_rate`.")
     return optax.chain(
@@ -332,6 +341,10 @@ def sgd(
     if momentum is not None:
         steps.insert(0, optax.trace(decay=momentum, nesterov=nesterov))
     return optax.chain(*steps)
+
+
+def _relative(schedule: optax.Schedule, peak: float) -> optax.Schedule:
+    return lambda step: schedule(step) / peak
 
 
 def _base_factor(role: Role) -> float:

@@ -1,0 +1,16 @@
+"""What tests of both of Flax's interfaces share."""
+
+import flax.linen
+import flax.nnx
+
+
+def copy_into(model, params):
+    """Give an NNX model the parameters of a linen one."""
+    state = flax.nnx.to_pure_dict(flax.nnx.state(model, flax.nnx.Param))
+    plain = flax.linen.meta.unbox(params)
+    for i in list(state["layers"]):
+        state["layers"][i] = plain[f"layers_{i}"]
+    state |= {name: plain[name] for name in ("embed", "readout")}
+    full = flax.nnx.state(model, flax.nnx.Param)
+    flax.nnx.replace_by_pure_dict(full, state)
+    flax.nnx.update(model, full)
