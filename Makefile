@@ -30,11 +30,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PYTEST_FLAGS ?= -q -n 2 --dist loadfile
 SAMPLE = $(filter-out tests/test_dtypes.py tests/test_rules.py tests/test_storage.py,$(wildcard tests/test_*.py)) \
 	tests/examples/test_scanned_layers.py tests/numerics/test_check_fp8.py tests/numerics/test_hlo.py tests/numerics/test_report.py \
-	tests/numerics/test_nonfinite.py \
+	tests/numerics/test_nonfinite.py tests/unit_scaling/test_unit_factors.py tests/unit_scaling/test_umup_optim.py \
 	tests/optim/test_optim_numerics.py tests/optim/test_optim_roles.py
 
 .PHONY: demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics clean
+	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -86,6 +86,9 @@ soak: $(VENV)/.installed  ## 20,000 steps with everything in float16: is any of 
 
 numerics: $(VENV)/.installed  ## what float16 and E5M2 lose of a GPT's training step; docs/numerics.md
 	$(VENV)/bin/python benchmarks/numerics_page.py
+
+umup: $(VENV)/.installed  ## do learning rates transfer under u-µP? FP8 and float16 by unit scaling
+	$(VENV)/bin/python benchmarks/umup.py
 
 tracking: $(VENV)/.installed  ## what a record of scales and ranges each 100 steps costs
 	$(VENV)/bin/python benchmarks/tracking.py

@@ -2,7 +2,18 @@
 
 from importlib import metadata as _metadata
 
-from jax_scalify import checkpoint, fp8, lax, nn, numerics, ops, optim, testing, tree
+from jax_scalify import (
+    checkpoint,
+    fp8,
+    lax,
+    nn,
+    numerics,
+    ops,
+    optim,
+    testing,
+    tree,
+    unit_scaling,
+)
 from jax_scalify.array import (
     ScaledArray,
     as_scaled_array,
@@ -65,5 +76,6 @@ __all__ = [
     "testing",
     "thaw_scales",
     "tree",
+    "unit_scaling",
     "unpack_scales",
 ]
