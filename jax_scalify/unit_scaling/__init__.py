@@ -7,6 +7,14 @@ Sources: Blake et al., *Unit Scaling: Out-of-the-Box Low-Precision Training* (20
 """
 
 from jax_scalify.unit_scaling import constraints, functional
+from jax_scalify.unit_scaling.automatic import unit_parameters, unit_scale
 from jax_scalify.unit_scaling.scaling import scale_bwd, scale_fwd
 
-__all__ = ["constraints", "functional", "scale_bwd", "scale_fwd"]
+__all__ = [
+    "constraints",
+    "functional",
+    "scale_bwd",
+    "scale_fwd",
+    "unit_parameters",
+    "unit_scale",
+]

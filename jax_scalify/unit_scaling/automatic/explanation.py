@@ -1,0 +1,120 @@
+"""What `unit_scale` has done to a function, as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax_scalify import _compat
+from jax_scalify.unit_scaling.automatic.groups import MOVEMENT, Group
+from jax_scalify.unit_scaling.automatic.planning import Factors, Plan
+
+_LONGEST = 40  # name of a function that is many equations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One operation.
+
+    Attributes:
+        operation: its name: a primitive, or what a function consists of.
+        kind: "product", "lookup", "sum", "residual sum", "function", "body" or "opaque".
+        scope: modules and transforms around it.
+        line: of the user's code, `file:line (function)`.
+        shape: of its result.
+        alpha: factor of the result, in the forward pass.
+        weights: of a sum, those of its terms, in the forward pass; otherwise empty.
+        operands: names of the operands that have gradients; their shapes, where they have none.
+        betas: factors of their gradients.
+        cut_edges: which of them are at cut-edges.
+        note: more about it.
+    """
+
+    operation: str
+    kind: str
+    scope: str
+    line: str
+    shape: tuple[int, ...]
+    alpha: float
+    weights: tuple[float, ...]
+    operands: tuple[str, ...]
+    betas: tuple[float, ...]
+    cut_edges: tuple[bool, ...]
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The operations of a function that is unit-scaled, in order; its `str` is a table."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        head = ("operation", "result", "alpha", "betas (| cut-edge)", "line", "note")
+        table = [head, *map(_cells, self.rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in table)
+        return "\n".join(lines)
+
+
+def explain(plan: Plan, names: dict[Any, str]) -> Explanation:
+    """Return the table of a plan; `names` are those of the program's arguments."""
+    rows = []
+    for scope in plan.groups:
+        for value in scope.inputs:
+            if value.source in names and not value.is_carry:
+                names[value] = names[value.source]
+        for op in scope.ops:
+            if op.name in MOVEMENT and op.inputs[0] in names:
+                names[op.outputs[0]] = names[op.inputs[0]]
+        rows += [_row(group, plan.factors[group], names) for group in plan.groups[scope]]
+    return Explanation(tuple(rows))
+
+
+def _row(group: Group, factors: Factors, names: dict[Any, str]) -> Row:
+    root = group.root
+    notes = [factors.note] if factors.note else []
+    if factors.delayed is not None:
+        notes.append("the branch's gradient is weighted where it starts")
+    elif group.split is not None:
+        notes.append("the branch is no part of its own: its gradient is weighted at its end")
+    if factors.result_grad != 1:
+        notes.append(f"gradient of the result by {factors.result_grad:.4g}")
+    shape = root.outputs[0].shape
+    return Row(
+        operation=_name(group),
+        kind="residual sum" if group.split is not None else group.kind,
+        scope=_compat.name_stack(root.eqn),
+        line=_compat.layer_line(root.eqn),
+        shape=shape,
+        alpha=factors.output,
+        weights=tuple(factors.weights) if group.kind == "sum" else (),
+        operands=tuple(names.get(v, str(list(v.shape))) for v in group.operands),
+        betas=tuple(factors.grads),
+        cut_edges=tuple(factors.is_cut),
+        note="; ".join(notes),
+    )
+
+
+def _name(group: Group) -> str:
+    if group.kind != "function":
+        return group.root.name
+    calls = [
+        op.callers[0] if op.callers else op.eqn.params.get("name", op.name) for op in group.ops
+    ]
+    names = dict.fromkeys(str(c) for c in calls if c not in MOVEMENT)
+    text = " ".join(names) or group.root.name
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    alpha = f"{row.alpha:.4g}"
+    if row.weights:
+        alpha = " + ".join(f"{w:.4g}" for w in row.weights)
+    betas = ", ".join(
+        f"{name}: {beta:.4g}{' |' if cut else ''}"
+        for name, beta, cut in zip(row.operands, row.betas, row.cut_edges)
+    )
+    line = row.line.rpartition("/")[2]
+    operation = f"{row.operation} ({row.kind})" if row.kind == "residual sum" else row.operation
+    return operation, str(list(row.shape)), alpha, betas, line, row.note
