@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex_core
 
 from jax_scalify import _compat
 from jax_scalify.unit_scaling.automatic.groups import MOVEMENT, Group, is_bias, parameter
@@ -104,7 +105,7 @@ def _cached(closed: Any, roles: Sequence[str], measure: Any) -> Any:
         if len(_CACHE) >= _CACHE_SIZE:
             _CACHE.clear()
         with jax.ensure_compile_time_eval():
-            _CACHE[key] = measure(jax.extend.core.jaxpr_as_fun(closed), (closed, roles))
+            _CACHE[key] = measure(jex_core.jaxpr_as_fun(closed), (closed, roles))
     return _CACHE[key]
 
 

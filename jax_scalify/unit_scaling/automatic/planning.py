@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
 
 from jax_scalify import _compat
 from jax_scalify.unit_scaling.automatic import graph as graphs
