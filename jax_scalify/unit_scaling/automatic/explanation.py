@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import re
+from collections.abc import Iterator
 
 from jax_scalify import _compat
 from jax_scalify.unit_scaling.automatic.groups import MOVEMENT, Group
 from jax_scalify.unit_scaling.automatic.planning import Factors, Plan
+from jax_scalify.unit_scaling.automatic.program import Scope, Value
 
 _LONGEST = 40  # name of a function that is many equations
 
@@ -50,36 +52,41 @@ class Explanation:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        head = ("operation", "result", "alpha", "betas (| cut-edge)", "line", "note")
+        head = ("operation", "result", "forward", "gradients, * at cut-edges", "line", "note")
         table = [head, *map(_cells, self.rows)]
         widths = [max(len(row[i]) for row in table) for i in range(len(head))]
         lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in table)
         return "\n".join(lines)
 
 
-def explain(plan: Plan, names: dict[Any, str]) -> Explanation:
+def explain(plan: Plan, names: dict[Value, str]) -> Explanation:
     """Return the table of a plan; `names` are those of the program's arguments."""
-    rows = []
-    for scope in plan.groups:
-        for value in scope.inputs:
-            if value.source in names and not value.is_carry:
-                names[value] = names[value.source]
-        for op in scope.ops:
-            if op.name in MOVEMENT and op.inputs[0] in names:
-                names[op.outputs[0]] = names[op.inputs[0]]
-        rows += [_row(group, plan.factors[group], names) for group in plan.groups[scope]]
-    return Explanation(tuple(rows))
+    return Explanation(tuple(_rows(plan, plan.scope, names)))
 
 
-def _row(group: Group, factors: Factors, names: dict[Any, str]) -> Row:
+def _rows(plan: Plan, scope: Scope, names: dict[Value, str]) -> Iterator[Row]:
+    for value in scope.inputs:
+        if value.source in names and not value.is_carry:
+            names[value] = names[value.source]
+    group_of = {group.root: group for group in plan.groups[scope]}
+    for op in scope.ops:
+        if op.name in MOVEMENT and op.inputs[0] in names:
+            names[op.outputs[0]] = names[op.inputs[0]]
+        if op in group_of:
+            yield _row(group_of[op], plan.factors[group_of[op]], names)
+        if op.body is not None:
+            yield from _rows(plan, op.body, names)
+
+
+def _row(group: Group, factors: Factors, names: dict[Value, str]) -> Row:
     root = group.root
     notes = [factors.note] if factors.note else []
     if factors.delayed is not None:
-        notes.append("the branch's gradient is weighted where it starts")
+        notes.append("branch's gradient weighted where it starts")
     elif group.split is not None:
-        notes.append("the branch is no part of its own: its gradient is weighted at its end")
+        notes.append("branch connected elsewhere: gradient weighted at its end")
     if factors.result_grad != 1:
-        notes.append(f"gradient of the result by {factors.result_grad:.4g}")
+        notes.append(f"gradients of the loss by {factors.result_grad:.4g}")
     shape = root.outputs[0].shape
     return Row(
         operation=_name(group),
@@ -108,13 +115,18 @@ def _name(group: Group) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    alpha = f"{row.alpha:.4g}"
-    if row.weights:
-        alpha = " + ".join(f"{w:.4g}" for w in row.weights)
-    betas = ", ".join(
-        f"{name}: {beta:.4g}{' |' if cut else ''}"
+    forward = " + ".join(f"{w:.4g}" for w in row.weights) or f"{row.alpha:.4g}"
+    betas = [
+        f"{_short(name)} {beta:.4g}{'*' if cut else ''}"
         for name, beta, cut in zip(row.operands, row.betas, row.cut_edges)
-    )
+        if row.kind != "body" or beta != 1
+    ]
     line = row.line.rpartition("/")[2]
     operation = f"{row.operation} ({row.kind})" if row.kind == "residual sum" else row.operation
-    return operation, str(list(row.shape)), alpha, betas, line, row.note
+    return operation, str(list(row.shape)), forward, ", ".join(betas), line, row.note
+
+
+def _short(name: str) -> str:
+    """The last two keys of a path."""
+    keys = re.findall(r"[^\[\].']+", name)
+    return name if name.startswith("[") else ".".join(keys[-2:])

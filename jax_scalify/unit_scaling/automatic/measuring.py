@@ -27,6 +27,7 @@ _COMPARISONS = frozenset("eq ne lt le gt ge".split())
 _CACHE: dict[Any, Any] = {}
 _CACHE_SIZE = 4096
 _ELEMENTS = 2**14  # that small functions are run on: the noise of an RMS is below 1%
+_COMPILE_FAST = {"xla_backend_optimization_level": 0}
 _LARGE = 1e30  # what stands for infinity, as masks have it
 
 
@@ -66,8 +67,8 @@ class Measuring:
 
     def known(self, value: Value) -> float:
         """Return the RMS of a value that is known, on samples."""
-        closed = jax.make_jaxpr(lambda: self._value(value, {}))()
-        return _cached(closed, (), lambda run, _: _rms(jax.jit(run)()))
+        closed = jax.make_jaxpr(lambda: [self._value(value, {})])()
+        return _cached(closed, (), lambda run, _: float(_call(lambda: _rms(run()[0]))))
 
     def _value(self, value: Value, env: dict[Value, Any]) -> Any:
         """Return a value, computed from samples if it is known."""
@@ -104,8 +105,7 @@ def _cached(closed: Any, roles: Sequence[str], measure: Any) -> Any:
     if key not in _CACHE:
         if len(_CACHE) >= _CACHE_SIZE:
             _CACHE.clear()
-        with jax.ensure_compile_time_eval():
-            _CACHE[key] = measure(jex_core.jaxpr_as_fun(closed), (closed, roles))
+        _CACHE[key] = measure(jex_core.jaxpr_as_fun(closed), (closed, roles))
     return _CACHE[key]
 
 
@@ -130,12 +130,19 @@ def _measure(run: Any, about: Any) -> tuple[float, list[float]]:
         return [_rms(y) for y in out], [_rms(g) for g in pull(seeds)]
 
     try:
-        outs, grads = jax.jit(both)(xs, seeds)
+        outs, grads = _call(both, xs, seeds)
     except (TypeError, ValueError, NotImplementedError):  # it has no reverse-mode derivative
-        outs, grads = jax.jit(forward)(xs), [1.0] * len(xs)
+        outs, grads = _call(forward, xs), [1.0] * len(xs)
     sizes = [a.size for a in results]
     squares = sum(n * float(y) ** 2 for n, y in zip(sizes, outs, strict=True))
     return math.sqrt(squares / max(sum(sizes), 1)), [float(g) for g in grads]
+
+
+def _call(fun: Any, *args: Any) -> Any:
+    """Compile a function and run it now, even while another one is traced."""
+    small = sum(x.size for x in jax.tree.leaves(args)) <= _ELEMENTS * 64
+    options = _COMPILE_FAST if small and jax.default_backend() == "cpu" else None
+    return jax.jit(fun).lower(*args).compile(options)(*args)
 
 
 def _rms(x: Any) -> Any:

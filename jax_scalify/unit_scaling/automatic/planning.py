@@ -157,8 +157,10 @@ def _weigh(
         counts[skip] = max(counts[skip], repeats) if repeats > 1 else counts[skip]
     total = sum(counts)
     own.weights = [math.sqrt(count / total) for count in counts]
+    size = group.outputs[0].size
     own.grads = [
-        1.0 if cut or constraint is None else weight for cut, weight in zip(own.is_cut, own.weights)
+        math.sqrt(v.size / size) if cut or constraint is None else weight
+        for v, cut, weight in zip(group.operands, own.is_cut, own.weights)
     ]
     terms[group.outputs[0]] = total
 
