@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from jax_scalify import _compat
 from jax_scalify.unit_scaling.automatic.groups import MOVEMENT, Group
 from jax_scalify.unit_scaling.automatic.planning import Factors, Plan
-from jax_scalify.unit_scaling.automatic.program import Scope, Value
+from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value
 
 _LONGEST = 40  # name of a function that is many equations
 
@@ -87,7 +87,7 @@ def _row(group: Group, factors: Factors, names: dict[Value, str]) -> Row:
         notes.append("branch connected elsewhere: gradient weighted at its end")
     if factors.result_grad != 1:
         notes.append(f"gradients of the loss by {factors.result_grad:.4g}")
-    shape = root.outputs[0].shape
+    shape = root.outputs[0].shape if root.outputs else ()
     return Row(
         operation=_name(group),
         kind="residual sum" if group.split is not None else group.kind,
@@ -106,12 +106,17 @@ def _row(group: Group, factors: Factors, names: dict[Value, str]) -> Row:
 def _name(group: Group) -> str:
     if group.kind != "function":
         return group.root.name
-    calls = [
-        op.callers[0] if op.callers else op.eqn.params.get("name", op.name) for op in group.ops
-    ]
-    names = dict.fromkeys(str(c) for c in calls if c not in MOVEMENT)
+    calls = [op.callers[0] if op.callers else _call_name(op) for op in group.ops]
+    names = dict.fromkeys(c for c in calls if c not in MOVEMENT)
     text = " ".join(names) or group.root.name
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _call_name(op: Op) -> str:
+    """The primitive, or of a function with a derivative of its own, the function."""
+    called = op.eqn.params.get("call_jaxpr")
+    about = getattr(getattr(called, "jaxpr", called), "debug_info", None)
+    return str(getattr(about, "func_name", op.name))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

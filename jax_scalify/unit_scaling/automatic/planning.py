@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 
 from jax_scalify import _compat
 from jax_scalify.unit_scaling.automatic import graph as graphs
@@ -60,24 +61,27 @@ def make_plan(scope: Scope, constraint: Constraint, residuals: bool = True) -> P
         residuals: whether the branches of residual sums have their factor where they start.
     """
     loss = next((v for v in scope.outputs if _is_loss(v)), None)
-    groups = {s: partition(s, s is scope and loss is not None) for s in all_scopes(scope)}
     results = [v for v in scope.outputs if v.is_inexact] if loss is None else [loss]
+    scopes = all_scopes(scope)
+    final = _final(loss) if loss is not None else None
+    groups = {s: partition(s, final is not None and final in s.outputs) for s in scopes}
     graph = graphs.build(scope, groups, results, _carries)
     measuring = Measuring(scope)
     terms: dict[Value, float] = {}
     factors: dict[Group, Factors] = {}
-    for each in all_scopes(scope):
+    for each in scopes:
+        branches = each.repeats * sum(group.split is not None for group in groups[each])
         for group in groups[each]:
             count = len(group.operands)
             cut = [graph.edge_of(group, slot).is_cut for slot in range(count)]
             own = Factors(1.0, [1.0] * count, [1.0] * count, cut)
             factors[group] = own
             if group.kind == "sum":
-                _weigh(group, own, terms, constraint, each.repeats)
+                _weigh(group, own, terms, constraint, branches if each.repeats > 1 else 0)
             elif group.kind == "body":
                 _scale_body(group, own)
             elif group.kind != "opaque":
-                _scale(group, own, measuring, constraint, loss)
+                _scale(group, own, measuring, constraint, final)
     for group, own in factors.items():
         if group.split is not None and residuals and constraint is not None:
             _delay(group, own, graph, factors)
@@ -86,6 +90,15 @@ def make_plan(scope: Scope, constraint: Constraint, residuals: bool = True) -> P
 
 def _is_loss(value: Value) -> bool:
     return value.is_inexact and value.shape == () and not value.is_known
+
+
+def _final(value: Value) -> Value:
+    """Follow a value into the body of the `jax.checkpoint` that makes it."""
+    op = value.op
+    while op is not None and op.body is not None and not op.is_scan:
+        value = op.body.outputs[op.outputs.index(value)]
+        op = value.op
+    return value
 
 
 def _carries(op: Op) -> list[tuple[Value, Value]]:
@@ -105,7 +118,13 @@ def _scale(
         else:
             rms, grads = _of_product(group, measuring)
     except Exception as error:  # anything at all can be an operation of a user's program
-        own.note = f"not measured: {str(error).strip().splitlines()[0]}" if str(error) else "?"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        own.note = f"not measured: {reason}"
+        warnings.warn(
+            f"`unit_scale` leaves `{group.root.name}` at {_compat.layer_line(group.root.eqn)} as "
+            f"it is, for it cannot be run by itself: {reason}",
+            stacklevel=2,
+        )
         return
     output, betas = _inverse(rms), [_inverse(g) for g in grads]
     is_loss = loss is not None and through_movement(loss).op in group.ops
@@ -117,13 +136,17 @@ def _scale(
         own.result_grad = betas[largest]
         betas = [b / own.result_grad for b in betas]
     bound = [i for i, v in enumerate(group.operands) if v.is_inexact and not own.is_cut[i]]
-    if group.root.outputs[0].size == 1 or is_loss:  # one number has no distribution
+    if is_loss or all(v.size == 1 for v in group.outputs):  # one number has no distribution
         if constraint is not None:
             for i in bound:
                 betas[i] = 1.0
         output = 1.0
-    else:
-        output, *same = apply_constraint(constraint, output, *(betas[i] for i in bound))
+    elif bound:
+        try:
+            output, *same = apply_constraint(constraint, output, *(betas[i] for i in bound))
+        except ValueError as error:
+            error.add_note(f"It was `{group.root.name}` at {_compat.layer_line(group.root.eqn)}.")
+            raise
         for i, beta in zip(bound, same, strict=True):
             betas[i] = beta
     own.output, own.grads = output, betas
@@ -147,14 +170,17 @@ def _inverse(rms: float) -> float:
 
 
 def _weigh(
-    group: Group, own: Factors, terms: dict[Value, float], constraint: Constraint, repeats: int
+    group: Group, own: Factors, terms: dict[Value, float], constraint: Constraint, branches: int
 ) -> None:
-    """Give each term of a sum the same share of its variance; in a loop, on average."""
+    """Give each term of a sum the same share of its variance.
+
+    The sums of a loop, `branches` in all its steps, have the same weights in every step.
+    """
     counts = [terms.get(through_movement(v), 1.0) for v in group.operands]
     if group.split is not None:
-        skip, branch = 1 - group.branch, group.branch
-        counts[branch] = 1.0
-        counts[skip] = max(counts[skip], repeats) if repeats > 1 else counts[skip]
+        counts[group.branch] = 1.0
+        if branches:
+            counts[1 - group.branch] = float(branches)
     total = sum(counts)
     own.weights = [math.sqrt(count / total) for count in counts]
     size = group.outputs[0].size

@@ -101,8 +101,9 @@ def unit_scale(fun: Callable, *, constraint: Constraint = "to_output_scale") -> 
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
-    if constraint is None or isinstance(constraint, str):
-        apply_constraint(constraint, 1.0, 1.0, *([1.0] if "_left" in str(constraint) else []))
+    if not callable(constraint):  # of functions it is not known how many operands they take
+        count = 1 if constraint == "to_grad_input_scale" else 2
+        apply_constraint(constraint, 1.0, *[1.0] * count)
     return UnitScaled(fun, constraint)
 
 
