@@ -1,17 +1,18 @@
 """`unit_scale` on a Flax transformer that knows nothing of it."""
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from jax_scalify import unit_scaling as us
 from jax_scalify.tracing import trace
 from jax_scalify.unit_scaling.automatic import evaluation, planning, program
 
-WIDTH, VOCABULARY, LENGTH, BATCH = 64, 128, 16, 8
+WIDTH, VOCABULARY, LENGTH, BATCH = 32, 64, 8, 8
 
 
 class Block(nn.Module):
@@ -39,11 +40,23 @@ def loss(params, tokens, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-@pytest.fixture(scope="module")
-def setup():
-    tokens, labels = jax.random.randint(jax.random.key(0), (2, BATCH, LENGTH), 0, VOCABULARY)
-    params = jax.jit(Transformer().init)(jax.random.key(1), tokens)
-    return params, tokens, labels
+def initialised(tokens):
+    """Parameters as Flax initialises them, without compiling that."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        name = path[-1].key
+        if name in ("bias", "scale"):
+            return jnp.full(leaf.shape, float(name == "scale"))
+        std = 0.02 if name == "positions" else 1 / math.sqrt(leaf.shape[0])
+        return jnp.asarray(rng.normal(size=leaf.shape) * std, jnp.float32)
+
+    shapes = jax.eval_shape(Transformer().init, jax.random.key(0), tokens)
+    return jax.tree.map_with_path(draw, shapes)
+
+
+def compiled(fun, *args):
+    return jax.jit(fun).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
 
 
 def rms(x):
@@ -72,24 +85,37 @@ def observed(fun, *args):
     params = jax.tree.leaves(args[0])
     rest = traced.operands[len(params) :]
 
-    @jax.jit
     def gradients(shifts, params):
         def total(shifts, params):
             return recorded(shifts, [*params, *rest])
 
         return jax.grad(total, (0, 1), has_aux=True)(shifts, params)
 
-    (cotangents, weights), values = gradients(shifts, params)
+    (cotangents, weights), values = compiled(gradients, shifts, params)
     return [[rms(x) for x in xs] for xs in (values, cotangents, weights)]
 
 
-def test_every_tensor_has_unit_scale(setup):
-    params, tokens, labels = setup
-    forward, backward, weights = observed(loss, us.unit_parameters(params), tokens, labels)
-    print(np.round(forward, 2), np.round(backward, 2), np.round(weights, 2), sep="\n")
-    assert len(forward) > 25
-    keys = [rms for rms in weights if rms < 1e-5]
+def test_every_tensor_has_unit_scale():
+    tokens, labels = np.random.default_rng(1).integers(0, VOCABULARY, (2, BATCH, LENGTH))
+    params = us.unit_parameters(initialised(tokens))
+    forward, backward, weights = observed(loss, params, tokens, labels)
+    keys = [x for x in weights if x < 1e-5]
     assert len(keys) == 2  # biases of keys: the softmax does not see them
+    assert len(forward) > 40
     for name, found in dict(forward=forward, backward=backward, weights=weights).items():
-        found = [x for x in found if x not in keys]
-        assert 0.25 < min(found) and max(found) < 4, (name, np.round(found, 2))
+        found = np.array([x for x in found if x not in keys])
+        assert 0.25 < found.min() and found.max() < 4, (name, found.round(2))
+
+
+def test_the_report_names_what_it_has_found():
+    tokens = jnp.zeros((BATCH, LENGTH), int)
+    params = initialised(tokens)
+    found = us.unit_scale(loss).report(params, tokens, tokens).rows
+    sums = [row for row in found if "sum" in row.kind]
+    assert [row.kind for row in sums] == ["sum"] + ["residual sum"] * 4
+    shares = [np.square(row.weights).max() for row in sums]
+    np.testing.assert_allclose(shares, [1 / 2, 1 / 2, 2 / 3, 3 / 4, 4 / 5])
+    assert all("weighted where it starts" in row.note for row in sums[1:])
+    names = {name for row in found for name in row.operands if name.startswith("args")}
+    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+    assert names == {f"args[0]{jax.tree_util.keystr(path)}" for path in paths}

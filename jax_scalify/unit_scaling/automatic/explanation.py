@@ -132,6 +132,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _short(name: str) -> str:
-    """The last two keys of a path."""
+    """The last two keys of a long path."""
     keys = re.findall(r"[^\[\].']+", name)
-    return name if name.startswith("[") else ".".join(keys[-2:])
+    return ".".join(keys[-2:]) if len(keys) > 3 else name

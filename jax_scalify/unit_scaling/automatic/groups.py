@@ -29,6 +29,7 @@ class Group:
         operands: that have, or may have, a gradient.
         split: of a residual sum, the value at which skip and branch part; the branch is
             `operands[branch]`.
+        is_tail: it comes after the last product, before the loss.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Group:
     operands: list[Value] = dataclasses.field(default_factory=list)
     split: Value | None = None
     branch: int = 1
+    is_tail: bool = False
 
     @property
     def root(self) -> Op:
@@ -67,10 +69,11 @@ def partition(scope: Scope, has_loss: bool) -> list[Group]:
                 group.ops.insert(0, op)
                 of[op] = group
                 continue
-        of[op] = Group(kinds.get(op, "function"), [op])
+        of[op] = group = Group(kinds.get(op, "function"), [op])
+        group.is_tail = has_loss and group.kind == "function" and op not in leads
         if op in splits:
-            of[op].split, of[op].branch = splits[op]
-        groups.append(of[op])
+            group.split, group.branch = splits[op]
+        groups.append(group)
     for group in groups:
         group.operands = _operands(group)
     return groups[::-1]

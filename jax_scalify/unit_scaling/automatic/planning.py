@@ -67,7 +67,7 @@ def make_plan(scope: Scope, constraint: Constraint, residuals: bool = True) -> P
     groups = {s: partition(s, final is not None and final in s.outputs) for s in scopes}
     graph = graphs.build(scope, groups, results, _carries)
     measuring = Measuring(scope)
-    terms: dict[Value, float] = {}
+    terms: dict[tuple[Value, bool], float] = {}
     factors: dict[Group, Factors] = {}
     for each in scopes:
         branches = each.repeats * sum(group.split is not None for group in groups[each])
@@ -136,7 +136,8 @@ def _scale(
         own.result_grad = betas[largest]
         betas = [b / own.result_grad for b in betas]
     bound = [i for i, v in enumerate(group.operands) if v.is_inexact and not own.is_cut[i]]
-    if is_loss or all(v.size == 1 for v in group.outputs):  # one number has no distribution
+    # What the loss is made of stays as it is; and a single number has no distribution.
+    if is_loss or group.is_tail or all(v.size == 1 for v in group.outputs):
         if constraint is not None:
             for i in bound:
                 betas[i] = 1.0
@@ -170,14 +171,20 @@ def _inverse(rms: float) -> float:
 
 
 def _weigh(
-    group: Group, own: Factors, terms: dict[Value, float], constraint: Constraint, branches: int
+    group: Group,
+    own: Factors,
+    terms: dict[tuple[Value, bool], float],
+    constraint: Constraint,
+    branches: int,
 ) -> None:
     """Give each term of a sum the same share of its variance.
 
+    Terms are counted along a chain of sums; of residual sums, the first skip is one term.
     The sums of a loop, `branches` in all its steps, have the same weights in every step.
     """
-    counts = [terms.get(through_movement(v), 1.0) for v in group.operands]
-    if group.split is not None:
+    is_residual = group.split is not None
+    counts = [terms.get((through_movement(v), is_residual), 1.0) for v in group.operands]
+    if is_residual:
         counts[group.branch] = 1.0
         if branches:
             counts[1 - group.branch] = float(branches)
@@ -188,7 +195,7 @@ def _weigh(
         math.sqrt(v.size / size) if cut or constraint is None else weight
         for v, cut, weight in zip(group.operands, own.is_cut, own.weights)
     ]
-    terms[group.outputs[0]] = total
+    terms[group.outputs[0], is_residual] = total
 
 
 def _delay(group: Group, own: Factors, graph: graphs.Graph, factors: dict[Group, Factors]) -> None:
