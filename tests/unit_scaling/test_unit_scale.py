@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_scalify import unit_scaling as us
+from jax_scalify.unit_scaling.automatic import measuring
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (8, 16))
@@ -230,12 +231,21 @@ def test_collectives_stay_as_they_are():
     np.testing.assert_allclose(ratio, 1 / 0.628, rtol=0.03)
 
 
+def test_many_samples_are_drawn_on_the_device(monkeypatch):
+    few = rows(lambda x: jnp.tanh(x) * 3, X, constraint=None)[0]
+    monkeypatch.setattr(measuring, "_MANY", 0)
+    many = rows(lambda x: jnp.tanh(x) * 3, jnp.ones((64, 256)), constraint=None)[0]
+    np.testing.assert_allclose([many.alpha, *many.betas], [few.alpha, *few.betas], rtol=0.03)
+    z = np.random.default_rng(0).normal(size=100_000)
+    np.testing.assert_allclose(few.alpha, 1 / (3 * np.sqrt(np.mean(np.tanh(z) ** 2))), rtol=0.01)
+
+
 def test_the_report_is_a_table():
     text = str(us.unit_scale(loss).report([W, W.T], X, LABELS))
     lines = text.splitlines()
-    assert lines[0].startswith("operation") and len(lines) == 5
+    assert lines[0].split()[:2] == ["scope", "operation"] and len(lines) == 5
     assert "args[0][0] 0.3536*" in lines[1] and "test_unit_scale.py:" in lines[1]
-    assert lines[2].startswith("relu")
+    assert lines[2].split()[0] == "relu"
 
 
 def test_unit_parameters():

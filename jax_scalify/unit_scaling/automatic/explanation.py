@@ -52,7 +52,15 @@ class Explanation:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        head = ("operation", "result", "forward", "gradients, * at cut-edges", "line", "note")
+        head = (
+            "scope",
+            "operation",
+            "result",
+            "forward",
+            "gradients, * at cut-edges",
+            "line",
+            "note",
+        )
         table = [head, *map(_cells, self.rows)]
         widths = [max(len(row[i]) for row in table) for i in range(len(head))]
         lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in table)
@@ -128,7 +136,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     ]
     line = row.line.rpartition("/")[2]
     operation = f"{row.operation} ({row.kind})" if row.kind == "residual sum" else row.operation
-    return operation, str(list(row.shape)), forward, ", ".join(betas), line, row.note
+    scope = "/".join(row.scope.split("/")[-2:])
+    return scope, operation, str(list(row.shape)), forward, ", ".join(betas), line, row.note
 
 
 def _short(name: str) -> str:

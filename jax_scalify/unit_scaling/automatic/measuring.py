@@ -28,6 +28,7 @@ _CACHE: dict[Any, Any] = {}
 _CACHE_SIZE = 4096
 _ELEMENTS = 2**14  # that small functions are run on: the noise of an RMS is below 1%
 _COMPILE_FAST = {"xla_backend_optimization_level": 0}
+_MANY = 2**20
 _LARGE = 1e30  # what stands for infinity, as masks have it
 
 
@@ -123,11 +124,11 @@ def _measure(run: Any, about: Any) -> tuple[float, list[float]]:
     seeds = [_sample(rng, "gaussian" if a.size > 1 else "one", a, repeats) for a in results]
 
     def forward(xs: Any) -> Any:
-        return [_rms(y) for y in jax.vmap(run)(*xs)]
+        return [_rms(y) for y in jax.vmap(run)(*_filled(xs, avals, 0))]
 
     def both(xs: Any, seeds: Any) -> Any:
-        out, pull = jax.vjp(jax.vmap(run), *xs)
-        return [_rms(y) for y in out], [_rms(g) for g in pull(seeds)]
+        out, pull = jax.vjp(jax.vmap(run), *_filled(xs, avals, 0))
+        return [_rms(y) for y in out], [_rms(g) for g in pull(_filled(seeds, results, 1))]
 
     try:
         outs, grads = _call(both, xs, seeds)
@@ -140,8 +141,8 @@ def _measure(run: Any, about: Any) -> tuple[float, list[float]]:
 
 def _call(fun: Any, *args: Any) -> Any:
     """Compile a function and run it now, even while another one is traced."""
-    small = sum(x.size for x in jax.tree.leaves(args)) <= _ELEMENTS * 64
-    options = _COMPILE_FAST if small and jax.default_backend() == "cpu" else None
+    is_small = all(x is not None for xs in args for x in xs)
+    options = _COMPILE_FAST if is_small and jax.default_backend() == "cpu" else None
     return jax.jit(fun).lower(*args).compile(options)(*args)
 
 
@@ -153,26 +154,35 @@ def _rms(x: Any) -> Any:
     return jnp.sqrt(total / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1))
 
 
-def _sample(rng: np.random.Generator, role: str, aval: Any, repeats: int) -> np.ndarray:
+def _sample(rng: np.random.Generator, role: str, aval: Any, repeats: int) -> np.ndarray | None:
+    """Return samples; None if they are many and are better drawn on the device."""
     shape = (repeats, *aval.shape)
-    if role == "gaussian":
-        values = _gaussian(rng, shape)
-        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-            values = (values + 1j * _gaussian(rng, shape)) / math.sqrt(2)
-    else:
-        values = np.full(shape, float(role == "one"), np.float32)
+    if role != "gaussian":
+        return np.full(shape, float(role == "one"), aval.dtype)
+    if aval.size > _MANY:
+        return None
+    values = _gaussian(rng, shape)
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        values = (values + 1j * _gaussian(rng, shape)) / math.sqrt(2)
     return values.astype(aval.dtype)
 
 
 def _gaussian(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Return Gaussian numbers; if they are few, their quantiles in random order: less noise."""
+    """Return the quantiles of a Gaussian in random order: less noise than random numbers."""
     size = math.prod(shape)
-    if size > _ELEMENTS * 4:
-        return rng.standard_normal(shape, np.float32)
     points = np.linspace(-6, 6, 2401)
     shares = np.cumsum(np.exp(-(points**2) / 2))
     values = np.interp((np.arange(size) + 0.5) / size, shares / shares[-1], points + 0.0025)
     return rng.permutation(values).reshape(shape).astype(np.float32)
+
+
+def _filled(xs: Sequence[Any], avals: Sequence[Any], seed: int) -> list[Any]:
+    """Draw the samples that are still missing."""
+    keys = jax.random.split(jax.random.key(seed), max(len(xs), 1))
+    return [
+        jax.random.normal(key, (1, *aval.shape), jnp.float32).astype(aval.dtype) if x is None else x
+        for x, aval, key in zip(xs, avals, keys)
+    ]
 
 
 def _sample_known(aval: Any, bound: int) -> Any:
