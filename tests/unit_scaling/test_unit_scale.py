@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_scalify as jsa
 from jax_scalify import unit_scaling as us
 from jax_scalify.unit_scaling.automatic import measuring
 
@@ -49,6 +50,17 @@ def test_transforms_compose():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
     np.testing.assert_allclose(each.mean(), got[0], rtol=0.01)  # factors of other shapes
     assert jnp.isfinite(tangent)
+
+
+def test_it_composes_with_scalify():
+    grad = jax.grad(us.unit_scale(loss))
+
+    def both(w, x, labels):
+        scaled = jsa.scalify(grad)(jsa.as_scaled_array(w), jsa.as_scaled_array(x), labels)
+        return jsa.asarray(scaled), grad(w, x, labels)
+
+    got, expected = compiled(both, [W, W.T], X, LABELS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
 
 
 def test_every_gradient_of_a_loss_has_unit_scale():
@@ -231,6 +243,14 @@ def test_collectives_stay_as_they_are():
     np.testing.assert_allclose(ratio, 1 / 0.628, rtol=0.03)
 
 
+def test_small_operands_of_large_results_are_sampled_once(monkeypatch):
+    drawn = []
+    sample = measuring._sample
+    monkeypatch.setattr(measuring, "_sample", lambda *a: drawn.append(a[-1]) or sample(*a))
+    rows(lambda x: jnp.sin(jnp.broadcast_to(x, (2**13, 7))) * 2, jnp.ones(7))
+    assert drawn == [1, 1]
+
+
 def test_many_samples_are_drawn_on_the_device(monkeypatch):
     few = rows(lambda x: jnp.tanh(x) * 3, X, constraint=None)[0]
     monkeypatch.setattr(measuring, "_MANY", 0)
@@ -273,7 +293,5 @@ def test_errors():
         us.unit_scale(loss, constraint="nothing")
     with pytest.raises(ValueError, match="does not fit an operation"):
         us.unit_scale(lambda x: (x, jnp.tanh(x)), constraint="to_left_grad_scale")(X)
-    import jax_scalify as jsa
-
     with pytest.raises(TypeError, match="plain arrays, got a ScaledArray"):
         us.unit_scale(jnp.tanh)(jsa.as_scaled_array(X))

@@ -6,7 +6,7 @@ Source: Blake et al., *Unit Scaling* (2023), section 4.2 and theorem 5.2.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_scalify.unit_scaling.automatic.groups import Group
@@ -14,6 +14,7 @@ from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value
 
 Node = Any  # a Value (an argument, or an input of a body), a Group, or SINK
 SINK = "results"
+Carries = Callable[[Op], list[tuple[Value, Value]]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,7 +96,7 @@ def body_pairs(op: Op) -> list[tuple[Value, Value]]:
 
 
 def build(
-    scope: Scope, groups: dict[Scope, list[Group]], results: Sequence[Value], carries: Any
+    scope: Scope, groups: dict[Scope, list[Group]], results: Sequence[Value], carries: Carries
 ) -> Graph:
     """Return the graph of a program, in which `results` are connected with each other.
 
@@ -115,7 +116,9 @@ def build(
     return graph
 
 
-def _add_scope(graph: Graph, scope: Scope, groups: Any, carries: Any) -> None:
+def _add_scope(
+    graph: Graph, scope: Scope, groups: dict[Scope, list[Group]], carries: Carries
+) -> None:
     for group in groups[scope]:
         if group.root.body is None:
             for slot, value in enumerate(group.operands):

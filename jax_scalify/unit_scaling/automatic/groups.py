@@ -8,7 +8,7 @@ fanout-free cone): a normalisation, a softmax, an activation, a loss.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value
 
@@ -118,13 +118,13 @@ def _kinds(ops: list[Op], leads: set[Op], splits: dict[Op, tuple[Value, int]]) -
     return kinds
 
 
-def _is_independent(op: Op, sources: object) -> bool:
+def _is_independent(op: Op, sources: Callable[[Value], frozenset]) -> bool:
     left, right = op.inputs
     if left.is_known or right.is_known or min(left.size, right.size) == 1:
         return False
     if is_bias(left, right, op) or is_bias(right, left, op):
         return False
-    return not sources(left) & sources(right)  # type: ignore[operator]
+    return not sources(left) & sources(right)
 
 
 def _split(op: Op) -> tuple[Value, int] | None:

@@ -69,7 +69,7 @@ class Measuring:
     def known(self, value: Value) -> float:
         """Return the RMS of a value that is known, on samples."""
         closed = jax.make_jaxpr(lambda: [self._value(value, {})])()
-        return _cached(closed, (), lambda run, _: float(_call(lambda: _rms(run()[0]))))
+        return _cached(closed, (), _measure_known)
 
     def _value(self, value: Value, env: dict[Value, Any]) -> Any:
         """Return a value, computed from samples if it is known."""
@@ -106,7 +106,7 @@ def _cached(closed: Any, roles: Sequence[str], measure: Any) -> Any:
     if key not in _CACHE:
         if len(_CACHE) >= _CACHE_SIZE:
             _CACHE.clear()
-        _CACHE[key] = measure(jex_core.jaxpr_as_fun(closed), (closed, roles))
+        _CACHE[key] = measure(closed, roles)
     return _CACHE[key]
 
 
@@ -114,10 +114,15 @@ def _is_plain(const: Any) -> bool:
     return not jnp.issubdtype(getattr(const, "dtype", np.float32), jax.dtypes.prng_key)
 
 
-def _measure(run: Any, about: Any) -> tuple[float, list[float]]:
-    closed, roles = about
+def _measure_known(closed: Any, roles: Sequence[str]) -> float:
+    return float(_call(lambda: _rms(jex_core.jaxpr_as_fun(closed)()[0])))
+
+
+def _measure(closed: Any, roles: Sequence[str]) -> tuple[float, list[float]]:
+    run = jex_core.jaxpr_as_fun(closed)
     avals, results = closed.in_avals, closed.out_avals
-    largest = max([1, *(a.size for a in avals)])
+    made = [v.aval for eqn in closed.jaxpr.eqns for v in eqn.outvars]
+    largest = max([1, *(getattr(a, "size", 1) for a in (*avals, *made))])
     repeats = max(1, _ELEMENTS // largest)
     rng = np.random.default_rng(0)
     xs = [_sample(rng, role, aval, repeats) for role, aval in zip(roles, avals, strict=True)]

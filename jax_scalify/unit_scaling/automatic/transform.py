@@ -70,6 +70,10 @@ def unit_scale(fun: Callable, *, constraint: Constraint = "to_output_scale") -> 
     product is not scaled in the forward pass, and one factor at its end gives the gradients their
     scale. Other results are auxiliary then. Of a function without a scalar all results count.
 
+    Factors are those of independent unit Gaussians: where a model makes its tensors alike, as many
+    layers of attention do with tokens, gradients are smaller. What cannot be run by itself, and
+    collectives, stay as they are; the first with a warning.
+
     Use it with `unit_parameters`, under `jax.jit` (each call traces `fun`), and with learning
     rates of unit-scaled models. `jax.grad`, `jax.vmap`, `jax.checkpoint` and `jax.lax.scan` work,
     and rules of `custom_jvp` and `custom_vjp` are kept.
