@@ -79,7 +79,9 @@ def einsum(subscripts: str, *operands: Any, constraint: Constraint = _DEFAULT) -
     return _sum_of_products(contract, arrays, out.size, terms, constraint)
 
 
-def linear(x: Any, weight: Any, bias: Any = None, constraint: Constraint = _DEFAULT) -> jax.Array:
+def linear(
+    x: Any, weight: Any, bias: Any = None, constraint: Constraint = _DEFAULT
+) -> jax.Array:
     """Apply a linear layer: `out = (x @ weight) / √fan_in + bias`.
 
     The gradients of weight and bias, whose edges are cut-edges, are multiplied by
