@@ -1,0 +1,193 @@
+"""Which equations are scaled as one operation.
+
+Products, convolutions, look-ups and sums of independent values are operations of their own. All
+others are taken together as far as nothing but their last result is used outside (a maximal
+fanout-free cone): a normalisation, a softmax, an activation, a loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value
+
+MOVEMENT = frozenset(
+    "reshape transpose squeeze expand_dims convert_element_type copy copy_p rev name "
+    "optimization_barrier sharding_constraint reduce_precision broadcast_in_dim".split()
+)
+_PRODUCTS = frozenset("dot_general conv_general_dilated".split())
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """Equations that are scaled as one operation.
+
+    Attributes:
+        kind: "product", "lookup", "sum", "function", "body" (a loop or a checkpoint) or "opaque".
+        ops: in order; the last one makes the results.
+        operands: that have, or may have, a gradient.
+        split: of a residual sum, the value at which skip and branch part; the branch is
+            `operands[branch]`.
+        is_tail: it comes after the last product, before the loss.
+    """
+
+    kind: str
+    ops: list[Op]
+    operands: list[Value] = dataclasses.field(default_factory=list)
+    split: Value | None = None
+    branch: int = 1
+    is_tail: bool = False
+
+    @property
+    def root(self) -> Op:
+        """The last equation."""
+        return self.ops[-1]
+
+    @property
+    def outputs(self) -> list[Value]:
+        """What is used outside."""
+        return self.root.outputs
+
+
+def partition(scope: Scope, has_loss: bool) -> list[Group]:
+    """Return the groups of a scope, in order; equations of known values belong to none."""
+    consumers: dict[Value, list[Op]] = {}
+    for op in scope.ops:
+        for value in op.inputs:
+            consumers.setdefault(value, []).append(op)
+    unknown = [op for op in scope.ops if op.eqn.effects or not all(v.is_known for v in op.inputs)]
+    leads = _leads_to_product(unknown, scope, consumers, has_loss)
+    splits: dict[Op, tuple[Value, int]] = {}
+    kinds = _kinds(unknown, leads, splits)
+    groups: list[Group] = []
+    of: dict[Op, Group] = {}
+    for op in reversed(unknown):
+        if op not in kinds and not any(v in scope.outputs for v in op.outputs):
+            users = {of[c] for v in op.outputs for c in consumers.get(v, ())}
+            if len(users) == 1 and (group := users.pop()).kind == "function":
+                group.ops.insert(0, op)
+                of[op] = group
+                continue
+        of[op] = group = Group(kinds.get(op, "function"), [op])
+        group.is_tail = has_loss and group.kind == "function" and op not in leads
+        if op in splits:
+            group.split, group.branch = splits[op]
+        groups.append(group)
+    for group in groups:
+        group.operands = _operands(group)
+    return groups[::-1]
+
+
+def _operands(group: Group) -> list[Value]:
+    values = [v for op in group.ops for v in op.inputs if not v.is_known]
+    if group.kind != "function":
+        return values  # x * x has two
+    made = {v for op in group.ops for v in op.outputs}
+    return [v for v in dict.fromkeys(values) if v not in made]
+
+
+def _kinds(ops: list[Op], leads: set[Op], splits: dict[Op, tuple[Value, int]]) -> dict[Op, str]:
+    """Kinds of the operations that stand alone."""
+    kinds: dict[Op, str] = {}
+    sources: dict[Value, frozenset] = {}
+
+    def of(value: Value) -> frozenset:
+        if value.is_known:
+            return frozenset()
+        return sources.get(value, frozenset([value]))
+
+    for op in ops:
+        if op.body is not None:
+            kinds[op] = "body"
+        elif op.eqn.effects:
+            kinds[op] = "opaque"
+        elif op.name in _PRODUCTS:
+            kinds[op] = "product"
+        elif op.name == "gather" and parameter(op.inputs[0]) is not None:
+            kinds[op] = "lookup"
+        elif op.name in ("add", "add_any") and _is_independent(op, of):
+            split = _split(op)
+            if split is not None:
+                splits[op] = split
+            if split is not None or op in leads:
+                kinds[op] = "sum"
+        alone = frozenset([op]) if op in kinds else None
+        for value in op.outputs:
+            sources[value] = alone or frozenset().union(*map(of, op.inputs))
+    return kinds
+
+
+def _is_independent(op: Op, sources: Callable[[Value], frozenset]) -> bool:
+    left, right = op.inputs
+    if left.is_known or right.is_known or min(left.size, right.size) == 1:
+        return False
+    if is_bias(left, right, op) or is_bias(right, left, op):
+        return False
+    return not sources(left) & sources(right)
+
+
+def _split(op: Op) -> tuple[Value, int] | None:
+    """Find at which value the skip and the branch of a residual sum part, and which is which."""
+    for branch in (1, 0):
+        start = through_movement(op.inputs[1 - branch])
+        if _depends_on(op.inputs[branch], start):
+            return start, branch
+    return None
+
+
+def _depends_on(value: Value, start: Value) -> bool:
+    pending, seen = [value], set()
+    while pending:
+        value = pending.pop()
+        if value is start:
+            return True
+        if value not in seen:
+            seen.add(value)
+            pending += value.op.inputs if value.op is not None else []
+    return False
+
+
+def through_movement(value: Value) -> Value:
+    """Return what a value is a copy of, up to its shape and dtype."""
+    while value.op is not None and value.op.name in MOVEMENT:
+        value = value.op.inputs[0]
+    return value
+
+
+def parameter(value: Value) -> Value | None:
+    """Return the argument of the program that a value is a copy or a slice of, if it is one."""
+    while True:
+        value = through_movement(value)
+        if value.op is not None or value.is_known or value.is_carry:
+            return None
+        if value.source is None:
+            return value
+        value = value.source
+
+
+def is_bias(value: Value, other: Value, op: Op) -> bool:
+    """Tell whether a value is a parameter that is repeated to be added to another value.
+
+    A bias has one axis, or is added to a product; what else is repeated may be an embedding.
+    """
+    start = through_movement(value)
+    if parameter(value) is None or start.size >= op.outputs[0].size:
+        return False
+    origin = through_movement(other).op
+    is_product = origin is not None and origin.name in _PRODUCTS
+    return is_product or sum(n > 1 for n in start.shape) <= 1
+
+
+def _leads_to_product(
+    ops: list[Op], scope: Scope, consumers: Mapping[Value, list[Op]], has_loss: bool
+) -> set[Op]:
+    """The equations from which a product is reached: the others belong to the loss."""
+    found: set[Op] = set()
+    for op in reversed(ops):
+        after = [c for v in op.outputs for c in consumers.get(v, ())]
+        if any(c in found or c.name in _PRODUCTS or c.body is not None for c in after) or (
+            not has_loss and any(v in scope.outputs for v in op.outputs)
+        ):
+            found.add(op)
+    return found

@@ -1,0 +1,224 @@
+"""The factors of every operation of a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+
+from jax_scalify import _compat
+from jax_scalify.unit_scaling.automatic import graph as graphs
+from jax_scalify.unit_scaling.automatic.groups import Group, partition, through_movement
+from jax_scalify.unit_scaling.automatic.measuring import Measuring
+from jax_scalify.unit_scaling.automatic.products import count_terms
+from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value, all_scopes
+from jax_scalify.unit_scaling.constraints import Constraint, apply_constraint
+
+_NEAR_ONE = 0.05  # octaves by which a factor may differ from 1 before it is worth an operation
+
+
+@dataclasses.dataclass
+class Factors:
+    """What the values of one operation are multiplied by.
+
+    Attributes:
+        output: the result, in the forward pass.
+        weights: each operand, in the forward pass: of sums, instead of `output`.
+        grads: the gradient of each operand.
+        result_grad: the gradient that arrives at the result: of the loss.
+        is_cut: which operands' edges are cut-edges.
+        delayed: of a residual sum, the branch's weight, by which gradients are multiplied where
+            the branch starts.
+        note: what could not be measured, and why.
+    """
+
+    output: float
+    grads: list[float]
+    weights: list[float]
+    is_cut: list[bool]
+    result_grad: float = 1.0
+    delayed: float | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """A program, its groups scope by scope, and their factors."""
+
+    scope: Scope
+    groups: dict[Scope, list[Group]]
+    factors: dict[Group, Factors]
+    loss: Value | None
+
+
+def make_plan(scope: Scope, constraint: Constraint, residuals: bool = True) -> Plan:
+    """Choose the factors of a program.
+
+    Args:
+        scope: the program.
+        constraint: on the factors of an operation's result and of the operands whose edges are no
+            cut-edges.
+        residuals: whether the branches of residual sums have their factor where they start.
+    """
+    loss = next((v for v in scope.outputs if _is_loss(v)), None)
+    results = [v for v in scope.outputs if v.is_inexact] if loss is None else [loss]
+    scopes = all_scopes(scope)
+    final = _final(loss) if loss is not None else None
+    groups = {s: partition(s, final is not None and final in s.outputs) for s in scopes}
+    graph = graphs.build(scope, groups, results, _carries)
+    measuring = Measuring(scope)
+    terms: dict[tuple[Value, bool], float] = {}
+    factors: dict[Group, Factors] = {}
+    for each in scopes:
+        branches = each.repeats * sum(group.split is not None for group in groups[each])
+        for group in groups[each]:
+            count = len(group.operands)
+            cut = [graph.edge_of(group, slot).is_cut for slot in range(count)]
+            own = Factors(1.0, [1.0] * count, [1.0] * count, cut)
+            factors[group] = own
+            if group.kind == "sum":
+                _weigh(group, own, terms, constraint, branches if each.repeats > 1 else 0)
+            elif group.kind == "body":
+                _scale_body(group, own)
+            elif group.kind != "opaque":
+                _scale(group, own, measuring, constraint, final)
+    for group, own in factors.items():
+        if group.split is not None and residuals and constraint is not None:
+            _delay(group, own, graph, factors)
+    return Plan(scope, groups, factors, loss)
+
+
+def _is_loss(value: Value) -> bool:
+    return value.is_inexact and value.shape == () and not value.is_known
+
+
+def _final(value: Value) -> Value:
+    """Follow a value into the body of the `jax.checkpoint` that makes it."""
+    op = value.op
+    while op is not None and op.body is not None and not op.is_scan:
+        value = op.body.outputs[op.outputs.index(value)]
+        op = value.op
+    return value
+
+
+def _carries(op: Op) -> list[tuple[Value, Value]]:
+    if not op.is_scan or op.body is None:
+        return []
+    consts, count = _compat.scan_counts(op.eqn.params)
+    pairs = zip(op.body.inputs[consts : consts + count], op.body.outputs[:count], strict=True)
+    return [(first, last) for first, last in pairs if first.is_carry]
+
+
+def _scale(
+    group: Group, own: Factors, measuring: Measuring, constraint: Constraint, loss: Value | None
+) -> None:
+    try:
+        if group.kind == "function":
+            rms, grads = measuring.function(group)
+        else:
+            rms, grads = _of_product(group, measuring)
+    except Exception as error:  # anything at all can be an operation of a user's program
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        own.note = f"not measured: {reason}"
+        warnings.warn(
+            f"`unit_scale` leaves `{group.root.name}` at {_compat.layer_line(group.root.eqn)} as "
+            f"it is, for it cannot be run by itself: {reason}",
+            stacklevel=2,
+        )
+        return
+    output, betas = _inverse(rms), [_inverse(g) for g in grads]
+    is_loss = loss is not None and through_movement(loss).op in group.ops
+    if is_loss:
+        # The edge at the end is a cut-edge: one factor for all gradients of the model.
+        largest = max(
+            range(len(betas)), key=lambda i: (group.operands[i].is_inexact, group.operands[i].size)
+        )
+        own.result_grad = betas[largest]
+        betas = [b / own.result_grad for b in betas]
+    bound = [i for i, v in enumerate(group.operands) if v.is_inexact and not own.is_cut[i]]
+    # What the loss is made of stays as it is; and a single number has no distribution.
+    if is_loss or group.is_tail or all(v.size == 1 for v in group.outputs):
+        if constraint is not None:
+            for i in bound:
+                betas[i] = 1.0
+        output = 1.0
+    elif bound:
+        try:
+            output, *same = apply_constraint(constraint, output, *(betas[i] for i in bound))
+        except ValueError as error:
+            error.add_note(f"It was `{group.root.name}` at {_compat.layer_line(group.root.eqn)}.")
+            raise
+        for i, beta in zip(bound, same, strict=True):
+            betas[i] = beta
+    own.output, own.grads = output, betas
+
+
+def _of_product(group: Group, measuring: Measuring) -> tuple[float, list[float]]:
+    op = group.root
+    terms = count_terms(op)
+    known = [measuring.known(v) for v in op.inputs if v.is_known and v.is_inexact]
+    size = math.prod(known) if all(known) else 1.0
+    grads = [
+        size * math.sqrt(terms / max(v.size, 1)) if v.is_inexact else 1.0 for v in group.operands
+    ]
+    return size * math.sqrt(terms / max(op.outputs[0].size, 1)), grads
+
+
+def _inverse(rms: float) -> float:
+    if not (rms > 0 and math.isfinite(rms)) or abs(math.log2(rms)) < _NEAR_ONE:
+        return 1.0
+    return 1 / rms
+
+
+def _weigh(
+    group: Group,
+    own: Factors,
+    terms: dict[tuple[Value, bool], float],
+    constraint: Constraint,
+    branches: int,
+) -> None:
+    """Give each term of a sum the same share of its variance.
+
+    Terms are counted along a chain of sums; of residual sums, the first skip is one term.
+    The sums of a loop, `branches` in all its steps, have the same weights in every step.
+    """
+    is_residual = group.split is not None
+    counts = [terms.get((through_movement(v), is_residual), 1.0) for v in group.operands]
+    if is_residual:
+        counts[group.branch] = 1.0
+        if branches:
+            counts[1 - group.branch] = float(branches)
+    total = sum(counts)
+    own.weights = [math.sqrt(count / total) for count in counts]
+    size = group.outputs[0].size
+    own.grads = [
+        math.sqrt(v.size / size) if cut or constraint is None else weight
+        for v, cut, weight in zip(group.operands, own.is_cut, own.weights)
+    ]
+    terms[group.outputs[0], is_residual] = total
+
+
+def _delay(group: Group, own: Factors, graph: graphs.Graph, factors: dict[Group, Factors]) -> None:
+    """Move the backward factor of a branch from its end to where it starts."""
+    starts = graph.branch(group)
+    if starts is None:
+        return
+    weight = own.weights[group.branch]
+    own.delayed, own.grads[group.branch] = weight, 1.0
+    for edge in starts:
+        assert edge.user is not None
+        factors[edge.user].grads[edge.slot] *= weight
+
+
+def _scale_body(group: Group, own: Factors) -> None:
+    """A parameter that every step of a loop uses has the sum of their gradients."""
+    op = group.root
+    if not op.is_scan:
+        return
+    consts, _ = _compat.scan_counts(op.eqn.params)
+    shared = {v for v in op.inputs[:consts] if not v.is_known}
+    length = max(op.eqn.params["length"], 1)
+    own.grads = [
+        1 / math.sqrt(length) if v in shared and cut and v.is_inexact else 1.0
+        for v, cut in zip(group.operands, own.is_cut)
+    ]
