@@ -47,7 +47,9 @@ def double_one_scale(state):
     return state
 
 
-@pytest.mark.parametrize("preset", ["fp32-scaled", "fp16-all"])
+@pytest.mark.parametrize(
+    "preset", ["fp32-scaled", pytest.param("fp16-all", marks=pytest.mark.full)]
+)
 def test_freezing_compiles_once_more(corpus, preset):
     free = make_run(corpus, preset=preset).train()
     assert compilations(preset) == (1, 0)
@@ -79,7 +81,9 @@ def test_a_rescale_compiles_only_if_it_changes_a_scale(corpus, monkeypatch, resc
     assert compilations() == (1, count)
 
 
-@pytest.mark.parametrize("preset", ["fp32-scaled", "fp16-all"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param("fp32-scaled", marks=pytest.mark.full), "fp16-all"]
+)
 def test_rescaled_data_is_near_one(preset):
     state = step.init_state(SMALL, get_preset(preset), seed=0)
     tokens = np.random.default_rng(0).integers(0, 256, (4, 9)).astype(np.int32)
@@ -98,8 +102,15 @@ def test_rescaled_data_is_near_one(preset):
         np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-3, atol=1e-12)
 
 
-@pytest.mark.parametrize("preset", ["fp32-scaled", "fp16-all"])
-@pytest.mark.parametrize("killed_at", [2, 5], ids=["dynamic", "frozen"])
+@pytest.mark.parametrize(
+    "preset, killed_at",
+    [
+        pytest.param("fp32-scaled", 2, id="dynamic-fp32-scaled"),
+        pytest.param("fp16-all", 5, id="frozen-fp16-all"),
+        pytest.param("fp32-scaled", 5, id="frozen-fp32-scaled", marks=pytest.mark.full),
+        pytest.param("fp16-all", 2, id="dynamic-fp16-all", marks=pytest.mark.full),
+    ],
+)
 def test_resume_continues_exactly(tmp_path, corpus, preset, killed_at):
     options = {"preset": preset, "freeze_after": 3, "rescale_every": 5}
     whole = make_run(corpus, tmp_path / "whole", **options)

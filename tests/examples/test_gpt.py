@@ -21,6 +21,7 @@ from examples.gpt.report import plot_losses, result_table
 from examples.gpt.train import Run
 
 SMALL = Config(layers=1, width=16, heads=2, context=8, batch=4, steps=6)
+TRAINED = ("fp32", "fp32-scaled", "fp16-all", "fp8-4")  # the others with --full
 
 
 def make_run(corpus, directory=None, preset="fp16-all", **changes):
@@ -149,7 +150,10 @@ def test_settings_that_make_no_model(name, value):
 # Training
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in TRAINED else pytest.param(name, marks=pytest.mark.full) for name in PRESETS],
+)
 def test_two_steps_of_every_preset(corpus, name):
     preset = get_preset(name)
     state = step.init_state(SMALL, preset, seed=0)
