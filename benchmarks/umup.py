@@ -169,7 +169,7 @@ def plot_sweep(cells: dict[str, dict], widths: Sequence[int], path: Path) -> Non
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.8), layout="constrained")
-    axes = figure.subplots(1, len(RATES), sharey=True)
+    axes = figure.subplots(1, len(RATES), sharey=True, squeeze=False)[0]
     colours = colormaps["viridis"](np.linspace(0.05, 0.85, len(widths)))
     for ax, name in zip(axes, RATES, strict=True):
         for width, colour in zip(widths, colours, strict=True):

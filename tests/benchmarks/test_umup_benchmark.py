@@ -1,0 +1,104 @@
+"""The u-µP benchmark: its models, its tables, and a run that goes on where it was stopped."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks import figure4, umup, umup_models
+
+
+def printed(table, capsys):
+    Console(width=200).print(table)
+    return capsys.readouterr().out
+
+
+def test_a_short_run_is_stored_and_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(umup, "RATES", {"umup": range(-1, 1)})
+    arguments = "--parts sweep --widths 16 --steps 2".split()
+    for _ in range(2):  # the second time nothing is left to do
+        umup.main([*arguments, "--out", str(tmp_path)])
+        out = capsys.readouterr().out
+        assert "does the learning rate transfer?" in out
+    assert "2 cells, 2 of them finished before" in out
+    stored = json.loads((tmp_path / f"umup-jax{jax.__version__}.json").read_text())
+    assert all(4 < cell["result"]["loss"] < 6.5 for cell in stored.values())
+    assert (tmp_path / "umup-sweep.png").stat().st_size > 10_000
+
+
+def test_all_parametrisations_start_as_one_decoder():
+    tokens = jnp.asarray(umup_models.batch_of(0, 0))
+    shapes = set()
+    for name in ("standard", "mup", "umup", "umup-fp8"):
+        model = umup_models.make_model(name, 32)
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        loss = jax.eval_shape(model.loss, params, tokens)
+        assert loss.shape == ()
+        shapes.add(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)))
+    assert len(shapes) == 1
+
+
+def test_mup_is_the_standard_parametrisation_at_the_base_width():
+    base = umup_models.BASE_WIDTH
+    tokens = jnp.asarray(umup_models.batch_of(0, 0)[:1])
+    models = [umup_models.make_model(name, base) for name in ("standard", "mup")]
+    losses = [model.loss(model.init(jax.random.key(0)), tokens) for model in models]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_tables_mark_what_moves_and_what_misses(capsys):
+    cells = {
+        umup.key_of(name, width, e): {"loss": 2 + abs(e - best) + 1 / width}
+        for name in umup.RATES
+        for width, best in ((64, umup.RATES[name][2]), (128, umup.RATES[name][3]))
+        for e in umup.RATES[name]
+    }
+    out = printed(umup.transfer_table(cells, [64, 128]), capsys)
+    assert out.count("yes") == 6
+    losses = {"umup": 2.0, "umup-fp8": 2.02}
+    cells = {f"fp8/{n}/64/{s}": {"loss": losses[n]} for n in losses for s in umup.SEEDS}
+    assert printed(umup.fp8_table(cells, 64), capsys).count("FAIL") == 4
+
+
+@pytest.mark.parametrize("kind", figure4.networks(), ids=" ".join)
+def test_both_schemes_compute_one_network(kind):
+    """Up to the factors of weights: results of unit scale, and of the same shapes."""
+    tokens = jnp.zeros((2, figure4.CONTEXT + 1), jnp.int32)
+    shapes = []
+    for is_unit in (False, True):
+        network = figure4.Network(*kind, is_unit)
+        weights = jax.eval_shape(network.init, jax.random.key(0))
+        narrow = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float16), weights)
+        loss, grads = jax.eval_shape(jax.value_and_grad(network.loss), narrow, tokens)
+        assert loss.dtype == jnp.float32
+        assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float16)}
+        shapes.append(jax.tree.map(jnp.shape, weights))
+    assert shapes[0] == shapes[1]
+
+
+def test_figure4_says_which_float16_misses(capsys):
+    cells = {}
+    for kind in figure4.networks():
+        for run, (scheme, dtype, _) in figure4.RUNS.items():
+            exponents = figure4.RATES[scheme] if dtype == jnp.float32 else [-5]
+            worse = 0.1 if run == "unit-scaled float16" and kind[0] == "RNN" else 0.0
+            bits = {str(e): 2 + abs(e) / 100 + worse for e in exponents}
+            cells[figure4.key_of(kind, run)] = {"bits": bits}
+    references = {s: figure4.best_of(cells, figure4.networks()[0], s) for s in figure4.RATES}
+    assert references == {"regular": (-6, 2.06), "unit": (-3, 2.03)}
+    for key in list(cells):
+        if key.endswith("unit-scaled float16") and "RNN" not in key:
+            cells[key] = {"bits": {"-3": 2.03}}
+    out = printed(figure4.make_table(cells), capsys)
+    assert out.count("pass") == 12 and out.count("FAIL") == 6
+
+
+def test_bad_arguments_are_refused(capsys):
+    for arguments in (["--steps", "0"], ["--widths", "20"]):
+        with pytest.raises(SystemExit):
+            umup.main(arguments)
+        assert "--widths multiples of 16" in capsys.readouterr().err
