@@ -3,8 +3,10 @@
 After Blake et al., *Unit Scaling* (2023), figure 4: {attention, convolution, RNN} × {pre, post, no
 norm} × {fixed, running-mean residual weights}. Both schemes compute the same network, with the same
 residual weights: what differs is where factors are, in the weights' variance and the loss's mean,
-or in each operation. float16 means weights, activations and gradients; the optimizer, Adam, keeps
-weights and moments in float32, as mixed precision does.
+or in each operation. float16 is what one gets by casting a model's weights: activations, gradients,
+the weights themselves and both moments of Adam. Adam does not see a constant factor of gradients,
+so the loss scale is not taken out again; its ε is 2^-20, as 1e-8 is 0 in float16, and its β₂ 0.99,
+as float16 would round the steps of 0.999 away.
 """
 
 import dataclasses
@@ -34,8 +36,9 @@ FIXED_TAU = 0.2  # share of a branch in the variance
 MIXERS = ("attention", "convolution", "RNN")
 NORMS = ("pre", "post", "no")
 RESIDUALS = ("fixed", "running mean")
-RATES = {"regular": (-9, -8, -7, -6), "unit": (-6, -5, -4, -3)}  # exponents of 2
+RATES = {"regular": (-9, -8, -7), "unit": (-6, -5, -4)}  # exponents of 2
 LOSS_SCALE = 2048.0
+EPS, B2 = 2.0**-20, 0.99
 RUNS = {  # scheme, dtype, loss scale
     "regular float32": ("regular", jnp.float32, 1.0),
     "regular float16": ("regular", jnp.float16, 1.0),
@@ -168,29 +171,28 @@ class Trainer:
     """The compiled step of one run of `RUNS` for one network."""
 
     def __init__(self, network: Network, dtype: Any, loss_scale: float):
-        self.network, self.optimizer = network, optax.scale_by_adam()
+        self.optimizer = optax.scale_by_adam(b2=B2, eps=EPS)
 
-        def loss(weights: PyTree, tokens: jax.Array) -> jax.Array:
-            return network.loss(jax.tree.map(lambda w: w.astype(dtype), weights), tokens)
+        def init() -> PyTree:
+            return jax.tree.map(lambda w: w.astype(dtype), network.init(jax.random.key(0)))
 
         def update(weights: PyTree, state: Any, tokens: jax.Array, rate: jax.Array) -> Any:
-            narrow = jax.tree.map(lambda w: w.astype(dtype), weights)
-            grads = jax.grad(lambda w: loss_scale * network.loss(w, tokens))(narrow)
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
+            grads = jax.grad(lambda w: loss_scale * network.loss(w, tokens))(weights)
             updates, state = self.optimizer.update(grads, state)
-            return jax.tree.map(lambda w, u: w - rate * u, weights, updates), state
+            return jax.tree.map(lambda w, u: w - rate.astype(dtype) * u, weights, updates), state
 
-        weights = jax.eval_shape(network.init, jax.random.key(0))
+        self._init = init
+        weights = jax.eval_shape(init)
         state = jax.eval_shape(self.optimizer.init, weights)
         tokens = jax.ShapeDtypeStruct((BATCH, CONTEXT + 1), jnp.int32)
         rate = jax.ShapeDtypeStruct((), jnp.float32)
         self._update = jax.jit(update).lower(weights, state, tokens, rate).compile()
-        self._loss = jax.jit(loss).lower(weights, tokens).compile()
+        self._loss = jax.jit(network.loss).lower(weights, tokens).compile()
 
     def train(self, exponent: int, steps: int) -> float:
         """Train with warmup and cosine decay; return the held-out bits a character."""
         schedule = optax.warmup_cosine_decay_schedule(0.0, 2.0**exponent, steps // 10, steps)
-        weights = self.network.init(jax.random.key(0))
+        weights = self._init()
         state = self.optimizer.init(weights)
         for step in range(steps):
             tokens = data.train_batch(_corpus(), seed=0, step=step, batch=BATCH, context=CONTEXT)
