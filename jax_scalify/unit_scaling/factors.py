@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+# Below, a softmax is linear to six digits; beyond, its one-hot limit is as near as 1/mult.
+_LINEAR, _ONE_HOT = 2.0**-10, 32.0
 _POINTS, _STEP = np.linspace(-12, 12, 4801, retstep=True)
 _WEIGHTS = np.exp(-(_POINTS**2) / 2) * _STEP / math.sqrt(2 * math.pi)
 
@@ -44,7 +46,8 @@ def softmax_moment(lengths: np.ndarray, shares: np.ndarray, mult: float, *powers
     longest = math.log(lengths.max())
     typical = longest + min(mult**2 / 2, mult * math.sqrt(2 * longest))  # of log S
     log_t = np.arange(-typical - 7 * mult - 25, 7 * mult + 25, 0.1)
-    z, weights = _POINTS[::8], _WEIGHTS[::8] * 8
+    stride = 8 if mult <= 16 else 4
+    z, weights = _POINTS[::stride], _WEIGHTS[::stride] * stride
     log_u = log_t[:, None] + mult * z
     decay = np.exp(-np.exp(np.minimum(log_u, 50)))
     others = decay @ weights
@@ -72,11 +75,16 @@ def softmax_stds(length: int, mult: float, is_causal: bool = False) -> tuple[flo
         the sum of the squares of `p * (v - sum(p * v))`: of a cotangent `v` on its way back.
     """
     lengths, shares = _all_lengths(length) if is_causal else (np.array([length]), np.ones(1))
-    moment = functools.partial(softmax_moment, lengths, shares, mult)
+    moment = functools.partial(softmax_moment, lengths, shares, min(mult, _ONE_HOT))
+    uniform = float(np.sum(shares / lengths))
     square, cube = moment(2), moment(3)
-    spread = max(square - float(np.sum(shares / lengths)), 0.0) / length
     back = max(square - 2 * cube + moment(4) + moment(2, 2), 0.0)
-    return math.sqrt(square), math.sqrt(spread), math.sqrt(back)
+    if mult > _ONE_HOT:
+        square, back = 1 - (1 - square) * _ONE_HOT / mult, back * _ONE_HOT / mult
+    variance = max(square - uniform, 0.0)
+    if mult < _LINEAR:
+        variance = mult**2 * float(np.sum(shares * (lengths - 1) / lengths**2))
+    return math.sqrt(square), math.sqrt(variance / length), math.sqrt(back)
 
 
 def _all_lengths(longest: int) -> tuple[np.ndarray, np.ndarray]:
