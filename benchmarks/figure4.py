@@ -139,16 +139,14 @@ class Network:
         return self._recur(w, x)
 
     def _recur(self, w: PyTree, x: jax.Array) -> jax.Array:
-        """A gated recurrence: `h = (1 - z) h + z tanh(W x + U h)`, z = 1/2."""
+        """A plain recurrence: `h = tanh((W x + U h) / √2)`."""
         inputs = jnp.swapaxes(self._linear(x, w["inputs"]), 0, 1)
 
         def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             if self.is_unit:
-                new = F.tanh(F.add(x, F.linear(h, w["recurrent"])))
-                h = F.weighted_add([h, new], [1.0, 1.0])
+                h = F.tanh(F.add(x, F.linear(h, w["recurrent"])))
             else:
-                new = jnp.tanh((x + h @ w["recurrent"]) * math.sqrt(0.5))
-                h = (h + new) * math.sqrt(0.5)
+                h = jnp.tanh((x + h @ w["recurrent"]) * math.sqrt(0.5))
             return h, h
 
         _, out = jax.lax.scan(step, jnp.zeros_like(inputs[0]), inputs)
