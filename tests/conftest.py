@@ -17,3 +17,20 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "full" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def counts_compilations():
+    """Make room in JAX's cache: a test that counts a function's entries finds them all there.
+
+    A process keeps some thousand compiled functions, and a full cache has dropped new ones.
+    """
+    jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def compile_quickly():
+    """Compile whole training steps without the costly passes of XLA and LLVM: no test looks at what they do."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

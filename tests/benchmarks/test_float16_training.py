@@ -8,6 +8,8 @@ from rich.console import Console
 
 from benchmarks import float16_training
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 
 def test_a_short_run_is_stored_and_compared(tmp_path, capsys):
     arguments = "--models llama --precisions float32 float16 --seeds 0 --steps 2".split()

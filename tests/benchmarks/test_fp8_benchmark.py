@@ -13,6 +13,8 @@ from rich.console import Console
 from benchmarks import fp8
 from examples.gpt import model
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 
 def test_a_short_run_is_stored_and_compared(tmp_path, capsys):
     arguments = "--models nnx --variants float32 ours flax --seeds 0 --steps 2 --repeats 2".split()

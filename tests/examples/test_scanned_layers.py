@@ -9,6 +9,8 @@ import pytest
 
 import jax_scalify as jsa
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 linen = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
 optax = pytest.importorskip("optax")
@@ -132,6 +134,7 @@ def train(step, state):
     return state, losses
 
 
+@pytest.mark.usefixtures("counts_compilations")
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("name", MODELS)
 def test_scanned_layers_train(name, remat):
@@ -146,6 +149,7 @@ def test_scanned_layers_train(name, remat):
         np.testing.assert_allclose(np.asarray(got), leaf, rtol=1e-4, atol=1e-5 * size)
 
 
+@pytest.mark.usefixtures("counts_compilations")
 @pytest.mark.parametrize("name", MODELS)
 def test_scanned_layers_train_in_float16(name):
     params, apply = MODELS[name](remat=True)

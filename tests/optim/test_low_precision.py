@@ -135,6 +135,7 @@ def test_scalified_training_all_in_float16(name, policy):
     np.testing.assert_allclose(losses, reference(name), rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.usefixtures("counts_compilations")
 @pytest.mark.parametrize("policy", ["statistic", "gradient"])
 @pytest.mark.parametrize("name", ["momentum", "adamw", "chain", "adafactor"])
 def test_a_frozen_state_compiles_once(name, policy):

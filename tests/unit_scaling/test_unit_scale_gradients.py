@@ -140,20 +140,34 @@ def test_the_graphs_have_all_kinds_of_edges(random_factors):
     assert cuts == {True, False} and notes == {True, False}
 
 
-def counter_example(params, x):
+def gated(params, x):
     """The branch of `w` meets the skip: its two edges are no cut-edges."""
     h = x @ params["in"]
     return jnp.mean(jax.nn.softmax(h * jnp.tanh(h @ params["w"])) ** 2)
 
 
-def test_without_the_constraint_gradients_are_wrong(monkeypatch):
+def two_paths(params, x):
+    """A product on one path only: unless it is constrained, it alone has another factor."""
+    h = x @ params["in"]
+    return jnp.mean(jnp.tanh(jnp.sin(h @ params["w"]) * jnp.cos(h)) ** 2)
+
+
+def residual(params, x):
+    """Two branches of one value are added."""
+    h = x @ params["in"]
+    return jnp.mean(jax.nn.softmax(jnp.tanh(h @ params["w"]) + jnp.sin(h @ params["v"])) ** 2)
+
+
+@pytest.mark.parametrize("fun", [gated, two_paths, residual])
+def test_without_the_constraint_gradients_are_wrong(fun, monkeypatch):
     rng = np.random.default_rng(1)
-    params = {"in": jnp.asarray(rng.normal(size=(3, 8))), "w": jnp.asarray(rng.normal(size=(8, 8)))}
+    shapes = {"in": (3, 8), "w": (8, 8), "v": (8, 8)}
+    params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
     x = jnp.asarray(rng.normal(size=(5, 3)))
     for constraint in ("to_output_scale", "gmean", lambda *factors: 3.0):
-        check(counter_example, params, x, monkeypatch=monkeypatch, constraint=constraint)
+        check(fun, params, x, monkeypatch=monkeypatch, constraint=constraint)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        check(counter_example, params, x, monkeypatch=monkeypatch, constraint=None)
+        check(fun, params, x, monkeypatch=monkeypatch, constraint=None)
 
 
 def scanned(params, x):
