@@ -30,7 +30,7 @@ def counts_compilations():
 
 @pytest.fixture(scope="module")
 def compile_quickly():
-    """Compile whole training steps without the costly passes of XLA and LLVM: no test looks at what they do."""
+    """Compile without costly passes: for whole training steps, where they change nothing tested."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
