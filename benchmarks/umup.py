@@ -9,10 +9,12 @@ factor 2) and parametrisation, on the bytes of the GPT example's text. Part `rms
 weight, activation and gradient at the start and at the end of training at u-µP's best learning
 rate. Part `fp8` trains u-µP with the matmuls in FP8 that are not critical, by plain casts. Part
 `figure4` trains small regular and unit-scaled models in float32 and float16
-(`benchmarks/figure4.py`), at the best of three learning rates in float32. The paper's models are
-100 times larger: batches here have 16 sequences of 32 bytes, 240 steps make 1% of its tokens, and
-one seed is run in `sweep`. Every finished cell is
-kept in `benchmarks/results/umup-jax<version>.json`: a run that was stopped goes on with the next.
+(`benchmarks/figure4.py`), at the best of three learning rates in float32.
+
+What was cut for two CPU cores: the paper's models are 100 times larger; batches here have 16
+sequences of 32 bytes, and 240 steps make 1% of its tokens; `sweep` has one seed, and at widths
+above 256 only the learning rates around the best. Every finished cell is kept in
+`benchmarks/results/umup-jax<version>.json`: a run that was stopped goes on with the next.
 """
 
 import argparse
@@ -39,6 +41,7 @@ from benchmarks.cells import Cells, Store  # noqa: E402
 from benchmarks.umup_models import batch_of, make_model, trainer  # noqa: E402
 
 WIDTHS = (64, 128, 256, 512)
+FULL_SWEEP = 256  # wider models are trained at the rates next to the best of the width before only
 RATES = {  # exponents of 2
     "standard": range(-11, -4),
     "mup": range(-10, -3),
@@ -100,10 +103,31 @@ def key_of(name: str, width: int, exponent: int) -> str:
 
 def best(cells: dict[str, dict], name: str, width: int) -> tuple[int, float]:
     """Return the exponent of the best learning rate, and its loss."""
-    losses = {e: cells[key_of(name, width, e)]["loss"] for e in RATES[name]}
+    losses = losses_of(cells, name, width)
     finite = {e: loss for e, loss in losses.items() if math.isfinite(loss)}
     exponent = min(finite, key=finite.__getitem__)
     return exponent, finite[exponent]
+
+
+def losses_of(cells: dict[str, dict], name: str, width: int) -> dict[int, float]:
+    """Return the losses of all learning rates that were tried."""
+    keys = {e: key_of(name, width, e) for e in RATES[name]}
+    return {e: cells[key]["loss"] for e, key in keys.items() if key in cells}
+
+
+def next_rates(cells: dict[str, dict], name: str, width: int, start: int | None) -> list[int]:
+    """Return the learning rates that are to be tried next; none if the best is known.
+
+    All at once at a small width; at others from `start`, until both neighbours of the best have
+    been tried.
+    """
+    tried = losses_of(cells, name, width)
+    if start is None:
+        wanted = list(RATES[name])
+    else:
+        centre = best(cells, name, width)[0] if tried else start
+        wanted = [e for e in (centre, centre - 1, centre + 1) if e in RATES[name]]
+    return [e for e in wanted if e not in tried]
 
 
 def sweep_table(cells: dict[str, dict], name: str, widths: Sequence[int]) -> Table:
@@ -115,9 +139,9 @@ def sweep_table(cells: dict[str, dict], name: str, widths: Sequence[int]) -> Tab
     for exponent in RATES[name]:
         row = []
         for width in widths:
-            loss = cells[key_of(name, width, exponent)]["loss"]
+            loss = losses_of(cells, name, width).get(exponent)
             mark = " *" if exponent == best(cells, name, width)[0] else "  "
-            row.append(f"{loss:.4f}{mark}")
+            row.append("" if loss is None else f"{loss:.4f}{mark}")
         table.add_row(f"2^{exponent}", *row)
     return table
 
@@ -173,8 +197,15 @@ def plot_sweep(cells: dict[str, dict], widths: Sequence[int], path: Path) -> Non
     colours = colormaps["viridis"](np.linspace(0.05, 0.85, len(widths)))
     for ax, name in zip(axes, RATES, strict=True):
         for width, colour in zip(widths, colours, strict=True):
-            losses = [cells[key_of(name, width, e)]["loss"] for e in RATES[name]]
-            ax.plot(RATES[name], losses, "o-", color=colour, markersize=3, label=f"width {width}")
+            losses = losses_of(cells, name, width)
+            ax.plot(
+                list(losses),
+                list(losses.values()),
+                "o-",
+                color=colour,
+                markersize=3,
+                label=f"width {width}",
+            )
             exponent, loss = best(cells, name, width)
             ax.plot([exponent], [loss], "*", color=colour, markersize=13)
         ax.set_title(TITLES[name])
@@ -243,14 +274,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # The other parts train at the best learning rate of the smallest width.
     widths = options.widths if "sweep" in options.parts else options.widths[:1]
     names = RATES if "sweep" in options.parts else ["umup"]
-    sweep = run(
-        {
+    sweep: dict[str, dict] = {}
+    for narrower, width in zip([None, *widths], widths):
+        is_full = narrower is None or width <= FULL_SWEEP
+        starts = {n: None if is_full else best(sweep, n, narrower)[0] for n in names}
+        while tasks := {
             key_of(name, width, e): functools.partial(train_cell, name, width, e, 0, options.steps)
-            for width in widths
             for name in names
-            for e in RATES[name]
-        }
-    )
+            for e in next_rates(sweep, name, width, starts[name])
+        }:
+            sweep |= run(tasks)
     rate = best(sweep, "umup", widths[0])[0]
     if "sweep" in options.parts:
         for name in RATES:

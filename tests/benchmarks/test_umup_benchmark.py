@@ -66,6 +66,17 @@ def test_tables_mark_what_moves_and_what_misses(capsys):
     assert printed(umup.fp8_table(cells, 64), capsys).count("FAIL") == 4
 
 
+def test_wide_models_are_trained_around_the_best_rate_only():
+    losses, cells, tried = {e: (e + 1) ** 2 for e in umup.RATES["umup"]}, {}, []
+    while rates := umup.next_rates(cells, "umup", 512, start=1):
+        tried += rates
+        cells |= {umup.key_of("umup", 512, e): {"loss": losses[e]} for e in rates}
+    assert tried == [1, 0, 2, -1, -2] and umup.best(cells, "umup", 512)[0] == -1
+    assert umup.next_rates({}, "umup", 64, start=None) == list(umup.RATES["umup"])
+    at_the_edge = {umup.key_of("umup", 512, e): {"loss": -e} for e in umup.RATES["umup"]}
+    assert umup.next_rates(at_the_edge, "umup", 512, start=2) == []
+
+
 @pytest.mark.parametrize("kind", figure4.networks(), ids=" ".join)
 def test_both_schemes_compute_one_network(kind):
     """Up to the factors of weights: results of unit scale, and of the same shapes."""

@@ -1,0 +1,164 @@
+"""Build the wheel and the sdist, and check them as a user would meet them.
+
+    python scripts/check_package.py              # what CI runs
+    python scripts/check_package.py --release    # and that the changelog has this version, dated
+
+The wheel is built from the sdist, and both are installed into a new environment with the runtime
+dependencies alone. There the package is imported, trains, reports, and is checked by pyright: every
+public name has a type and a docstring. Optional parts must say what to install.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONAL = (  # what needs more, and has to say what to install
+    "import jax_scalify.nn.linen",
+    "import jax_scalify.nn.nnx",
+    "import jax_scalify.unit_scaling.linen",
+    "import jax_scalify.unit_scaling.nnx",
+    "import jax_scalify.unit_scaling.optim",
+    "jsa.checkpoint.save('state', jnp.ones(2))",
+    "jsa.numerics.plot_histogram(jsa.numerics.report(jnp.sin)(jnp.ones(2)), 'a.png')",
+    "jsa.numerics.report(jnp.sin)(jnp.ones(2)).to_dataframe()",
+)
+TRAINS = """
+import jax, jax.numpy as jnp, jax_scalify as jsa
+@jax.jit
+@jsa.scalify
+def update(w, x):
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w)
+    return w - 0.1 * grad, loss
+w = jsa.as_scaled_array(jnp.zeros((4, 2)), dtype=jnp.float16)
+losses = []
+for _ in range(50):
+    w, loss = update(w, jnp.eye(4))
+    losses.append(float(loss))
+assert w.dtype == jnp.float16 and losses[-1] < 0.2 * losses[0], losses
+"""
+
+
+class Failure(Exception):
+    """What is wrong with the package."""
+
+
+def run(*command: object, cwd: Path = ROOT) -> str:
+    """Run a command; return what it printed."""
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        raise Failure(f"`{' '.join(map(str, command))}`:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def check_version(is_release: bool) -> str:
+    """Check that the version is said once, and by the changelog; return it."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    said = [
+        str(path.relative_to(ROOT))
+        for path in [*(ROOT / "jax_scalify").rglob("*.py"), ROOT / "CITATION.cff"]
+        if version in path.read_text()
+    ]
+    if said:
+        raise Failure(f"the version is said again in {', '.join(said)}")
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    heading = rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$"
+    if is_release and not re.search(heading, changes, re.MULTILINE):
+        raise Failure(f"CHANGELOG.md has no heading `## {version} - YYYY-MM-DD`")
+    if not re.search(r"^## (Unreleased|\d)", changes, re.MULTILINE):
+        raise Failure("CHANGELOG.md has no heading of a version")
+    return version
+
+
+def build(folder: Path) -> tuple[Path, Path]:
+    """Build the sdist, and the wheel from it; return both."""
+    run(sys.executable, "-m", "build", "--outdir", folder)
+    run(sys.executable, "-m", "twine", "check", "--strict", *folder.iterdir())
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return sdist, wheel
+
+
+def check_contents(sdist: Path, wheel: Path, version: str) -> None:
+    """Check what is in the archives."""
+    source = {str(p.relative_to(ROOT)) for p in (ROOT / "jax_scalify").rglob("*.py")}
+    info = f"jax_scalify-{version}.dist-info/"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    missing = (source | {"jax_scalify/py.typed", f"{info}licenses/LICENSE"}) - names
+    foreign = [n for n in names if not n.startswith(("jax_scalify/", info))]
+    with tarfile.open(sdist) as archive:
+        inside = {n.partition("/")[2] for n in archive.getnames()}
+    missing |= (source | {"README.md", "CHANGELOG.md", "LICENSE", "CITATION.cff"}) - inside
+    if missing or foreign:
+        raise Failure(f"missing: {sorted(missing)}; does not belong there: {foreign}")
+
+
+def check_installed(python: Path, folder: Path) -> None:
+    """Check that the package imports, trains, reports, and says what optional parts need."""
+    run(python, "-c", TRAINS, cwd=folder)
+    run(python, "-m", "jax_scalify", cwd=folder)
+    for code in OPTIONAL:
+        code = f"import jax.numpy as jnp, jax_scalify as jsa; {code}"
+        done = subprocess.run([python, "-c", code], cwd=folder, capture_output=True, text=True)
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        if not (last.startswith("ImportError: ") and "pip install" in last):
+            raise Failure(f"`{code}` without the package that it needs: {last or 'no error'}")
+
+
+def check_types(python: Path) -> None:
+    """Check that every public name has a type and a docstring."""
+    command = [sys.executable, "-m", "pyright", "--pythonpath", python, "--verifytypes"]
+    done = subprocess.run(
+        [*map(str, command), "jax_scalify", "--ignoreexternal", "--outputjson"],
+        cwd=python.parents[2],
+        capture_output=True,
+        text=True,
+    )
+    found = json.loads(done.stdout)["typeCompleteness"]
+    poor = [s["name"] for s in found["symbols"] if s["isExported"] and not s["isTypeKnown"]]
+    if poor or not found["exportedSymbolCounts"]["withKnownType"]:
+        raise Failure(f"public names without a type: {', '.join(poor) or 'all'}")
+    print(f"  {found['exportedSymbolCounts']['withKnownType']} public names have a type")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all checks; say what fails and exit with 1."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--release", action="store_true", help="the changelog must have the version"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            print("version and changelog")
+            version = check_version(options.release)
+            print("building")
+            sdist, wheel = build(folder / "dist")
+            check_contents(sdist, wheel, version)
+            print("installing with the runtime dependencies alone")
+            venv.create(folder / "env", with_pip=True)
+            python = folder / "env" / "bin" / "python"
+            run(python, "-m", "pip", "install", "-q", wheel)
+            check_installed(python, folder)
+            print("types of the public names")
+            check_types(python)
+            print("installing the sdist")
+            run(python, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", sdist)
+            check_installed(python, folder)
+    except Failure as failure:
+        sys.exit(f"FAILED: {failure}")
+    print(f"jax_scalify {version}: sdist and wheel are good")
+
+
+if __name__ == "__main__":
+    main()
