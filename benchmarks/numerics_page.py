@@ -12,6 +12,7 @@ import argparse
 import collections
 import dataclasses
 import re
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ FORMATS = ("float16", "float8_e5m2")
 PRESETS = {"fp32": "numerics-float32.png", "fp16-all": "numerics-scalified.png"}
 PHASES = ("forward", "backward", "input")  # an update is computed in float32 by both
 EXPONENTS = (-44, 15)
+SUMMARY, SUMMARY_EXPONENTS = "numerics-summary.png", (-52, 17)
 SHARE = 0.01  # what is lost below that is not spoken of
 SEED = 0
 
@@ -268,6 +270,44 @@ def draw(reports: dict[str, Report], directory: Path) -> None:
         picture.save(directory / name, optimize=True)
 
 
+def draw_summary(reports: dict[str, Report], path: Path) -> None:
+    """Draw how the exponents of gradients and of second moments lie, without and with scales."""
+    from matplotlib.figure import Figure
+
+    kinds = {
+        "gradients of activations and weights": lambda row: row.phase == "backward",
+        "Adam's second moments": lambda row: row.phase == "input" and "/nu/" in row.name,
+    }
+    titles = {"fp32": "plain, in float32", "fp16-all": "scalified: data in float16"}
+    figure = Figure(figsize=(10, 2.9), layout="constrained")
+    for ax, (kind, belongs) in zip(figure.subplots(1, 2, sharex=True), kinds.items(), strict=True):
+        for (preset, title), colour in zip(titles.items(), ("#8c8c8c", "#0072B2"), strict=True):
+            rows = [r for r in reports[preset] if r.size > 1 and belongs(r)]
+            shares = _mean_shares(rows, range(*SUMMARY_EXPONENTS))
+            ax.fill_between(
+                range(*SUMMARY_EXPONENTS), shares, step="mid", color=colour, alpha=0.6, label=title
+            )
+        ax.axvspan(SUMMARY_EXPONENTS[0], -24, color="#d55e00", alpha=0.14, lw=0)
+        ax.axvspan(-24, -14, color="#d55e00", alpha=0.06, lw=0)
+        ax.text(-25, ax.get_ylim()[1] * 0.9, "zero in float16", ha="right", color="#a04000")
+        ax.set_title(kind, fontsize=11)
+        ax.set_xlim(SUMMARY_EXPONENTS[0], 16)
+        ax.set_xticks(range(-48, 17, 8), [f"$2^{{{e}}}$" for e in range(-48, 17, 8)])
+        ax.set_yticks([])
+        ax.spines[["top", "right", "left"]].set_visible(False)
+    figure.axes[0].set_ylabel("share of the elements")
+    figure.axes[1].legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.85))
+    figure.savefig(path, dpi=120)
+
+
+def _mean_shares(rows: Sequence[Row], exponents: range) -> list[float]:
+    """Share of the elements that have an exponent, the mean of all tensors."""
+    return [
+        statistics.fmean(row.measure.histogram.get(e, 0) / row.size for row in rows)
+        for e in exponents
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the reports, write the page and draw the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -282,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reports[preset] = look(preset, options.steps)
         print(f"{preset}: {reports[preset].summary}", flush=True)
     draw(reports, options.out)
+    draw_summary(reports, options.out / SUMMARY)
     (options.out / "numerics.md").write_text(page(reports, options.steps))
 
 

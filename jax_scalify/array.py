@@ -44,7 +44,7 @@ class ScaledArray:
     is_static: bool = dataclasses.field(init=False, repr=False)
     """Whether the scale is a Python number, known while tracing."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # Numbers in both fields are placeholders, as in `in_axes=(ScaledArray(1, 0),)`.
         static = type(self.scale) in (float, int) and type(self.data) is not int
         object.__setattr__(self, "is_static", static)

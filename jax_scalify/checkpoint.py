@@ -28,7 +28,7 @@ from jax_scalify.statistics import statistic
 
 
 def save(
-    path: str | os.PathLike, state: Any, *, pack: bool = True, overwrite: bool = False
+    path: str | os.PathLike[str], state: Any, *, pack: bool = True, overwrite: bool = False
 ) -> None:
     """Write a state to a directory, with orbax: all of it is there, or nothing.
 
@@ -79,7 +79,7 @@ def save(
         shutil.rmtree(old)
 
 
-def restore(path: str | os.PathLike, like: Any, *, dtype: Any = None) -> Any:
+def restore(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> Any:
     """Read a checkpoint into a state like another one; `from_storable` says how.
 
     Every array is read onto the devices of its partner, if that has a sharding. Checkpoints of

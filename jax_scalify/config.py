@@ -55,7 +55,7 @@ class ScalifyConfig:
     scale_dtype: Any = jnp.float32
     missing_rule: Literal["warn", "error", "silent"] = "warn"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.rounding_mode not in _SUPPORTED_MODES:
             raise ValueError(
                 f"`rounding_mode` must be one of {[str(m) for m in _SUPPORTED_MODES]}, got "

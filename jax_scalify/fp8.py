@@ -90,13 +90,13 @@ def all_of(*predicates: Predicate) -> Predicate:
     return lambda matmul: all(predicate(matmul) for predicate in predicates)
 
 
-skip_embedding = skip(r"embed|wte|wpe")
+skip_embedding: Predicate = skip(r"embed|wte|wpe")
 """No matmul with an embedding: one-hot lookups, and a head that is tied to it."""
 
-skip_head = skip(r"head|logits|unembed|embed|attend")
+skip_head: Predicate = skip(r"head|logits|unembed|embed|attend")
 """Not the last layer, whose results become probabilities."""
 
-skip_critical = skip(
+skip_critical: Predicate = skip(
     r"att\w*\W+(?:\w+\W+)?(?:out|o|out_?proj|o_?proj|c_proj|dense|wo)\b",
     r"(?:mlp|ffn|feed_?forward)\w*\W+(?:\w+\W+)?(?:down|down_?proj|c_proj|fc_?2|w_?2|wo|dense_1)\b",
 )

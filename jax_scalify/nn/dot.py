@@ -40,7 +40,7 @@ class DotGeneral:
     backward_dtype: Any = jnp.float8_e5m2
     accumulation_dtype: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Refuse what is no floating-point format."""
         forward = self.forward_dtype
         pair = forward if isinstance(forward, (tuple, list)) else (forward, forward)

@@ -86,7 +86,7 @@ def plot_histogram(
 
 
 def plot_scales(
-    history: str | PathLike | Iterable[Mapping[str, Any]],
+    history: str | PathLike[str] | Iterable[Mapping[str, Any]],
     file: Any,
     names: Sequence[str] | None = None,
     *,

@@ -81,7 +81,7 @@ class Tracker:
     def __init__(self, update: Callable, select: Select, every: int, dtype: Any):
         self._update, self._select = update, select
         self._every, self._dtype = every, dtype
-        self.calls = 0
+        self.calls: int = 0
         self._programs: dict[Any, Callable] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Record | None]:

@@ -14,8 +14,10 @@ import jax
 
 from jax_scalify.primitives import on_backward, rescale_leaf
 
+Rescale = Callable[[Any], jax.Array]
 
-def _define(stat: str, norm: str) -> tuple[Callable, Callable]:
+
+def _define(stat: str, norm: str) -> tuple[Rescale, Rescale]:
     rescale = functools.partial(rescale_leaf, stat=stat)
 
     def forward(x: Any) -> jax.Array:
@@ -45,6 +47,12 @@ def _define(stat: str, norm: str) -> tuple[Callable, Callable]:
     return forward, backward
 
 
+dynamic_rescale_l1: Rescale
+dynamic_rescale_l1_grad: Rescale
 dynamic_rescale_l1, dynamic_rescale_l1_grad = _define("l1", "l1")
+dynamic_rescale_l2: Rescale
+dynamic_rescale_l2_grad: Rescale
 dynamic_rescale_l2, dynamic_rescale_l2_grad = _define("rms", "l2")
+dynamic_rescale_max: Rescale
+dynamic_rescale_max_grad: Rescale
 dynamic_rescale_max, dynamic_rescale_max_grad = _define("max", "max")

@@ -45,7 +45,7 @@ class Role:
     fan_in: int | None = None
     depth: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Refuse what is no role."""
         if self.name not in ROLES:
             known = ", ".join(map(repr, ROLES))

@@ -37,7 +37,7 @@ class UmupConfig:
     residual_attn_ratio: float = 1.0
     loss_softmax_mult: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Refuse what is no multiplier."""
         for field in dataclasses.fields(self):
             positive(field.name, getattr(self, field.name), "UmupConfig")
