@@ -11,6 +11,18 @@ import jax.numpy as jnp
 from jax_scalify import array as array_lib
 from jax_scalify.array import ScaledArray
 
+__all__ = [
+    "all",
+    "astype",
+    "check_same_structure",
+    "flatten",
+    "leaves",
+    "map",
+    "shardings",
+    "structure",
+    "unflatten",
+]
+
 
 def _is_leaf(is_leaf: Callable | None) -> Callable[[Any], bool]:
     return lambda x: array_lib.is_scaled(x) or (is_leaf is not None and is_leaf(x))
