@@ -33,7 +33,9 @@ class Api(SphinxDirective):
         for name in names:
             directive = _directive(getattr(importlib.import_module(module), name), name)
             lines += [f".. {directive}:: {name}"]
-            lines += ["   :members:", ""] if directive == "autoclass" else [""]
+            if directive == "autoclass":
+                lines += ["   :members:", "   :exclude-members: param_dtype"]
+            lines += [""]
         return self.parse_text_to_nodes("\n".join(lines))
 
 
@@ -105,6 +107,7 @@ def short_signature(
 
 
 def setup(app: Any) -> dict[str, bool]:
+    """Tell Sphinx of all this."""
     app.add_directive("api", Api)
     app.add_transform(LinkNames)
     app.connect("autodoc-process-docstring", split_shared, priority=400)  # before napoleon
