@@ -100,7 +100,12 @@ def skip(*patterns: str) -> Predicate:
 
 
 def all_of(*predicates: Predicate) -> Predicate:
-    """Make the predicate of matmuls that satisfy all predicates."""
+    """Make the predicate of matmuls that satisfy all predicates.
+
+    Example:
+        >>> select = jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.skip_head)
+        >>> step = jsa.scalify(jax.grad(jsa.fp8_matmuls(lambda w, x: jnp.sum(x @ w), select)))
+    """
     return lambda matmul: all(predicate(matmul) for predicate in predicates)
 
 
