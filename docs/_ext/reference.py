@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from typing import Any
 
 from docutils import nodes
@@ -91,9 +92,12 @@ def split_shared(
 
 
 def short_signature(
-    app: Any, what: str, name: str, value: Any, options: Any, signature: str, returned: str
-) -> tuple[str, str] | None:
-    """Leave types and Flax's own fields out of a Flax module's signature: its fields say them."""
+    app: Any, what: str, name: str, value: Any, options: Any, signature: str | None, returned: Any
+) -> tuple[str, Any] | None:
+    """Show the value of a private constant; of a Flax module, names only: its fields have types."""
+    if what == "function" and signature:
+        names = vars(sys.modules[value.__module__])
+        return re.sub(r"(?<== )_[A-Z]+\b", lambda m: repr(names[m[0]]), signature), returned
     if what != "class" or not any(c.__module__.startswith("flax.") for c in value.__mro__):
         return None
     shown = []
