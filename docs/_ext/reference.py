@@ -20,6 +20,7 @@ DOTTED = re.compile(r"(jsa|us|jax_scalify)((?:\.[A-Za-z]\w*)+)(?:\(\))?")
 TOP = {name for name in jax_scalify.__all__ if not inspect.ismodule(getattr(jax_scalify, name))}
 FREE = {"changelog"}  # tells of names that may be gone
 SHARED = re.compile(r"^( {4})(\w+(?:, \w+)+)(: .*(?:\n {5,}.*)*)", re.MULTILINE)
+PAGES = {"](../CONTRIBUTING.md": "](contributing.md", "](../CHANGELOG.md": "](changelog.md"}
 
 
 class Api(SphinxDirective):
@@ -110,10 +111,17 @@ def short_signature(
     return text, ""
 
 
+def to_pages(app: Any, docname: str, source: list[str]) -> None:
+    """Lead links to files at the top of the repository to the pages that include them."""
+    for file, page in PAGES.items():
+        source[0] = source[0].replace(file, page)
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Tell Sphinx of all this."""
     app.add_directive("api", Api)
     app.add_transform(LinkNames)
+    app.connect("source-read", to_pages)
     app.connect("autodoc-process-docstring", split_shared, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", short_signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
