@@ -1,6 +1,7 @@
 """The imports of the package, against the table of layers that docs/architecture.md shows."""
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import sys
@@ -46,6 +47,7 @@ def _found(node, when):
             yield from _found(child, when)
 
 
+@functools.cache
 def _imports(module):
     return set(_found(ast.parse(FILES[module].read_text()), "import"))
 

@@ -127,30 +127,30 @@ def _name(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=_name)
-def test_the_code_of_a_page_compiles(path):
+def test_the_code_of_a_page_compiles_and_its_doctests_pass(path):
     text = path.read_text()
     blocks = list(_blocks(text))
     assert len(blocks) == len(re.findall(r"^ *```python", text, re.M))
-    for line, code in blocks:
-        if ">>>" in code:
-            code = "".join(example.source for example in doctest.DocTestParser().get_examples(code))
-        compile("\n" * line + code, str(path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-
-
-@pytest.mark.parametrize("path", [p for p in PAGES if ">>> " in p.read_text()], ids=_name)
-def test_the_doctests_of_a_page(path):
     names = {"jax": jax, "jnp": jnp, "np": np, "jsa": jsa}
-    code = "\n\n".join(code for _, code in _blocks(path.read_text()) if ">>>" in code)
-    test = doctest.DocTestParser().get_doctest(code, names, path.name, str(path), 0)
-    assert not doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed
+    for line, code in blocks:
+        if ">>> " in code:
+            test = doctest.DocTestParser().get_doctest(code, {}, path.name, str(path), line)
+            test.globs = names
+            runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+            assert not runner.run(test, clear_globs=False).failed
+        else:
+            compile("\n" * line + code, str(path), "exec")
 
 
-@pytest.mark.parametrize("path", [p for p in PAGES if "<!-- run" in p.read_text()], ids=_name)
+SET_UP = re.compile(r"^<!-- run\n(.*?)^-->$", re.M | re.S)
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if SET_UP.search(p.read_text())], ids=_name)
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = path.read_text()
     names = {}
-    exec(re.search(r"<!-- run\n(.*?)-->", text, re.S)[1], names)
+    exec(SET_UP.search(text)[1], names)
     for line, code in _blocks(text):
         exec(compile("\n" * line + code, str(path), "exec"), names)
 
