@@ -33,7 +33,7 @@ SAMPLE = $(filter-out tests/test_dtypes.py tests/test_rules.py tests/test_storag
 	tests/numerics/test_nonfinite.py tests/unit_scaling/test_unit_factors.py tests/unit_scaling/test_umup_optim.py \
 	tests/optim/test_optim_numerics.py tests/optim/test_optim_roles.py
 
-.PHONY: demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
+.PHONY: docs demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
 	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
@@ -60,6 +60,13 @@ lint: $(VENV)/.installed  ## formatting, lint and types
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+# A broken link, a public name without documentation, and an example that fails are errors.
+docs: $(VENV)/.installed  ## the site, under docs/_build/html
+	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(wildcard tests/test_doc*.py) tests/test_architecture.py jax_scalify
+	rm -rf docs/_build
+	$(VENV)/bin/python -m sphinx -q -W --keep-going -n -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
 
 table3: $(VENV)/.installed  ## Table 3 of the paper; goes on where it was stopped
 	$(VENV)/bin/python benchmarks/table3.py
@@ -114,4 +121,4 @@ $(VENV_LOWEST)/.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_LOWEST) .jax_cache .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(VENV_LOWEST) .jax_cache .pytest_cache .ruff_cache .hypothesis runs docs/_build

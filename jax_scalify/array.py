@@ -399,6 +399,11 @@ def freeze_scales(tree: Any) -> Any:
     A step that is traced with static scales has no scale arithmetic left for them. Scales that
     are not scalar stay dynamic. A leaf of scale 0 has none to keep: it takes that of its first
     value, so freeze a state of zeros after its first steps, or the step compiles once more.
+
+    Example:
+        >>> state = jsa.as_scaled_array({"w": jnp.ones(2)}, scale=4.0)
+        >>> print(jsa.freeze_scales(state)["w"].scale)
+        4.0
     """
     check_unpacked(tree)
 
@@ -411,7 +416,13 @@ def freeze_scales(tree: Any) -> Any:
 
 
 def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:
-    """Make every static scale dynamic again: an array, a leaf of the tree."""
+    """Make every static scale dynamic again: an array, a leaf of the tree.
+
+    Example:
+        >>> state = jsa.freeze_scales(jsa.as_scaled_array({"w": jnp.ones(2)}, scale=4.0))
+        >>> jsa.thaw_scales(state)["w"].scale
+        Array(4., dtype=float32)
+    """
 
     def thaw(leaf: Any) -> Any:
         if is_scaled(leaf) and leaf.is_static:

@@ -26,6 +26,8 @@ from jax_scalify import _compat, dtypes, pow2, storage
 from jax_scalify.array import PACKED, ScaledArray, _leading, is_packed, is_scaled
 from jax_scalify.statistics import statistic
 
+__all__ = ["from_storable", "restore", "save", "to_storable"]
+
 
 def save(
     path: str | os.PathLike[str], state: Any, *, pack: bool = True, overwrite: bool = False

@@ -19,6 +19,19 @@ from jax_scalify.nn.dot import DotGeneral
 from jax_scalify.registry import all_equations
 from jax_scalify.tracing import trace
 
+__all__ = [
+    "Matmul",
+    "Predicate",
+    "all_of",
+    "fp8_matmuls",
+    "linear_layers",
+    "min_size",
+    "skip",
+    "skip_critical",
+    "skip_embedding",
+    "skip_head",
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
@@ -54,6 +67,7 @@ class Matmul:
 
 
 Predicate = Callable[[Matmul], bool]
+"""Tells of a matmul whether it becomes FP8."""
 
 
 def linear_layers(matmul: Matmul) -> bool:
@@ -86,12 +100,17 @@ def skip(*patterns: str) -> Predicate:
 
 
 def all_of(*predicates: Predicate) -> Predicate:
-    """Make the predicate of matmuls that satisfy all predicates."""
+    """Make the predicate of matmuls that satisfy all predicates.
+
+    Example:
+        >>> select = jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.skip_head)
+        >>> step = jsa.scalify(jax.grad(jsa.fp8_matmuls(lambda w, x: jnp.sum(x @ w), select)))
+    """
     return lambda matmul: all(predicate(matmul) for predicate in predicates)
 
 
 skip_embedding: Predicate = skip(r"embed|wte|wpe")
-"""No matmul with an embedding: one-hot lookups, and a head that is tied to it."""
+"""No matmul with an embedding, be it a one-hot lookup or a head that is tied to it."""
 
 skip_head: Predicate = skip(r"head|logits|unembed|embed|attend")
 """Not the last layer, whose results become probabilities."""

@@ -393,9 +393,9 @@ def dynamic_rescale(
 def match_scales(tree: Any, like: Any) -> Any:
     """Bring each leaf to the scale of its partner in `like`: its value, shape and kind.
 
-    Inside `scalify` the leaves are arrays, outside `ScaledArray`s. Use it at the end of a step
-    that would change scales, so that the state has the structure that it was given. A partner of
-    scale 0 takes any: the leaf keeps its own.
+    Inside `scalify` the leaves are arrays, outside of type `ScaledArray`. Use it at the end of a
+    step that would change scales, so that the state has the structure that it was given. A partner
+    of scale 0 takes any: the leaf keeps its own.
 
     Raises:
         ValueError: if the two trees differ in structure.

@@ -17,7 +17,10 @@ from jax_scalify.array import ScaledArray, as_scaled_array, asarray, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.transform import scalify
 
+__all__ = ["WAYS", "check_scale_rule"]
+
 WAYS = ("eager", "jit", "vmap", "scan", "grad", "grad_outside")
+"""The ways to call a function that `check_scale_rule` knows."""
 
 
 def check_scale_rule(

@@ -91,6 +91,10 @@ def dropout(
     Raises:
         TypeError: if `x` is not floating point.
         ValueError: if `rate` is not in [0, 1], or `key` is missing.
+
+    Example:
+        >>> print(jsa.nn.dropout(jnp.ones(100), 0.75, jax.random.key(0)).max())
+        4.0
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x` must be floating point, got {x.dtype}.")
@@ -113,6 +117,12 @@ def residual_add(x: jax.Array, update: jax.Array) -> jax.Array:
 
     Raises:
         ValueError: if shapes or dtypes differ: a broadcast here is a mistake.
+
+    Example:
+        >>> x = jsa.as_scaled_array(jnp.ones(2), scale=4.0)
+        >>> update = jsa.as_scaled_array(jnp.ones(2), scale=0.5)
+        >>> print(jsa.scalify(jsa.nn.residual_add)(x, update).scale)
+        4.0
     """
     if x.shape != update.shape or x.dtype != update.dtype:
         raise ValueError(

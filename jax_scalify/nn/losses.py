@@ -91,6 +91,11 @@ def softmax_cross_entropy(
         labels: probabilities of the same shape, one-hot or smoothed: `optax.smooth_labels`.
         axis: the axis or axes of the classes.
         where: bool array that broadcasts to the logits: the classes that count.
+
+    Example:
+        >>> labels = jnp.float32([[0.9, 0.1]])
+        >>> print(jsa.nn.softmax_cross_entropy(jnp.zeros((1, 2)), labels).round(4))
+        [0.6931]
     """
     return _softmax_cross_entropy(*_alike(logits, labels), where, axis=axis)
 
@@ -138,6 +143,12 @@ def cross_entropy(
 
     Raises:
         ValueError: if `label_smoothing` is not in [0, 1), or `weights` has another shape.
+
+    Example:
+        >>> logits, labels = jnp.float32([[0.0, 0.0], [0.0, 9.0]]), jnp.array([0, 0])
+        >>> padded = jnp.array([1, 0])
+        >>> print(jsa.nn.cross_entropy(logits, labels, weights=padded).round(4))
+        0.6931
     """
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"`label_smoothing` must be in [0, 1), got {label_smoothing}.")
@@ -170,6 +181,11 @@ def sigmoid_binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Ar
     Args:
         logits: of a floating dtype.
         labels: probabilities, of a shape that broadcasts with the logits.
+
+    Example:
+        >>> labels = jnp.float32([0.0, 1.0])
+        >>> print(jsa.nn.sigmoid_binary_cross_entropy(jnp.zeros(2), labels).round(4))
+        [0.6931 0.6931]
     """
     return _sigmoid_binary_cross_entropy(*_alike(logits, labels))
 
@@ -192,6 +208,12 @@ def squared_error(predictions: jax.Array, targets: jax.Array | None = None) -> j
     Args:
         predictions: of a floating dtype.
         targets: of a shape that broadcasts with it; by default 0.
+
+    Example:
+        >>> x = jsa.as_scaled_array(jnp.float16([3.0]), scale=2.0**10)
+        >>> y = jsa.scalify(jsa.nn.squared_error)(x)
+        >>> print(jsa.asarray(y, jnp.float32))
+        [9.]
     """
     if targets is None:
         return jnp.square(predictions)

@@ -96,6 +96,12 @@ def rms_norm(
     """`x / sqrt(mean(x**2) + epsilon) * scale` (Zhang & Sennrich, 2019), at a static scale 1.
 
     Arguments as those of `layer_norm`.
+
+    Example:
+        >>> x = jsa.as_scaled_array(jnp.float16([3.0, 3.0]), scale=2.0**20)
+        >>> y = jsa.scalify(jsa.nn.rms_norm)(x)
+        >>> print(y.data, y.scale)
+        [1. 1.] 1.0
     """
     return _affine(standardize(x, axis, epsilon, center=False), scale, None)
 
@@ -114,6 +120,10 @@ def group_norm(
 
     Raises:
         ValueError: if the channels do not divide into `num_groups`.
+
+    Example:
+        >>> print(jsa.nn.group_norm(jnp.float32([[1.0, 3.0, 20.0, 60.0]]), num_groups=2).round(3))
+        [[-1.  1. -1.  1.]]
     """
     channels = x.shape[-1]
     if num_groups < 1 or channels % num_groups:
@@ -143,6 +153,11 @@ def batch_norm(
     Returns:
         The result, and mean and variance of shape `(channels,)`, in at least float32, for running
         statistics. These have no derivative.
+
+    Example:
+        >>> y, mean, variance = jsa.nn.batch_norm(jnp.float16([[1.0, 8.0], [3.0, 8.0]]))
+        >>> print(mean, variance)
+        [2. 8.] [1. 0.]
     """
     axis = tuple(range(x.ndim - 1)) if axis is None else axis
     value = lax.stop_gradient(x).astype(dtypes.compute_dtype(x.dtype))

@@ -82,6 +82,10 @@ def logsumexp(
 
     Scales: `max(log(n), scale of a)` for n terms, and the cotangent's `/ n`: it is `p * ct`. With
     `b` or `return_sign`, those of its primitives.
+
+    Example:
+        >>> print(jsa.nn.logsumexp(jnp.zeros((1, 8)), axis=-1).round(4))
+        [2.0794]
     """
     if b is not None or return_sign:
         return jax.nn.logsumexp(a, axis, b, keepdims, return_sign, where)

@@ -86,7 +86,7 @@ class Fp8Report:
 
     @property
     def summary(self) -> str:
-        """One sentence: how many matmuls have FP8 operands, and how many run as FP8."""
+        """One sentence that says how many matmuls have FP8 operands, and how many run as FP8."""
         if not self.rows:
             return "No matmul in this computation."
         total, narrow = len(self.rows), sum(r.has_fp8_operands for r in self.rows)

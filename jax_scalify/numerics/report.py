@@ -107,7 +107,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One sentence: how many values there are, and how many lose something."""
+        """One sentence that says how many values there are, and how many lose something."""
         texts = []
         for dtype in (None, *self.formats):
             lossy = sum(any(s > 0.01 for s in row.shares(dtype)) for row in self.rows)

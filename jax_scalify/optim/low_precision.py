@@ -69,7 +69,7 @@ def low_precision(
     stores each floating leaf of the new state: it chooses a scale and casts once. Scalars and what
     belongs to no parameter (counts, hyperparameters, norms) stay as they are; what starts from the
     parameters (a copy, an average of them) keeps their dtype. It works in a plain training step,
-    where the state's leaves are `ScaledArray`s, and inside `scalify`, where parameters and
+    where the state's leaves are of type `ScaledArray`, and inside `scalify`, where parameters and
     gradients have scales too.
 
     What a leaf is, a second moment or an accumulated gradient, is found in the optimizer's own
@@ -97,7 +97,7 @@ def low_precision(
         policy: how scales are chosen.
 
     Returns:
-        An optimizer of the same type. `init(params)` makes `ScaledArray`s, which
+        An optimizer of the same type. `init(params)` makes `ScaledArray` leaves, which
         `as_scaled_array` leaves as they are; what a wrapper around this one adds to the state is
         for you to scale, by that function. `update` returns updates in float32: see
         `apply_updates`. Wrappers that compare dtypes (`apply_if_finite`) want such gradients too.
@@ -223,7 +223,7 @@ def apply_updates(
     Parameters in float16 are the master weights then: no copy in float32 is kept.
 
     Args:
-        params: arrays, or outside `scalify` also `ScaledArray`s.
+        params: arrays, or outside `scalify` also of type `ScaledArray`.
         updates: of the same structure.
         key: of `jax.random`, for stochastic rounding. By default the random bits are made of the
             numbers themselves: a step repeats exactly, but where a parameter and its update are the

@@ -12,7 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+__all__ = [
+    "Constraint",
+    "amean",
+    "apply_constraint",
+    "gmean",
+    "hmean",
+    "to_grad_input_scale",
+    "to_left_grad_scale",
+    "to_output_scale",
+    "to_right_grad_scale",
+]
+
 Constraint = str | Callable[..., float] | None
+"""The name of a function of this module, a function like them, or None for none."""
 
 
 def gmean(*factors: float) -> float:

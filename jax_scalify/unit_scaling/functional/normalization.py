@@ -45,7 +45,7 @@ def softmax(
         ValueError: if `mult` is not positive and finite, or there is no such axis.
 
     Source: Blake et al., *Unit Scaling* (2023), table 6: s/1.31 and s/1.65 for `mult` 1 and a long
-    axis; `jax_scalify.unit_scaling.factors` derives the moments for all.
+    axis; `unit_scaling/factors.py` derives the moments for all.
 
     Examples:
         >>> from jax_scalify import unit_scaling as us
