@@ -129,7 +129,7 @@ def draw(
     shares = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1)
     bar.set_ticks(shares, labels=[f"{100 * x:.0f}%" for x in shares], fontsize=8)
     scaled = any(row.scale is not None for row in rows)
-    _draw_legend(matplotlib, figure, limits, scaled, columns=6 if len(panels) > 1 else 2)
+    _draw_legend(matplotlib, figure, limits, scaled, columns=(2, 3, 6)[min(len(panels), 3) - 1])
     return figure
 
 
