@@ -23,8 +23,6 @@ extensions = [
     "reference",
 ]
 exclude_patterns = ["_build", "README.md"]
-# A guide is listed before it is written: no warning, so that branches build alone.
-suppress_warnings = ["toc.not_readable"]
 
 # Docstrings are written for `help` too: single backticks are code.
 default_role = "code"

@@ -258,8 +258,9 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
         power = 0.0 if scale == 0 else math.ldexp(1.0, exponent)
         with np.errstate(over="ignore"):  # the value is infinite then
             compute = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
-            rest = jnp.asarray(np.asarray(scale / power if power else 1.0, compute))
-        return ScaledArray(data if rest == 1 else rescale_data(data, rest), power)
+            rest = np.asarray(scale / power if power else 1.0, compute)
+        data = data if rest == 1 else rescale_data(data, jnp.asarray(rest))
+        return ScaledArray(data, power)
     scale_dtype = _check_scale_dtype(scale_dtype)
     power = _power_of(scale, scale_dtype)
     if _compat.is_traced(scale):

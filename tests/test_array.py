@@ -414,6 +414,14 @@ def test_a_scale_below_float32_is_not_lost(make, scale):
     assert float(x.scale) > 0
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0, 6.0])
+def test_a_static_scale_while_tracing(scale):
+    x = jnp.zeros(2, jnp.float16) if scale == 0 else jnp.ones(2, jnp.float16)
+    got = jax.jit(lambda x: jsa.scaled_array(x, scale))(x)
+    assert got.is_static and got.scale == {0: 0, 2: 2, 6: 4}[scale]
+    np.testing.assert_array_equal(got.to_array(), scale * x)
+
+
 def test_a_leaf_with_inf_keeps_its_other_values():
     x = jsa.as_scaled_array(jnp.asarray([np.inf, 1.0, 0.5], jnp.float16), "rms")
     np.testing.assert_array_equal(np.asarray(x), [np.inf, 1, 0.5])

@@ -157,8 +157,9 @@ def lost_epsilon(step: Step, index: int) -> str | None:
             dtype = maker.outvars[0].aval.dtype
             smallest = float(jnp.finfo(dtype).smallest_subnormal)
             return (
-                f"the epsilon that is added is 0 in {dtype} (smallest {smallest:.1g}): take a "
-                "larger one, compute this in float32, or use jsa.scalify, which keeps it."
+                f"the epsilon that is added is 0 in {dtype} (smallest {smallest:.1g}), before "
+                "jsa.scalify could see it: take a larger one, or compute this in float32, as "
+                "jsa.optim.low_precision does for optimizers."
             )
         if name not in _KEEPS_ZERO:
             return None

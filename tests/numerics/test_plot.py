@@ -287,3 +287,16 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         jsa.numerics.plot_scales(file, "x.png")
     with pytest.raises(FileNotFoundError):
         jsa.numerics.plot_scales(tmp_path / "none.jsonl", "x.png")
+
+
+@pytest.mark.parametrize(
+    "phases", [["forward"], ["forward", "backward"], ["input", "forward", "backward"]]
+)
+def test_the_legend_fits_into_the_picture(monkeypatch, phases):
+    rows = [row("a", phase, scale=(3, 3)) for phase in phases]
+    seen = Report(tuple(rows), ("float8_e4m3fn",))
+    figure = saved(monkeypatch, lambda: jsa.numerics.plot_histogram(seen, "x.png", phases=phases))
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1

@@ -1,0 +1,61 @@
+"""The code of the pages of documentation runs, and prints what the pages say.
+
+The blocks of a page run in order, in one namespace. `<!-- full -->` in the line above a block: only
+with `--full`. A `text` block behind a `python` block is what that prints, but for its numbers.
+"""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from jax_scalify import registry
+
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = (
+    "start how_it_works tutorial rules fp8 optimizers coming_from limits".split()
+)  # errors: test_error_pages
+BLOCK = re.compile(
+    r"(?P<full><!-- full -->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<output>.*?)```)?",
+    re.DOTALL,
+)
+NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
+
+
+def without_numbers(text):
+    return re.sub(r"[\s-]+", " ", NUMBER.sub("#", text)).strip()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page, request, tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")  # with the extra `examples` everything that pages use is there
+    monkeypatch.chdir(tmp_path)
+    for name in ("_rules", "_infos", "_warned"):  # a page may register rules
+        monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+    text = (DOCS / f"{page}.md").read_text()
+    full = request.config.getoption("--full")
+    blocks = list(BLOCK.finditer(text))
+    assert len(blocks) == text.count("```python")
+    namespace = {"__name__": page}
+    for block in blocks:
+        if block["full"] and not full:
+            continue
+        printed = io.StringIO()
+        line = text[: block.start("code")].count("\n")
+        code = compile("\n" * line + block["code"], f"{page}.md", "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        if block["output"] is not None:
+            assert without_numbers(printed.getvalue()) == without_numbers(block["output"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_links_of_a_page_lead_to_files(page):
+    text = (DOCS / f"{page}.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if not target.startswith("http"):
+            assert (DOCS / target).exists(), target
