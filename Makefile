@@ -28,12 +28,14 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PYTEST_FLAGS ?= -q -n 2 --dist loadfile
-SAMPLE = $(filter-out tests/test_dtypes.py tests/test_rules.py tests/test_storage.py,$(wildcard tests/test_*.py)) \
+SAMPLE = $(filter-out tests/test_doc% tests/test_architecture.py tests/test_tutorial.py tests/test_dtypes.py tests/test_rules.py tests/test_storage.py,$(wildcard tests/test_*.py)) \
 	tests/examples/test_scanned_layers.py tests/numerics/test_check_fp8.py tests/numerics/test_hlo.py tests/numerics/test_report.py \
 	tests/numerics/test_nonfinite.py tests/unit_scaling/test_unit_factors.py tests/unit_scaling/test_umup_optim.py \
 	tests/optim/test_optim_numerics.py tests/optim/test_optim_roles.py
 
-.PHONY: docs demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
+EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
+
+.PHONY: docs site package examples release-check demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
 	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
@@ -61,12 +63,24 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-# A broken link, a public name without documentation, and an example that fails are errors.
-docs: $(VENV)/.installed  ## the site, under docs/_build/html
-	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(wildcard tests/test_doc*.py) tests/test_architecture.py jax_scalify
+docs: site  ## the site, and its examples, links and reference as tests
+	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(wildcard tests/test_doc*.py) tests/test_tutorial.py tests/test_architecture.py jax_scalify
+
+# A broken link and a public name without documentation are errors.
+site: $(VENV)/.installed  ## the site, under docs/_build/html
 	rm -rf docs/_build
 	$(VENV)/bin/python -m sphinx -q -W --keep-going -n -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
+
+package: $(VENV)/.installed  ## wheel and sdist, as a user would meet them
+	$(VENV)/bin/python scripts/check_package.py
+
+examples: $(VENV)/.installed  ## the small examples, in every precision: tables, and pictures under runs
+	set -e; for name in $(EXAMPLES); do $(VENV)/bin/python -m examples.$$name; done
+
+release-check: lint test-full site examples  ## all that has to hold before a release
+	$(VENV)/bin/python docs/tutorial.py
+	$(VENV)/bin/python scripts/check_package.py --release
 
 table3: $(VENV)/.installed  ## Table 3 of the paper; goes on where it was stopped
 	$(VENV)/bin/python benchmarks/table3.py
@@ -117,7 +131,7 @@ $(VENV)/.installed: pyproject.toml
 # The lowest supported JAX, on the lowest Python that is installed.
 $(VENV_LOWEST)/.installed: pyproject.toml
 	$(OLD_PYTHON) -m venv $(VENV_LOWEST)
-	$(VENV_LOWEST)/bin/python -m pip install -q -e '.[dev]' jax==0.10.2 jaxlib==0.10.2
+	$(VENV_LOWEST)/bin/python -m pip install -q -e '.[test]' jax==0.10.2 jaxlib==0.10.2
 	@touch $@
 
 clean:

@@ -67,7 +67,7 @@ LAYERS = (  # the lowest first
             *("unit_scaling._modules", "unit_scaling.optim"),
         ),
     ),
-    Layer("The package", "the public names", ("__init__",)),
+    Layer("The package", "the public names; a report for bugs", ("__init__", "__main__")),
 )
 
 # Imported by a function when it is called, upwards: outside of `scalify`, a function of scales

@@ -77,7 +77,8 @@ def _docstring(page, name):
         return value.__doc__
     body = ast.parse(Path(importlib.import_module(MODULES[page]).__file__).read_text()).body
     for node, after in zip(body, body[1:], strict=False):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+        target = getattr(node, "targets", [getattr(node, "target", None)])[0]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(target) == name:
             return after.value.value if isinstance(after, ast.Expr) else ""
     return value.__doc__
 
