@@ -34,7 +34,7 @@ FORMATS = ("float16", "float8_e5m2")
 PRESETS = {"fp32": "numerics-float32.png", "fp16-all": "numerics-scalified.png"}
 PHASES = ("forward", "backward", "input")  # an update is computed in float32 by both
 EXPONENTS = (-44, 15)
-SUMMARY, SUMMARY_EXPONENTS = "numerics-summary.png", (-52, 17)
+SUMMARY, SUMMARY_EXPONENTS = "numerics-summary.png", (-40, 17)
 SHARE = 0.01  # what is lost below that is not spoken of
 SEED = 0
 
@@ -274,29 +274,39 @@ def draw_summary(reports: dict[str, Report], path: Path) -> None:
     """Draw how the exponents of gradients and of second moments lie, without and with scales."""
     from matplotlib.figure import Figure
 
+    pairs, _ = pair(reports["fp32"], reports["fp16-all"])
     kinds = {
-        "gradients of activations and weights": lambda row: row.phase == "backward",
-        "Adam's second moments": lambda row: row.phase == "input" and "/nu/" in row.name,
+        "gradients": lambda row: row.phase == "backward",
+        "Adam's second moments": lambda row: row.phase == "input" and ".nu" in row.name,
     }
-    titles = {"fp32": "plain, in float32", "fp16-all": "scalified: data in float16"}
+    exponents = range(*SUMMARY_EXPONENTS)
     figure = Figure(figsize=(10, 2.9), layout="constrained")
     for ax, (kind, belongs) in zip(figure.subplots(1, 2, sharex=True), kinds.items(), strict=True):
-        for (preset, title), colour in zip(titles.items(), ("#8c8c8c", "#0072B2"), strict=True):
-            rows = [r for r in reports[preset] if r.size > 1 and belongs(r)]
-            shares = _mean_shares(rows, range(*SUMMARY_EXPONENTS))
-            ax.fill_between(
-                range(*SUMMARY_EXPONENTS), shares, step="mid", color=colour, alpha=0.6, label=title
-            )
-        ax.axvspan(SUMMARY_EXPONENTS[0], -24, color="#d55e00", alpha=0.14, lw=0)
-        ax.axvspan(-24, -14, color="#d55e00", alpha=0.06, lw=0)
-        ax.text(-25, ax.get_ylim()[1] * 0.9, "zero in float16", ha="right", color="#a04000")
+        both = [p for p in pairs if p.scalified is not None and belongs(p.plain)]
+        curves = {
+            "plain step, in float32": ("#8c8c8c", [p.plain for p in both]),
+            "scalified step: data in float16": ("#0072B2", [p.scalified for p in both]),
+        }
+        for title, (colour, rows) in curves.items():
+            shares = _mean_shares(rows, exponents)
+            ax.fill_between(exponents, shares, step="mid", color=colour, alpha=0.6, label=title)
+        top = 1.12 * ax.get_ylim()[1]
+        ax.set_ylim(0, top)
+        for low, high, alpha, text in (
+            (exponents[0], -24, 0.16, "zero in float16"),
+            (-24, -14, 0.07, "fewer bits"),
+        ):
+            ax.axvspan(low, high, color="#d55e00", alpha=alpha, lw=0)
+            ax.text((low + high) / 2, top * 0.98, text, ha="center", va="top", color="#a04000")
         ax.set_title(kind, fontsize=11)
-        ax.set_xlim(SUMMARY_EXPONENTS[0], 16)
-        ax.set_xticks(range(-48, 17, 8), [f"$2^{{{e}}}$" for e in range(-48, 17, 8)])
+        ax.set_xlim(exponents[0], exponents[-1])
+        ticks = range(-40, 17, 8)
+        ax.set_xticks(ticks, [f"$2^{{{e}}}$" for e in ticks])
         ax.set_yticks([])
         ax.spines[["top", "right", "left"]].set_visible(False)
     figure.axes[0].set_ylabel("share of the elements")
-    figure.axes[1].legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.85))
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
 
