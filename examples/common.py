@@ -28,7 +28,7 @@ Make = Callable[[str, int, int], tuple[PyTree, Callable, Callable]]
 
 PRECISIONS = ("float32", "float16", "fp8")
 LAST = 20  # the training loss in the table is the mean of so many steps
-EVALUATIONS = 25  # points of the curve of held-out accuracy
+EVALUATIONS = 12  # points of the curve of held-out accuracy
 # Okabe and Ito's colours, which everyone can tell apart. The curves lie on top of each other, so
 # the first one is broad and pale, and the last one dashed.
 STYLES = {
@@ -167,9 +167,7 @@ def check(options: argparse.Namespace) -> None:
     """Raise a `ValueError` for options that cannot be used, and make the directory."""
     for precision in options.precision:
         if precision not in PRECISIONS:
-            raise ValueError(
-                f"`precision` must be of {', '.join(PRECISIONS)}, got {precision!r}."
-            )
+            raise ValueError(f"`precision` must be of {', '.join(PRECISIONS)}, got {precision!r}.")
     if options.steps < 1:
         raise ValueError(f"`steps` must be positive, got {options.steps}.")
     if options.seed < 0:

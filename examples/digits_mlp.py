@@ -67,9 +67,7 @@ def make(precision, seed, steps):
 def main(arguments=None):
     """Run the example."""
     title = "Digits with an MLP in plain JAX"
-    return common.main(
-        "digits_mlp", title, make, common.Digits, steps=500, arguments=arguments
-    )
+    return common.main("digits_mlp", title, make, common.Digits, steps=500, arguments=arguments)
 
 
 if __name__ == "__main__":
