@@ -262,7 +262,9 @@ def plot(results: Sequence[Result], path: Path, *, title: str) -> None:
         left.plot(*smooth(steps, result.losses, window), label=result.precision, **style)
         label = f"{result.precision}: {100 * result.accuracy:.1f}%"
         right.plot(result.evaluated, 100 * result.held_out[:, 1], label=label, **style)
-    left.set(xlabel="step", ylabel=f"training loss, mean of {window} steps", yscale="log")
+    lowest, highest = left.dataLim.intervaly
+    scale = "log" if highest > 10 * lowest else "linear"
+    left.set(xlabel="step", ylabel=f"training loss, mean of {window} steps", yscale=scale)
     right.set(xlabel="step", ylabel="held-out accuracy (%)")
     left.legend(frameon=False)
     right.legend(frameon=False, loc="lower right")

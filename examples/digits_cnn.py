@@ -52,7 +52,7 @@ def make(precision, seed, steps):
     if precision == "fp8":
         loss = jsa.fp8_matmuls(loss_fn, jsa.fp8.skip_head)
 
-    params = CNN().init(jax.random.key(seed), jnp.zeros((1, 8, 8)))["params"]
+    params = jax.jit(CNN().init)(jax.random.key(seed), jnp.zeros((1, 8, 8)))["params"]
     state = TrainState.create(apply_fn=CNN().apply, params=params, tx=optimizer)
 
     def update(state, images, labels):

@@ -45,7 +45,7 @@ def make(precision, seed, steps):
 
     # What a jitted step returns must be arrays: the activation function stays outside.
     params, static = eqx.partition(make_model(seed), eqx.is_array)
-    state = params, optimizer.init(params)
+    state = params, jax.jit(optimizer.init)(params)
 
     def update(state, images, labels):
         params, opt_state = state

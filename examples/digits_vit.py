@@ -106,7 +106,7 @@ def make(precision, seed, steps):
     def evaluate(state, images, labels):
         return loss(state[0], images, labels)
 
-    state = params, optimizer.init(params)
+    state = params, jax.jit(optimizer.init)(params)
     if precision != "float32":
         state = jsa.as_scaled_array(state, scale="rms", dtype=jnp.float16)
         update, evaluate = jsa.scalify(update), jsa.scalify(evaluate)

@@ -108,8 +108,8 @@ def make(precision, seed, steps):
     def evaluate(state, *batch):
         return loss(state[0], *batch)
 
-    params = Bert().init(jax.random.key(seed), jnp.zeros((1, CONTEXT), int))["params"]
-    state = params, optimizer.init(params)
+    params = jax.jit(Bert().init)(jax.random.key(seed), jnp.zeros((1, CONTEXT), int))["params"]
+    state = params, jax.jit(optimizer.init)(params)
     if precision != "float32":
         state = jsa.as_scaled_array(state, scale="rms", dtype=jnp.float16)
         update, evaluate = jsa.scalify(update), jsa.scalify(evaluate)

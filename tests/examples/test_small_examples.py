@@ -30,8 +30,16 @@ LINE = re.compile(
 )
 
 
+# FP8 has all that float16 has, and matmuls besides.
+PRECISIONS = [
+    ("float32", "fp8"),
+    pytest.param(("float32", "float16", "fp8"), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("precisions", PRECISIONS, ids="-".join)
 @pytest.mark.parametrize("name", SMALL)
-def test_every_precision_trains(name, tmp_path, monkeypatch, capsys):
+def test_every_precision_trains(name, precisions, tmp_path, monkeypatch, capsys):
     if name == "digits_equinox":
         pytest.importorskip("equinox")
     example = importlib.import_module(f"examples.{name}")
@@ -39,9 +47,10 @@ def test_every_precision_trains(name, tmp_path, monkeypatch, capsys):
     for attribute, value in changes.items():
         monkeypatch.setattr(example, attribute, value)
     out = tmp_path / "out"
-    assert example.main(["--steps", "3", "--out", str(out)]) == 0
+    arguments = [] if len(precisions) == 3 else ["--precision", *precisions]
+    assert example.main(["--steps", "3", "--out", str(out), *arguments]) == 0
     lines = [m for m in map(LINE.match, capsys.readouterr().out.splitlines()) if m]
-    assert [m[1] for m in lines] == ["float32", "float16", "fp8"]
+    assert [m[1] for m in lines] == list(precisions)
     reference = float(lines[0][2])
     assert 0.3 * guessing < reference < 2 * guessing
     for line in lines[1:]:
