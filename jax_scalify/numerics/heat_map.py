@@ -128,7 +128,8 @@ def draw(
     bar.set_label("share of a tensor's elements that have this exponent", fontsize=9)
     shares = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1)
     bar.set_ticks(shares, labels=[f"{100 * x:.0f}%" for x in shares], fontsize=8)
-    _draw_legend(matplotlib, figure, limits, any(row.scale is not None for row in rows))
+    scaled = any(row.scale is not None for row in rows)
+    _draw_legend(matplotlib, figure, limits, scaled, len(panels))
     return figure
 
 
@@ -261,7 +262,9 @@ def _draw_scales(ax: Any, rows: Sequence[Row], first: int, last: int) -> None:
         ax.scatter(*zip(*points), **_SCALE, s=6 if len(rows) < 250 else 3, zorder=3)
 
 
-def _draw_legend(matplotlib: Any, figure: Any, limits: Sequence[Limits], scaled: bool) -> None:
+def _draw_legend(
+    matplotlib: Any, figure: Any, limits: Sequence[Limits], scaled: bool, panels: int
+) -> None:
     line, patch = matplotlib.lines.Line2D, matplotlib.patches.Patch
     name = limits[0].name
     texts = ("smallest number", "smallest normal number", "largest number")
@@ -274,4 +277,6 @@ def _draw_legend(matplotlib: Any, figure: Any, limits: Sequence[Limits], scaled:
         color, edge = _SCALE["color"], _SCALE["edgecolors"]
         dot = dict(marker="o", markersize=5, color=color, markeredgecolor=edge, linestyle="none")
         marks.append(line([], [], **dot, label="exponent of the scale (colours: of the data)"))
-    figure.legend(handles=marks, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    columns = {1: 2, 2: 3}.get(panels, 6)  # what the width has room for
+    place = dict(loc="outside lower center", ncols=columns)
+    figure.legend(handles=marks, fontsize=8, frameon=False, **place)
