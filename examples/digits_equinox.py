@@ -53,7 +53,7 @@ def make(precision, seed, steps):
         grad_fn = eqx.filter_value_and_grad(loss, has_aux=True)
         (value, _), grads = grad_fn(model, images, labels)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        # Adds, and rounds once to the weights' dtype: at random, so that no small update is lost.
+        # Adds, and rounds once to the weights' dtype: at random, so that small updates count too.
         return (jsa.optim.apply_updates(params, updates), opt_state), value
 
     def evaluate(state, images, labels):

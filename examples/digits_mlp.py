@@ -54,7 +54,7 @@ def make(precision, seed, steps):
     def update(params, images, labels):
         (value, _), grads = jax.value_and_grad(loss, has_aux=True)(params, images, labels)
         updates = jax.tree.map(lambda g: -LEARNING_RATE * g, grads)
-        # Adds, and rounds once to the weights' dtype: at random, so that no small update is lost.
+        # Adds, and rounds once to the weights' dtype: at random, so that small updates count too.
         return jsa.optim.apply_updates(params, updates), value
 
     evaluate = loss

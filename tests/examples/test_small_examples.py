@@ -6,19 +6,22 @@ import re
 import numpy as np
 import pytest
 
+import jax_scalify as jsa
+
 pytest.importorskip("sklearn")
 common = pytest.importorskip("examples.common")
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 
-# What is changed for speed, and the loss that guessing has.
+# What is changed for speed, the loss that guessing has, and the FP8 matmuls of a forward pass.
 SMALL = {
-    "digits_mlp": ({"SIZES": (64, 32, 32, 10)}, np.log(10)),
-    "digits_cnn": ({}, np.log(10)),
-    "digits_equinox": ({"WIDTH": 32}, np.log(10)),
-    "digits_vit": ({"WIDTH": 16, "LAYERS": 1, "HEADS": 2}, np.log(10)),
+    "digits_mlp": ({"SIZES": (64, 32, 32, 10)}, np.log(10), 2),
+    "digits_cnn": ({}, np.log(10), 1),
+    "digits_equinox": ({"WIDTH": 32}, np.log(10), 3),
+    "digits_vit": ({"WIDTH": 16, "LAYERS": 1, "HEADS": 2}, np.log(10), 6),
     "masked_lm": (
         {"WIDTH": 16, "LAYERS": 1, "HEADS": 2, "CONTEXT": 16, "BATCH": 4, "HELD_OUT": 8},
         np.log(257),
+        6,
     ),
 }
 # Of the held-out loss after three steps, from that of float32: float16 rounds to 11 bits, E4M3 to
@@ -28,6 +31,24 @@ LINE = re.compile(
     r"^(float32|float16|fp8) +held-out loss (\S+?)(?: \((\S+)% from float32\))?, accuracy (\S+)%, "
     r"state (\S+) kB, \d+ s$"
 )
+
+
+def count_fp8(example, monkeypatch):
+    """How many matmuls of each precision's evaluation have FP8 operands, once it was called."""
+    found, make = {}, example.make
+
+    def making(precision, seed, steps):
+        state, update, evaluate = make(precision, seed, steps)
+
+        def counting(*args):
+            report = jsa.numerics.check_fp8(evaluate, *args, compile=False)
+            found[precision] = sum(row.has_fp8_operands for row in report.rows)
+            return evaluate(*args)
+
+        return state, update, counting
+
+    monkeypatch.setattr(example, "make", making)
+    return found
 
 
 # FP8 has all that float16 has, and matmuls besides.
@@ -43,7 +64,8 @@ def test_every_precision_trains(name, precisions, tmp_path, monkeypatch, capsys)
     if name == "digits_equinox":
         pytest.importorskip("equinox")
     example = importlib.import_module(f"examples.{name}")
-    changes, guessing = SMALL[name]
+    changes, guessing, matmuls = SMALL[name]
+    fp8 = count_fp8(example, monkeypatch)
     for attribute, value in changes.items():
         monkeypatch.setattr(example, attribute, value)
     out = tmp_path / "out"
@@ -60,6 +82,7 @@ def test_every_precision_trains(name, precisions, tmp_path, monkeypatch, capsys)
         assert 0 <= accuracy <= 100
         # Half of float32, and four bytes of scale for each array.
         assert 0.5 < size / float(lines[0][5]) < 0.56
+    assert fp8 == {precision: matmuls * (precision == "fp8") for precision in precisions}
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
