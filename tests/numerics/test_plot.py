@@ -67,6 +67,18 @@ def test_pictures_of_small_and_large_reports(tmp_path, count, suffix):
     assert file.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("phases", [["input"], ["input", "forward"]], ids=len)
+def test_the_legend_is_inside_of_the_picture(monkeypatch, phases):
+    rows = tuple(row(phase=phase, scale=(0,)) for phase in phases)
+    options = dict(phases=phases, formats=["float8_e4m3fn"])
+    draw = functools.partial(jsa.numerics.plot_histogram, Report(rows), "x.png", **options)
+    figure = saved(monkeypatch, draw)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+
+
 def test_report_of_a_scalified_step(tmp_path):
     @jsa.scalify
     def update(w, x):
