@@ -184,7 +184,7 @@ def fp8_matmuls(
         names = [jax.tree_util.keystr(path[1:]) for path in traced.paths]
         jaxpr, consts = traced.closed.jaxpr, traced.closed.consts
         out = _Rewriter(dot, select).run(jaxpr, consts, traced.operands, names, "")
-        return jax.tree.unflatten(traced.out_tree, out)
+        return traced.unflatten(out)
 
     return rewritten
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -26,16 +26,29 @@ class Traced:
         operands: the arrays and `ScaledArray`s among the arguments, in the jaxpr's order.
         paths: their key paths in `(args, kwargs)`.
         out_tree: the structure of the results.
+        static_results: the strings and callables among the results, by their place.
     """
 
     closed: Any
     operands: list[Any]
     paths: list[Any]
     out_tree: Any
+    static_results: dict[int, Any]
+
+    def unflatten(self, arrays: Iterable[Any]) -> Any:
+        """Return the results, of which the jaxpr computes the arrays."""
+        rest = iter(arrays)
+        leaves = [
+            self.static_results[i] if i in self.static_results else next(rest)
+            for i in range(self.out_tree.num_leaves)
+        ]
+        return jax.tree.unflatten(self.out_tree, leaves)
 
 
 def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
     """Trace a function; strings, callables, bools and `None` among its arguments are static.
+
+    So are strings and callables among its results, as an Equinox model has them.
 
     Raises:
         TypeError: if `fun` uses or returns a `ScaledArray` that was no argument.
@@ -43,7 +56,8 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
     paths, tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=is_scaled)
     leaves = [leaf for _, leaf in paths]
     dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
-    out_tree = None
+    out_tree: Any = None
+    static_results: dict[int, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
         nonlocal out_tree
@@ -59,12 +73,21 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
             raise
         if any(map(is_scaled, out)):
             raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
-        return out
+        static_results.clear()
+        static_results.update((i, leaf) for i, leaf in enumerate(out) if is_static_result(leaf))
+        return [leaf for i, leaf in enumerate(out) if i not in static_results]
 
     operands = [leaves[i] for i in dynamic]
     closed = jax.make_jaxpr(flat)(*(x.data if is_scaled(x) else x for x in operands))
-    return Traced(closed, operands, [paths[i][0] for i in dynamic], out_tree)
+    return Traced(closed, operands, [paths[i][0] for i in dynamic], out_tree, static_results)
 
 
 def _is_dynamic(leaf: Any) -> bool:
     return is_scaled(leaf) or (not isinstance(leaf, bool) and dtypes.leaf_dtype(leaf) is not None)
+
+
+def is_static_result(leaf: Any) -> bool:
+    """Tell whether a leaf among the results of a function is no array: a string, a callable."""
+    if isinstance(leaf, str):
+        return True
+    return callable(leaf) and dtypes.leaf_dtype(leaf) is None and not hasattr(leaf, "__jax_array__")

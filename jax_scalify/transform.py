@@ -62,7 +62,8 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
     Returns:
         A function of the same arguments. An output that depends on a scaled value is a
         `ScaledArray`, of a dynamic scale if any scaled argument had one. With plain arguments
-        only (and no `set_scaling` inside) it computes exactly what `fun` does.
+        only (and no `set_scaling` inside) it computes exactly what `fun` does. Strings and
+        callables among the results, as an Equinox model has them, stay as they are.
 
     Raises:
         TypeError: if `fun` is not callable or `config` not a `ScalifyConfig`; when called, for a
@@ -100,7 +101,7 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
         else:
             call = functools.partial(_scale_call, config=active)
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
-        return jax.tree.unflatten(traced.out_tree, out)
+        return traced.unflatten(out)
 
     return scalified
 

@@ -91,6 +91,19 @@ def test_outputs():
     assert f == ()
 
 
+def test_strings_and_callables_among_the_results():
+    def fun(x, act):
+        return {"act": act, "name": "a", "y": 2 * x, "z": act(x)}
+
+    for wrap in (scalify, lambda f: jax.jit(scalify(lambda *a: {**f(*a), "act": 0, "name": 0}))):
+        out = wrap(functools.partial(fun, act=jnp.tanh))(scaled(X, 4.0))
+        np.testing.assert_array_equal(np.asarray(out["y"]), 8 * X)
+        np.testing.assert_allclose(np.asarray(out["z"]), np.tanh(4 * X), rtol=1e-6)
+    plain = jsa.scalify(fun)(jnp.asarray(X), jnp.tanh)
+    assert plain["act"] is jnp.tanh and plain["name"] == "a"
+    np.testing.assert_array_equal(plain["y"], 2 * X)
+
+
 def test_an_output_that_is_an_input():
     x = scaled(X, 4.0)
     out, plain = scalify(lambda v, p: (v, p))(x, jnp.asarray(X))

@@ -16,6 +16,7 @@ from jax_scalify import _compat, observing, scale_program
 from jax_scalify.abstract import CALLS
 from jax_scalify.array import is_scaled
 from jax_scalify.observing import Observed, observe_p
+from jax_scalify.tracing import is_static_result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,8 @@ def trace(
         for i, array in zip(dynamic, arrays, strict=True):
             full[i] = array
         in_args, in_kwargs = jax.tree.unflatten(tree, full)
-        return jax.tree.leaves(fun(*in_args, **in_kwargs))
+        out = jax.tree.leaves(fun(*in_args, **in_kwargs))
+        return [leaf for leaf in out if not is_static_result(leaf)]
 
     arrays = [jnp.asarray(leaves[i][1]) for i in dynamic]
     with observing.observing() if observe else contextlib.nullcontext():

@@ -29,7 +29,7 @@ class UnitScaled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the unit-scaled function."""
         traced, plan = self._plan(args, kwargs)
-        return jax.tree.unflatten(traced.out_tree, run(plan, traced.operands))
+        return traced.unflatten(run(plan, traced.operands))
 
     def report(self, *args: Any, **kwargs: Any) -> Explanation:
         """Return what has been done to the function, for arguments of these shapes and dtypes."""

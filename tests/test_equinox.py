@@ -1,0 +1,64 @@
+"""Equinox models, whose functions and strings are leaves, go in and out of the transforms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_scalify as jsa
+from jax_scalify import unit_scaling as us
+
+eqx = pytest.importorskip("equinox")
+
+
+def make_model():
+    return eqx.nn.MLP(4, 2, 16, 2, key=jax.random.key(0))
+
+
+def loss_fn(model, x):
+    return jnp.mean(jnp.square(jax.vmap(model)(x)).astype(jnp.float32))
+
+
+def step(model, x, loss=loss_fn):
+    value, grads = eqx.filter_value_and_grad(loss)(model, x)
+    return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), value
+
+
+def train(step, model, x):
+    step, losses = eqx.filter_jit(step), []
+    for _ in range(4):
+        model, loss = step(model, x)
+        losses.append(float(loss))
+    return model, losses
+
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_whole_model_comes_back(dtype):
+    want, losses = train(step, make_model(), X)
+    model = jsa.as_scaled_array(make_model(), scale="rms", dtype=dtype)
+    got, scaled_losses = train(jsa.scalify(step), model, X.astype(dtype))
+    tolerance = 1e-5 if dtype == "float32" else 5e-3
+    np.testing.assert_allclose(scaled_losses, losses, rtol=tolerance)
+    assert got.activation is want.activation
+    assert got.layers[0].weight.dtype == dtype
+    values = jsa.asarray(got, jnp.float32)
+    for a, b in zip(jax.tree.leaves(values), jax.tree.leaves(want), strict=True):
+        if eqx.is_array(b):
+            np.testing.assert_allclose(a, b, atol=tolerance)
+
+
+def test_other_transforms_return_a_model_too():
+    model = make_model()
+    narrow, _ = jsa.fp8_matmuls(step)(model, X)
+    unit, _ = us.unit_scale(step)(model, X)
+    assert narrow.activation is unit.activation is model.activation
+
+
+def test_a_report_on_a_step_that_returns_a_model():
+    model = jsa.as_scaled_array(make_model(), scale="rms", dtype=jnp.float16)
+    report = jsa.numerics.report(jsa.scalify(step))(model, X)
+    assert any(row.phase == "backward" for row in report)
+    assert not jsa.numerics.find_nonfinite(jsa.scalify(step))(model, X)
