@@ -267,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps = options.figure4_steps
         cells = run(figure4.reference_tasks(steps), steps)
         cells |= run(figure4.float16_tasks(cells, steps), steps)
+        cells |= run(figure4.seed_tasks(cells, steps), steps)
         console.print(figure4.make_table(cells))
     if options.parts == ["figure4"]:
         return
