@@ -4,9 +4,10 @@ After Blake et al., *Unit Scaling* (2023), figure 4: {attention, convolution, RN
 norm} × {fixed, running-mean residual weights}. Both schemes compute the same network, with the same
 residual weights: what differs is where factors are, in the weights' variance and the loss's mean,
 or in each operation. float16 is what one gets by casting a model's weights: activations, gradients,
-the weights themselves and both moments of Adam. Adam does not see a constant factor of gradients,
-so the loss scale is not taken out again; its ε is 2^-20, as 1e-8 is 0 in float16, and its β₂ 0.99,
-as float16 would round the steps of 0.999 away.
+the weights themselves and both moments of Adam, which computes in float32 what it stores in
+float16: the square of a gradient of 256 is infinite otherwise, whatever its share of the moment.
+Adam does not see a constant factor of gradients, so the loss scale is not taken out again; its ε is
+2^-20, as 1e-8 is 0 in float16, and its β₂ 0.99, as float16 would round the steps of 0.999 away.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ NORMS = ("pre", "post", "no")
 RESIDUALS = ("fixed", "running mean")
 RATES = {"regular": (-9, -8, -7), "unit": (-6, -5, -4)}  # exponents of 2
 LOSS_SCALE = 2048.0
-OTHER_SEEDS = (1, 2)  # of the unit-scaled runs: one seed differs from another by up to 1%
+OTHER_SEEDS = (1, 2)  # of the unit-scaled runs: a single one is up to 0.5% off by chance
 EPS, B2 = 2.0**-20, 0.99
 RUNS = {  # scheme, dtype, loss scale
     "regular float32": ("regular", jnp.float32, 1.0),
@@ -177,8 +178,10 @@ class Trainer:
 
         def update(weights: PyTree, state: Any, tokens: jax.Array, rate: jax.Array) -> Any:
             grads = jax.grad(lambda w: loss_scale * network.loss(w, tokens))(weights)
-            updates, state = self.optimizer.update(grads, state)
-            return jax.tree.map(lambda w, u: w - rate.astype(dtype) * u, weights, updates), state
+            wide = jsa.tree.astype((weights, state, grads), jnp.float32)
+            updates, new_state = self.optimizer.update(wide[2], wide[1])
+            new = jax.tree.map(lambda w, u: w - rate * u, wide[0], updates), new_state
+            return jax.tree.map(lambda a, b: a.astype(b.dtype), new, (weights, state))
 
         self._init = init
         weights = jax.eval_shape(init, 0)
