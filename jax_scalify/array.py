@@ -99,7 +99,8 @@ class ScaledArray:
             raise ValueError("A ScaledArray has no buffer of its values: `copy` cannot be False.")
         data = np.asarray(self.data)
         wide = np.promote_types(np.dtype(dtypes.compute_dtype(data.dtype)), np.float32)
-        values = data.astype(wide) * np.asarray(_leading(np.asarray(self.scale), data.ndim), wide)
+        scale = along_leading_axes(np.asarray(self.scale), data.ndim)
+        values = data.astype(wide) * np.asarray(scale, wide)
         return np.asarray(values).astype(data.dtype if dtype is None else dtype)
 
     def __float__(self) -> float:
@@ -166,17 +167,17 @@ def check_unpacked(tree: Any, name: str = "tree") -> None:
             )
 
 
-def _leading(scale: Any, ndim: int) -> Any:
+def along_leading_axes(scale: Any, ndim: int) -> Any:
     """Reshape a scale of a lower rank so that it lies along the leading axes."""
     return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim)) if scale.ndim else scale
 
 
 def align_scale(scale: Any, ndim: int) -> jax.Array:
     """Bring a scale to shape `()` or to the rank `ndim` of its data."""
-    return _leading(jnp.asarray(scale), ndim)
+    return along_leading_axes(jnp.asarray(scale), ndim)
 
 
-def _check_scale(scale: Any, data: Any, name: str = "scale") -> None:
+def check_scale(scale: Any, data: Any, name: str = "scale") -> None:
     """Refuse a scale that cannot belong to the data; a traced one is checked for its shape."""
     kind = dtypes.leaf_dtype(scale)
     if kind is None or not (
@@ -204,7 +205,8 @@ def _check_scale(scale: Any, data: Any, name: str = "scale") -> None:
             raise ValueError(f"`{name}` 0 needs data that is zero, got data that is not.")
 
 
-def _check_scale_dtype(scale_dtype: Any) -> Any:
+def check_scale_dtype(scale_dtype: Any) -> Any:
+    """Return the dtype of scales, float32 if there is none; refuse one that cannot hold them."""
     dtype = jnp.dtype(scale_dtype or jnp.float32)
     if dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
         raise TypeError(
@@ -250,7 +252,7 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
     data = jnp.asarray(data, dtype)
     if not dtypes.is_scalable(data.dtype):
         raise TypeError(f"`data` must have a floating dtype, got {data.dtype}.")
-    _check_scale(scale, data)
+    check_scale(scale, data)
     static = type(scale) in (float, int)
     if static:
         limit = pow2.MAX_EXPONENT
@@ -261,7 +263,7 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
             rest = np.asarray(scale / power if power else 1.0, compute)
         data = data if rest == 1 else rescale_data(data, jnp.asarray(rest))
         return ScaledArray(data, power)
-    scale_dtype = _check_scale_dtype(scale_dtype)
+    scale_dtype = check_scale_dtype(scale_dtype)
     power = _power_of(scale, scale_dtype)
     if _compat.is_traced(scale):
         wide = scale.astype(jnp.promote_types(scale.dtype, scale_dtype))
@@ -287,7 +289,7 @@ def _power_of(scale: Any, dtype: Any) -> jax.Array:
 def _choose_scale(data: jax.Array, scale: Any, scale_dtype: Any, axis: Any) -> jax.Array:
     """The power of two (or 0) by which `as_scaled_array` divides a leaf."""
     if scale is not None and not isinstance(scale, str):
-        _check_scale(scale, data)
+        check_scale(scale, data)
         return _power_of(scale, scale_dtype)
     axes = _keepdims_axes(axis, data.ndim)
     per_axis = len(axes) < data.ndim
@@ -361,7 +363,7 @@ def as_scaled_array(
         raise ValueError(
             f'`scale` must be None, a number, an array, "rms" or "max", got {scale!r}.'
         )
-    scale_dtype = _check_scale_dtype(scale_dtype)
+    scale_dtype = check_scale_dtype(scale_dtype)
     convert = functools.partial(
         _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=axis
     )

@@ -23,7 +23,7 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat, dtypes, pow2, storage
-from jax_scalify.array import PACKED, ScaledArray, _leading, is_packed, is_scaled
+from jax_scalify.array import PACKED, ScaledArray, along_leading_axes, is_packed, is_scaled
 from jax_scalify.statistics import statistic
 
 __all__ = ["from_storable", "restore", "save", "to_storable"]
@@ -342,7 +342,7 @@ def _load_scaled(data: Any, scale: Any, leaf: ScaledArray, dtype: np.dtype) -> S
     full = _full(shape, data.ndim)
     if scale is not None:
         scale = np.asarray(scale, np.float64)
-        scale = np.broadcast_to(_leading(scale, data.ndim), full)
+        scale = np.broadcast_to(along_leading_axes(scale, data.ndim), full)
     if scale is None or _is_shorter(dtype, data.dtype):
         data, scale = _by_rms(data, 1.0 if scale is None else scale, dtype, full)
     data, scale = _placed(_cast(data, dtype), leaf.data), scale.reshape(shape)

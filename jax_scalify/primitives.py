@@ -213,7 +213,8 @@ batching.primitive_batchers[match_scale_p] = _batch_match_scale
 batching.primitive_batchers[dynamic_rescale_p] = _batch_dynamic_rescale
 
 
-def _checked(x: Any, name: str = "x") -> Any:
+def checked_array(x: Any, name: str = "x") -> Any:
+    """Return `x` as a JAX array; refuse what is neither an array nor a `ScaledArray`."""
     kind = dtypes.leaf_dtype(x)
     if kind is None and not hasattr(x, "__jax_array__"):
         raise TypeError(f"`{name}` must be an array or a ScaledArray, got {type(x).__name__}.")
@@ -221,7 +222,7 @@ def _checked(x: Any, name: str = "x") -> Any:
 
 
 def _checked_scale(scale: Any, x: Any) -> jax.Array:
-    array_lib._check_scale(scale, x)
+    array_lib.check_scale(scale, x)
     return jnp.asarray(scale, current_config().scale_dtype)
 
 
@@ -258,7 +259,7 @@ def set_scaling(x: Any, scale: Any) -> Any:
     """
     if isinstance(x, ScaledArray):
         return _outside(set_scaling, x, scale)
-    x = _checked(x)
+    x = checked_array(x)
     return set_scaling_p.bind(x, _checked_scale(scale, x)) if dtypes.is_scalable(x.dtype) else x
 
 
@@ -277,7 +278,7 @@ def rebalance_scale(x: Any, factor: Any) -> Any:
     """
     if isinstance(x, ScaledArray):
         return _outside(rebalance_scale, x, factor)
-    x = _checked(x)
+    x = checked_array(x)
     if not dtypes.is_scalable(x.dtype):
         return x
     return rebalance_scale_p.bind(x, _checked_scale(factor, x))
@@ -297,7 +298,7 @@ def get_data_and_scale(x: Any) -> tuple[Any, Any]:
     """
     if isinstance(x, ScaledArray):
         return x.data, x.scale
-    x = _checked(x)
+    x = checked_array(x)
     dtype = current_config().scale_dtype
     if not dtypes.is_scalable(x.dtype):
         return x, jnp.ones((), dtype)
@@ -319,7 +320,7 @@ def stop_scaling(x: Any, dtype: Any = None) -> Any:
     """
     if isinstance(x, ScaledArray):
         return x.to_array(dtype)
-    x = _checked(x)
+    x = checked_array(x)
     if not dtypes.is_scalable(x.dtype):
         return x if dtype is None else x.astype(dtype)
     return stop_scaling_p.bind(x if dtype is None else x.astype(dtype))
@@ -327,7 +328,7 @@ def stop_scaling(x: Any, dtype: Any = None) -> Any:
 
 def rescale_leaf(x: Any, stat: str = "rms", target: float = 1.0) -> Any:
     """Move the data's statistic to `target`: the rule of `dynamic_rescale` for one array."""
-    return _rescale_leaf(_checked(x) if not array_lib.is_scaled(x) else x, stat, target)[0]
+    return _rescale_leaf(checked_array(x) if not array_lib.is_scaled(x) else x, stat, target)[0]
 
 
 def _rescale_leaf(x: Any, stat: str, target: float) -> tuple[Any, Any]:
@@ -417,14 +418,14 @@ def match_scales(tree: Any, like: Any) -> Any:
         kind = dtypes.leaf_dtype(leaf)
         if kind is None or not dtypes.is_scalable(kind) or array_lib.is_scaled(partner):
             return leaf
-        return match_scale_p.bind(_checked(leaf), _checked(partner))
+        return match_scale_p.bind(checked_array(leaf), checked_array(partner))
 
     return jax.tree.map(match, tree, like, is_leaf=array_lib.is_scaled)
 
 
 def on_backward(x: Any, function: Hashable, *operands: jax.Array) -> Any:
     """Return `x`; send its cotangent through `function(cotangent, *operands)`, of the same aval."""
-    x = _checked(x)
+    x = checked_array(x)
     if not dtypes.is_scalable(x.dtype):
         return x
     return on_backward_p.bind(x, *operands, function=function)

@@ -13,8 +13,8 @@ from jax_scalify import _compat, dtypes, pow2
 from jax_scalify.array import (
     PACKED,
     ScaledArray,
-    _check_scale_dtype,
-    _leading,
+    along_leading_axes,
+    check_scale_dtype,
     is_packed,
     is_scaled,
 )
@@ -58,7 +58,7 @@ def unpack_scales(tree: Any, scale_dtype: Any = None) -> Any:
             exponents of float32.
         ValueError: naming the leaf, for a scale that is nan.
     """
-    dtype = _check_scale_dtype(scale_dtype)
+    dtype = check_scale_dtype(scale_dtype)
     return tree_util.tree_map_with_path(
         lambda path, leaf: _unpack(path, leaf, dtype), tree, is_leaf=is_scaled
     )
@@ -93,7 +93,7 @@ def _pack(path: tuple, leaf: Any) -> Any:
         )
     too_small = (scale > 0) & (scale < _SMALLEST)
     if np.any(too_small):
-        where = np.broadcast_to(_leading(too_small, leaf.ndim), leaf.shape)
+        where = np.broadcast_to(along_leading_axes(too_small, leaf.ndim), leaf.shape)
         if np.any(np.asarray(leaf.data)[where] != 0):
             raise ValueError(
                 f"The scale of `tree{tree_util.keystr(path)}` must be at least 2**-126 where the "

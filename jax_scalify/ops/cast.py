@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify.primitives import _checked, cast, on_backward
+from jax_scalify.primitives import cast, checked_array, on_backward
 
 
 @jax.custom_jvp
@@ -63,7 +63,7 @@ def cast_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
         >>> print(jsa.ops.cast_on_forward(jnp.float32(1000.0), jnp.float8_e4m3fn))
         448
     """
-    x = _checked(x)
+    x = checked_array(x)
     return cast(x, _float_dtype(dtype), key)
 
 
@@ -106,7 +106,7 @@ def reduce_precision_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.A
         >>> print(jnp.unique(y), f"{jnp.mean(y):.2f}")
         [1.    1.125] 1.10
     """
-    return _through(_checked(x), jnp.zeros((), _float_dtype(dtype)), key)
+    return _through(checked_array(x), jnp.zeros((), _float_dtype(dtype)), key)
 
 
 def reduce_precision_on_backward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
