@@ -10,6 +10,7 @@ import jax
 
 from jax_scalify import dtypes
 from jax_scalify.array import is_scaled
+from jax_scalify.objects import pure_call
 
 _CLOSED_OVER = (
     "jax_scalify: inside a transformed function every value is a plain array. Pass a ScaledArray "
@@ -27,6 +28,7 @@ class Traced:
         paths: their key paths in `(args, kwargs)`.
         out_tree: the structure of the results.
         static_results: the strings and callables among the results, by their place.
+        finish: takes the results, writes into the objects among the arguments, returns the rest.
     """
 
     closed: Any
@@ -34,6 +36,7 @@ class Traced:
     paths: list[Any]
     out_tree: Any
     static_results: dict[int, Any]
+    finish: Callable[[Any], Any]
 
     def unflatten(self, arrays: Iterable[Any]) -> Any:
         """Return the results, of which the jaxpr computes the arrays."""
@@ -42,7 +45,7 @@ class Traced:
             self.static_results[i] if i in self.static_results else next(rest)
             for i in range(self.out_tree.num_leaves)
         ]
-        return jax.tree.unflatten(self.out_tree, leaves)
+        return self.finish(jax.tree.unflatten(self.out_tree, leaves))
 
 
 def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
@@ -53,7 +56,8 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
     Raises:
         TypeError: if `fun` uses or returns a `ScaledArray` that was no argument.
     """
-    paths, tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=is_scaled)
+    call = pure_call(fun, args, kwargs)
+    paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs), is_leaf=is_scaled)
     leaves = [leaf for _, leaf in paths]
     dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
     out_tree: Any = None
@@ -66,7 +70,7 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
             full[i] = array
         in_args, in_kwargs = jax.tree.unflatten(tree, full)
         try:
-            out, out_tree = jax.tree.flatten(fun(*in_args, **in_kwargs), is_leaf=is_scaled)
+            out, out_tree = jax.tree.flatten(call.fun(*in_args, **in_kwargs), is_leaf=is_scaled)
         except TypeError as error:
             if "ScaledArray" in str(error):
                 error.add_note(_CLOSED_OVER)
@@ -79,7 +83,8 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
 
     operands = [leaves[i] for i in dynamic]
     closed = jax.make_jaxpr(flat)(*(x.data if is_scaled(x) else x for x in operands))
-    return Traced(closed, operands, [paths[i][0] for i in dynamic], out_tree, static_results)
+    paths = [paths[i][0] for i in dynamic]
+    return Traced(closed, operands, paths, out_tree, static_results, call.finish)
 
 
 def _is_dynamic(leaf: Any) -> bool:

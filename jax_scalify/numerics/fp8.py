@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax_scalify import _compat
 from jax_scalify.numerics import hlo
 from jax_scalify.numerics.hlo import Sizes
+from jax_scalify.objects import pure_call
 from jax_scalify.registry import sub_jaxprs
 
 # What cuBLASLt takes, as XLA rewrites a dot of FP8 operands into a call of it.
@@ -177,10 +178,12 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
             raise TypeError("`args` must be left out: `fun` has been traced with its arguments.")
         traced = fun
     elif callable(fun):
+        call = pure_call(fun, args, kwargs)
+        fun = call.fun
         if not isinstance(fun, jax.stages.Wrapped):
-            _check_arrays((args, kwargs), fun)
+            _check_arrays((call.args, call.kwargs), fun)
             fun = jax.jit(fun)
-        traced = fun.trace(*args, **kwargs)
+        traced = fun.trace(*call.args, **call.kwargs)
     else:
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
     equations = _matmuls(_compat.live_jaxpr(traced.jaxpr), "", 1)

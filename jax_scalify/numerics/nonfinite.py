@@ -16,6 +16,7 @@ from jax_scalify.numerics.measuring import Measure, measure
 from jax_scalify.numerics.rows import exponent_range
 from jax_scalify.numerics.running import Runner, Step, Tagged, trace
 from jax_scalify.numerics.text import exponents_text, shape_text
+from jax_scalify.objects import pure_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ def find_nonfinite(fun: Callable) -> Callable[..., Nonfinite | None]:
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
 
     def run(*args: Any, **kwargs: Any) -> Nonfinite | None:
-        closed, arrays, names = trace(fun, args, kwargs)
+        closed, arrays, names = trace(pure_call(fun, args, kwargs))
         watcher = _Watcher()
         operands = [
             Tagged(array, _Argument(name, *_nonfinite(array)) if any(_nonfinite(array)) else None)

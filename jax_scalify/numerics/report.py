@@ -18,6 +18,7 @@ from jax_scalify.numerics.measuring import DTYPES, as_formats, measure
 from jax_scalify.numerics.naming import SAME_ELEMENTS, Phases, matches, scopes_of, updated
 from jax_scalify.numerics.rows import PHASES, Row, exponent_range
 from jax_scalify.numerics.running import Runner, Step, Tagged, scaled_arguments, trace
+from jax_scalify.objects import pure_call
 from jax_scalify.registry import sub_jaxprs
 
 _SHOWN = 40
@@ -212,9 +213,10 @@ def report(
     measured = tuple(dict.fromkeys((*DTYPES, *asked)))
 
     def run(*args: Any, **kwargs: Any) -> Report:
-        closed, arrays, names = trace(fun, args, kwargs)
+        call = pure_call(fun, args, kwargs)
+        closed, arrays, names = trace(call)
         collector = _Collector(measured, everything)
-        collector.arguments(args, kwargs)
+        collector.arguments(call.args, call.kwargs)
         operands = [Tagged(*pair) for pair in zip(arrays, names, strict=True)]
         Runner(collector).run(closed, operands)
         return Report(collector.rows(), tuple(d.name for d in asked))

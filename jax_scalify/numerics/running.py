@@ -15,6 +15,7 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat, observing, scale_program
 from jax_scalify.abstract import CALLS
 from jax_scalify.array import is_scaled
+from jax_scalify.objects import PureCall
 from jax_scalify.observing import Observed, observe_p
 from jax_scalify.tracing import is_static_result
 
@@ -57,18 +58,12 @@ class Step:
 Observer = Callable[[Step], Sequence[Any]]
 
 
-def trace(
-    fun: Callable, args: tuple, kwargs: dict[str, Any], *, observe: bool = True
-) -> tuple[Any, list[Any], list[str]]:
+def trace(call: PureCall, *, observe: bool = True) -> tuple[Any, list[Any], list[str]]:
     """Trace a function with its scales visible; return jaxpr, flat arguments and their names.
 
     Data and scale of a `ScaledArray` have its name. Without `observe` scales stay hidden.
-
-    Raises:
-        TypeError: if `fun` is not callable.
     """
-    if not callable(fun):
-        raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
+    args, kwargs = call.args, call.kwargs
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
     dynamic = [i for i, (_, leaf) in enumerate(leaves) if is_array(leaf)]
     tree = jax.tree.structure((args, kwargs))
@@ -78,7 +73,7 @@ def trace(
         for i, array in zip(dynamic, arrays, strict=True):
             full[i] = array
         in_args, in_kwargs = jax.tree.unflatten(tree, full)
-        out = jax.tree.leaves(fun(*in_args, **in_kwargs))
+        out = jax.tree.leaves(call.fun(*in_args, **in_kwargs))
         return [leaf for leaf in out if not is_static_result(leaf)]
 
     arrays = [jnp.asarray(leaves[i][1]) for i in dynamic]

@@ -18,6 +18,7 @@ from jax_scalify.numerics.measuring import as_formats
 from jax_scalify.numerics.naming import matches
 from jax_scalify.numerics.running import is_array, is_var, scaled_arguments, trace
 from jax_scalify.numerics.watching import Place, Watcher, find_places
+from jax_scalify.objects import PureCall, pure_call
 
 Select = str | Sequence[str] | Callable[[str], bool] | None
 
@@ -87,7 +88,8 @@ class Tracker:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Record | None]:
         """Call the step; return what it does, and at each N-th call a record, else None."""
         if not self._programs:
-            self._program(args, kwargs)  # what cannot be tracked is told at the first step
+            # What cannot be tracked is told at the first step.
+            self._program(pure_call(self._update, args, kwargs))
         self.calls += 1
         if self.calls % self._every == 0:
             return self.record(*args, **kwargs)
@@ -95,8 +97,10 @@ class Tracker:
 
     def record(self, *args: Any, **kwargs: Any) -> tuple[Any, Record]:
         """Call the step, and record it whatever the number of calls is, which stays."""
-        program, arrays = self._program(args, kwargs)
-        return program(*arrays)
+        call = pure_call(self._update, args, kwargs)
+        program, arrays = self._program(call)
+        out, record = program(*arrays)
+        return call.finish(out), record
 
     def names(self, *args: Any, **kwargs: Any) -> list[str]:
         """Return the names of all values that could be selected: nothing is computed.
@@ -107,49 +111,51 @@ class Tracker:
         that name, `update/args[0]['w']:add` for an update outside of any scope. What a function
         that is called by a `while` loop computes is not among them.
         """
-        closed, _, arguments = trace(self._update, args, kwargs)
-        return [*_arguments(args, kwargs), *(p.name for p in find_places(closed, arguments))]
+        call = pure_call(self._update, args, kwargs)
+        closed, _, arguments = trace(call)
+        return [*_arguments(call), *(p.name for p in find_places(closed, arguments))]
 
-    def _program(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, list[Any]]:
+    def _program(self, call: PureCall) -> tuple[Callable, list[Any]]:
         """The compiled step with statistics for arguments of a structure, and their arrays."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = jax.tree.flatten((call.args, call.kwargs))
         dynamic = tuple(map(is_array, leaves))
         static = tuple(None if is_array(leaf) else leaf for leaf in leaves)
-        key = tree, dynamic, static
+        key = tree, dynamic, static, call.structure
         if key not in self._programs:
             if any(map(_compat.is_traced, leaves)):
                 raise ValueError("A tracked step counts its calls: call it outside of `jax.jit`.")
             # Where only arguments are looked at, this is the trace that the step needs anyway.
             observe = self._select is not None
-            closed, _, names = trace(self._update, args, kwargs, observe=observe)
-            self._choose(closed, names, args, kwargs)
+            closed, _, names = trace(call, observe=observe)
+            self._choose(closed, names, call)
 
             def program(*arrays: Any) -> tuple[Any, Record]:
                 rest = iter(arrays)
                 full = [next(rest) if d else x for d, x in zip(dynamic, static, strict=True)]
-                return self._watched(*jax.tree.unflatten(tree, full))
+                args, kwargs = jax.tree.unflatten(tree, full)
+                return self._watched(PureCall(call.fun, args, kwargs))
 
             self._programs[key] = jax.jit(program, donate_argnums=_donated(closed))
         return self._programs[key], [leaf for leaf in leaves if is_array(leaf)]
 
-    def _watched(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Record]:
+    def _watched(self, call: PureCall) -> tuple[Any, Record]:
         """The step and a record of it, inside of a trace."""
         structure: Any = None
 
         def update(*args: Any, **kwargs: Any) -> Any:
             nonlocal structure
-            out = self._update(*args, **kwargs)
+            out = call.fun(*args, **kwargs)
             structure = jax.tree.structure(out)
             return out
 
         places: list[Place] = []
         if self._select is None:
-            chosen, out = _arguments(args, kwargs), self._update(*args, **kwargs)
+            chosen, out = _arguments(call), update(*call.args, **call.kwargs)
         else:
-            closed, arrays, names = trace(update, args, kwargs)
-            chosen, places = self._choose(closed, names, args, kwargs)
+            closed, arrays, names = trace(dataclasses.replace(call, fun=update))
+            chosen, places = self._choose(closed, names, call)
             if not places:
-                out = self._update(*args, **kwargs)
+                out = update(*call.args, **call.kwargs)
             else:
                 results, seen = Watcher(places, self._dtype).run(closed, arrays)
                 out = jax.tree.unflatten(structure, results)
@@ -159,14 +165,14 @@ class Tracker:
         return out, Record(names, **device.finish(jnp.stack(rows)))
 
     def _choose(
-        self, closed: Any, names: list[str], args: tuple, kwargs: dict[str, Any]
+        self, closed: Any, names: list[str], call: PureCall
     ) -> tuple[dict[str, Any], list[Place]]:
         """The arguments and the places that are selected.
 
         Raises:
             ValueError: if a pattern, or all that there is, selects nothing.
         """
-        arguments = _arguments(args, kwargs)
+        arguments = _arguments(call)
         if self._select is None:
             if not arguments:
                 raise ValueError("`update` has no floating argument: say what to `select`.")
@@ -178,9 +184,10 @@ class Tracker:
         return kept, [place for place in places if place.name in chosen]
 
 
-def _arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _arguments(call: PureCall) -> dict[str, tuple[Any, Any]]:
     """Data and scale of the floating arguments."""
-    found = ((n, jnp.asarray(x), scale) for n, x, scale in scaled_arguments(args, kwargs))
+    arguments = scaled_arguments(call.args, call.kwargs)
+    found = ((n, jnp.asarray(x), scale) for n, x, scale in arguments)
     return {n: (x, scale) for n, x, scale in found if dtypes.is_scalable(x.dtype)}
 
 

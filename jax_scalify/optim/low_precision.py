@@ -62,6 +62,7 @@ def low_precision(
     first_moment_dtype: Any = None,
     second_moment_dtype: Any = None,
     policy: Literal["statistic", "gradient"] = "statistic",
+    round_updates: bool = False,
 ) -> Any:
     """Store the state of an optimizer as `ScaledArray` in few bits; compute in float32.
 
@@ -95,6 +96,9 @@ def low_precision(
         first_moment_dtype: of leaves of degree 1 that may be negative; by default `dtype`.
         second_moment_dtype: of leaves of degree 2 that are never negative; by default `dtype`.
         policy: how scales are chosen.
+        round_updates: return updates that end at numbers of the parameters' dtype, rounded as
+            `apply_updates` does, so that adding them is exact. For code that adds them by
+            itself: `TrainState.apply_gradients`, `nnx.Optimizer.update`.
 
     Returns:
         An optimizer of the same type. `init(params)` makes `ScaledArray` leaves, which
@@ -104,7 +108,8 @@ def low_precision(
 
     Raises:
         TypeError: if `optimizer` is none, or for another dtype.
-        ValueError: for an unknown policy; when called, for "gradient" outside `scalify`.
+        ValueError: for an unknown policy; when called, for "gradient" outside `scalify`, and for
+            `round_updates` without parameters.
 
     Example:
         >>> import optax
@@ -162,9 +167,17 @@ def low_precision(
                 '`policy="gradient"` needs the scales of the gradients: call `update` inside '
                 '`jax_scalify.scalify`, or take `policy="statistic"`.'
             )
+        if round_updates and params is None:
+            raise ValueError(
+                "`round_updates` needs the parameters: `update(grads, state, params)`."
+            )
+        weights = params
         grads, state, params = _widen((grads, state, params))
         roles = find_roles(grads, state, params, extra_args)
         updates, new = optimizer.update(grads, state, params, **extra_args)
+        if round_updates:
+            each, tree = _weights_and_updates(weights, updates)
+            updates = tree.unflatten(_rounded(*pair, policy) for pair in each)
         leaves, tree = jax.tree.flatten(new)
         gradients = jax.tree.leaves(grads)
         new = [
@@ -248,16 +261,33 @@ def apply_updates(
     _check_policy(policy)
     if rounding not in _ROUNDINGS:
         raise ValueError(f"`rounding` must be one of {list(_ROUNDINGS)}, got {rounding!r}.")
+    each, tree = _weights_and_updates(params, updates)
+    keys = [None] * len(each) if key is None else jax.random.split(key, len(each))
+    nearest = rounding == "nearest"
+    return tree.unflatten(
+        _applied(*pair, key, policy, nearest) for pair, key in zip(each, keys, strict=True)
+    )
+
+
+def _weights_and_updates(params: Any, updates: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """The leaves of both trees, in pairs, and their structure."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_scaled)
     steps = tree_lib.flatten_like(tree, updates, "updates", "params")
-    keys = [None] * len(leaves) if key is None else jax.random.split(key, len(leaves))
-    nearest = rounding == "nearest"
-    return tree.unflatten(_applied(*each, policy, nearest) for each in zip(leaves, steps, keys))
+    return list(zip(leaves, steps, strict=True)), tree
 
 
 def _check_policy(policy: str) -> None:
     if policy not in _POLICIES:
         raise ValueError(f"`policy` must be one of {list(_POLICIES)}, got {policy!r}.")
+
+
+def _rounded(param: Any, update: Any, policy: str) -> Any:
+    """The update from a parameter to the number of its dtype where `_applied` would end."""
+    kind = param.dtype if is_scaled(param) else dtypes.leaf_dtype(param)
+    is_float = kind is not None and dtypes.is_scalable(kind)
+    if update is None or not is_float or dtypes.compute_dtype(kind) == kind:
+        return update
+    return _widen(_applied(param, update, None, policy, False)) - _widen(param)
 
 
 def _applied(param: Any, update: Any, key: Any, policy: str, nearest: bool) -> Any:

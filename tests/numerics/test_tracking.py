@@ -13,6 +13,7 @@ import pytest
 import jax_scalify as jsa
 from jax_scalify.numerics import device
 from jax_scalify.numerics.measuring import measure
+from jax_scalify.objects import pure_call
 
 STATISTICS = ["scale_exponent", "log2_rms", "zeros", "underflow", "overflow", "nonfinite"]
 DTYPES = [
@@ -268,7 +269,7 @@ def test_a_scan_has_one_entry_for_all_steps(is_scaled):
 def test_rematerialisation_stays():
     args = (np.ones((3, 4, 4), np.float32), np.ones((5, 4), np.float32))
     tracked = jsa.numerics.track(jax.jit(layers), lambda name: "layer" in name, every=1)
-    program, arrays = tracked._program(args, {})
+    program, arrays = tracked._program(pure_call(jax.jit(layers), args, {}))
     text = program.lower(*arrays).as_text()
     assert text.count("optimization_barrier") == jax.jit(layers).lower(*args).as_text().count(
         "optimization_barrier"
