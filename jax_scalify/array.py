@@ -79,6 +79,7 @@ class ScaledArray:
 
         With a `key` of `jax.random` the rounding is stochastic, else to nearest even.
         """
+        dtype = dtypes.as_floating(dtype, "dtype")
         return ScaledArray(dtypes.cast(jnp.asarray(self.data), dtype, key=key), self.scale)
 
     def to_array(self, dtype: Any = None) -> jax.Array:
@@ -111,6 +112,37 @@ class ScaledArray:
 
     def __repr__(self) -> str:
         return f"ScaledArray(data={self.data!r}, scale={self.scale!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"A ScaledArray has no `{name}`. {_ADVICE}")
+
+
+_ADVICE = (
+    "Put `@jsa.scalify` on the function that computes with it (below `@jax.jit`) and pass it as an "
+    "argument; or take its value, `jsa.asarray(x)`."
+)
+_OPERATORS = {
+    **{"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"},
+    **{"@": "matmul", "**": "pow", "divmod": "divmod"},
+}
+_REFUSED = {
+    **{f"__{name}__": symbol for symbol, name in _OPERATORS.items()},
+    **{f"__r{name}__": symbol for symbol, name in _OPERATORS.items()},
+    **{"__neg__": "-", "__pos__": "+", "__abs__": "abs", "__round__": "round"},
+    **{"__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="},
+    **{"__getitem__": "[]", "__setitem__": "[]"},
+}
+
+
+def _refusal(symbol: str) -> Any:
+    def refuse(self: ScaledArray, *operands: Any) -> Any:
+        raise TypeError(f"A ScaledArray has no `{symbol}`. {_ADVICE}")
+
+    return refuse
+
+
+for _name, _symbol in _REFUSED.items():
+    setattr(ScaledArray, _name, _refusal(_symbol))
 
 
 def _flatten_with_keys(array: ScaledArray) -> tuple[tuple, float | None]:
@@ -241,7 +273,7 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
         scale_dtype: dtype of a dynamic scale; by default float32.
 
     Raises:
-        TypeError: if `data` is not floating point, or `scale_dtype` too narrow.
+        TypeError: if `data` or `dtype` is not floating point, or `scale_dtype` too narrow.
         ValueError: if `scale` is negative, nan, infinite, of a shape that does not fit, or 0
             where the data is not zero.
 
@@ -249,7 +281,7 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
         >>> print(scaled_array(jnp.ones(2), 6.0).to_array())
         [6. 6.]
     """
-    data = jnp.asarray(data, dtype)
+    data = jnp.asarray(data, None if dtype is None else dtypes.as_floating(dtype, "dtype"))
     if not dtypes.is_scalable(data.dtype):
         raise TypeError(f"`data` must have a floating dtype, got {data.dtype}.")
     check_scale(scale, data)
@@ -349,8 +381,8 @@ def as_scaled_array(
         The tree with `ScaledArray` leaves whose scales are dynamic.
 
     Raises:
-        TypeError: for an array of objects or strings, naming the leaf; for a `scale_dtype` that
-            cannot hold the exponents of float32.
+        TypeError: for an array of objects or strings, naming the leaf; for a `dtype` that is not
+            floating point; for a `scale_dtype` that cannot hold the exponents of float32.
         ValueError: for a `scale` that is negative, nan, infinite, of a shape that does not fit,
             or 0 where the leaf is not zero; for an unknown statistic.
 
@@ -363,6 +395,8 @@ def as_scaled_array(
         raise ValueError(
             f'`scale` must be None, a number, an array, "rms" or "max", got {scale!r}.'
         )
+    if dtype is not None:
+        dtype = dtypes.as_floating(dtype, "dtype")
     scale_dtype = check_scale_dtype(scale_dtype)
     convert = functools.partial(
         _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=axis

@@ -20,6 +20,23 @@ def is_scalable(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def as_floating(dtype: Any, name: str, *, real: bool = False) -> Any:
+    """Return a floating dtype, real or complex.
+
+    Raises:
+        TypeError: for another dtype, or what is none; the message says what `name` is.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f'`{name}` must be floating point, as jnp.float16 or "float16", got {dtype!r}.'
+        ) from None
+    if not is_scalable(found) or (real and found.kind == "c"):
+        raise TypeError(f"`{name}` must be floating point, got {found}.")
+    return found
+
+
 @functools.cache
 def is_narrow_float(dtype: Any) -> bool:
     """Tell whether a dtype is a float of at most 8 bits: casts to it saturate."""

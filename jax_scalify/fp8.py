@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,8 +144,7 @@ def fp8_matmuls(
 
     Args:
         fun: a traceable function of plain arrays; strings, callables, Python bools and `None`
-            among its arguments are static. What it changes in an argument (the state of an NNX
-            module) is lost, as under `jax.grad`: split the module and return its state.
+            among its arguments are static.
         select: tells of a `jsa.fp8.Matmul` whether to rewrite it; by default those without batch
             dims. See `jsa.fp8` for ready-made ones.
         forward_dtype: format of both operands, or a pair with one for each.
@@ -158,6 +158,9 @@ def fp8_matmuls(
     Raises:
         TypeError: if `fun` or `select` is not callable, or a format not floating point; when
             called, for a `ScaledArray`: `scalify` goes around.
+
+    Warns:
+        UserWarning: when called, if `fun` has a backward pass in it.
 
     Example:
         >>> loss = lambda w, x: jnp.sum(x @ w)
@@ -183,7 +186,16 @@ def fp8_matmuls(
         traced = trace(fun, args, kwargs)
         names = [jax.tree_util.keystr(path[1:]) for path in traced.paths]
         jaxpr, consts = traced.closed.jaxpr, traced.closed.consts
-        out = _Rewriter(dot, select).run(jaxpr, consts, traced.operands, names, "")
+        rewriter = _Rewriter(dot, select)
+        out = rewriter.run(jaxpr, consts, traced.operands, names, "")
+        if rewriter.in_backward_pass:
+            warnings.warn(
+                f"`fp8_matmuls` was given a function with {len(rewriter.in_backward_pass)} matmuls "
+                f"of a backward pass, such as `{rewriter.in_backward_pass[0]}`: both operands of "
+                "these are rounded to `forward_dtype`. Give it the loss, and differentiate the "
+                "result: `jax.grad(jsa.fp8_matmuls(loss))`.",
+                stacklevel=2,
+            )
         return traced.unflatten(out)
 
     return rewritten
@@ -213,6 +225,8 @@ class _Rewriter:
 
     dot: DotGeneral
     select: Predicate
+    in_backward_pass: list[str] = dataclasses.field(default_factory=list)
+    """Scopes of what was rewritten, but has been differentiated already."""
 
     def run(
         self,
@@ -249,6 +263,8 @@ class _Rewriter:
     def _equation(self, eqn: Any, operands: list[Any], names: list[str], scope: str) -> Any:
         name, params = eqn.primitive.name, eqn.params
         if name == "dot_general" and self._selects(eqn, names, scope):
+            if "transpose(" in scope:
+                self.in_backward_pass.append(scope)
             lhs, rhs = operands
             return self.dot(
                 lhs,

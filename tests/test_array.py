@@ -1,5 +1,6 @@
 """`ScaledArray` and the conversions of trees."""
 
+import copy
 import dataclasses
 import pickle
 
@@ -265,6 +266,58 @@ class TestScaledArrayFunction:
     def test_scale_dtype(self):
         x = jsa.scaled_array([1.0], jnp.float16(2))
         assert x.scale.dtype == jnp.float32
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "compute",
+        [
+            lambda x: x + 1,
+            lambda x: 2.0 * x,
+            lambda x: x / x,
+            lambda x: jnp.ones((2, 2)) @ x,
+            lambda x: x**2,
+            lambda x: -x,
+            lambda x: round(x, 3),
+            lambda x: x < 0.5,
+            lambda x: 0.5 <= x,
+            lambda x: x[0],
+            lambda x: list(x),
+            lambda x: sum([x, x]),
+            lambda x: jax.jit(lambda w, y: y @ w)(x, jnp.ones((1, 2))),
+        ],
+    )
+    def test_operators_say_what_to_do(self, compute):
+        x = jsa.as_scaled_array(jnp.ones((2, 2)))
+        with pytest.raises(TypeError, match=r"A ScaledArray has no `.+`\. Put `@jsa.scalify` on"):
+            compute(x)
+
+    def test_attributes_say_what_to_do(self):
+        x = jsa.as_scaled_array(jnp.ones((2, 2)))
+        with pytest.raises(AttributeError, match=r"no `mean`\. .* `jsa.asarray\(x\)`"):
+            x.mean()
+        assert not hasattr(x, "__jax_array__")
+
+    def test_numpy_computes_on_values(self):
+        x = jsa.as_scaled_array(jnp.full((2, 2), 3.0), 2.0)
+        np.testing.assert_array_equal(np.ones((2, 2)) @ np.asarray(x), np.full((2, 2), 6.0))
+        assert np.mean(x) == 3
+
+    def test_copies(self):
+        x = jsa.as_scaled_array(jnp.full((2, 2), 3.0), 2.0)
+        for same in (copy.copy(x), copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+            np.testing.assert_array_equal(same, x)
+            assert float(same.scale) == 2 and not same.is_static
+
+    @pytest.mark.parametrize("dtype", ["fp16", jnp.int8, "int32", bool])
+    def test_dtypes_that_are_not_floating_point(self, dtype):
+        for convert in (
+            lambda: jsa.as_scaled_array({"w": jnp.ones(2)}, dtype=dtype),
+            lambda: jsa.scaled_array(jnp.ones(2), 1.0, dtype=dtype),
+            lambda: jsa.as_scaled_array(jnp.ones(2)).astype(dtype),
+        ):
+            with pytest.raises(TypeError, match="`dtype` must be floating point"):
+                convert()
 
 
 class TestAsArray:

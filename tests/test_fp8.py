@@ -277,3 +277,13 @@ def test_refusals():
         jsa.fp8_matmuls(jnp.dot, forward_dtype=jnp.int8)
     with pytest.raises(TypeError, match="Put `scalify` around it"):
         jsa.fp8_matmuls(jnp.dot)(jsa.as_scaled_array(W), W)
+
+
+def test_a_backward_pass_inside_is_told():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    with pytest.warns(UserWarning, match="differentiate the result"):
+        jsa.fp8_matmuls(jax.value_and_grad(loss))(W, X[0])
+    with pytest.warns(UserWarning, match="1 matmuls of a backward pass"):
+        jax.jit(jsa.scalify(jsa.fp8_matmuls(jax.jit(jax.grad(loss)))))(jsa.as_scaled_array(W), X[0])

@@ -315,7 +315,7 @@ class TestCasts:
          "reduce_precision_on_backward"],
     )  # fmt: skip
     def test_refuses_integers_as_dtype(self, name):
-        with pytest.raises(TypeError, match="`dtype` must be a floating dtype, got int32"):
+        with pytest.raises(TypeError, match="`dtype` must be floating point, got int32"):
             getattr(jsa.ops, name)(jnp.ones(2), jnp.int32)
 
     def test_no_trace_left_in_the_plain_program(self):

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_scalify.nn.dot import DotGeneral, float_dtype
+from jax_scalify import dtypes
+from jax_scalify.nn.dot import DotGeneral
 from jax_scalify.ops.cast import reduce_precision_on_backward, reduce_precision_on_forward
 from jax_scalify.primitives import cast
 
@@ -58,8 +59,8 @@ def conv_general_dilated(
         >>> print(conv_general_dilated(x, x, (1,), "VALID"))
         [[[5.0625]]]
     """
-    float_dtype(lhs.dtype, "lhs")
-    float_dtype(rhs.dtype, "rhs")
+    dtypes.as_floating(lhs.dtype, "lhs", real=True)
+    dtypes.as_floating(rhs.dtype, "rhs", real=True)
     dot = DotGeneral(**formats)
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
     lhs, rhs = (

@@ -46,13 +46,13 @@ class DotGeneral:
         pair = forward if isinstance(forward, (tuple, list)) else (forward, forward)
         if len(pair) != 2:
             raise TypeError(f"`forward_dtype` must be one dtype or two, got {forward}.")
-        forward = tuple(float_dtype(d, "forward_dtype") for d in pair)
+        forward = tuple(dtypes.as_floating(d, "forward_dtype", real=True) for d in pair)
         accumulation = self.accumulation_dtype
         if accumulation is not None:
-            accumulation = float_dtype(accumulation, "accumulation_dtype")
+            accumulation = dtypes.as_floating(accumulation, "accumulation_dtype", real=True)
         object.__setattr__(self, "forward_dtype", forward)
         object.__setattr__(self, "accumulation_dtype", accumulation)
-        backward = float_dtype(self.backward_dtype, "backward_dtype")
+        backward = dtypes.as_floating(self.backward_dtype, "backward_dtype", real=True)
         object.__setattr__(self, "backward_dtype", backward)
 
     def __call__(
@@ -66,8 +66,8 @@ class DotGeneral:
         out_sharding: Any = None,
     ) -> jax.Array:
         """Multiply like `jax.lax.dot_general`."""
-        float_dtype(lhs.dtype, "lhs")
-        float_dtype(rhs.dtype, "rhs")
+        dtypes.as_floating(lhs.dtype, "lhs", real=True)
+        dtypes.as_floating(rhs.dtype, "rhs", real=True)
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         dims = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
         out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
@@ -82,14 +82,6 @@ class DotGeneral:
     def accumulate(self, out: Any) -> Any:
         """The dtype to add up in, for results of dtype `out`."""
         return self.accumulation_dtype or dtypes.compute_dtype(out)
-
-
-def float_dtype(dtype: Any, name: str) -> Any:
-    """Return a dtype, or refuse what is not floating point."""
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`{name}` must be floating point, got {dtype}.")
-    return dtype
 
 
 def dot_general(

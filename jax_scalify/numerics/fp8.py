@@ -87,12 +87,16 @@ class Fp8Report:
 
     @property
     def summary(self) -> str:
-        """One sentence that says how many matmuls have FP8 operands, and how many run as FP8."""
+        """One sentence: how many matmuls have FP8 operands, what the others have, what runs."""
         if not self.rows:
             return "No matmul in this computation."
         total, narrow = len(self.rows), sum(r.has_fp8_operands for r in self.rows)
         eligible = sum(r.eligible for r in self.rows)
-        text = f"{narrow} of {total} matmuls have FP8 operands; "
+        others = collections.Counter(
+            f"{r.lhs} x {r.rhs}" for r in self.rows if not r.has_fp8_operands
+        )
+        text = f"{narrow} of {total} matmuls have FP8 operands"
+        text += "".join(f", {n} {operands}" for operands, n in others.most_common()) + "; "
         if self.backend is None:
             return f"{text}{eligible} would be eligible on a GPU (not compiled)."
         fast = collections.Counter(r.library for r in self.rows if r.is_fp8)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_scalify import dtypes
 from jax_scalify.primitives import cast, checked_array, on_backward
 
 
@@ -37,13 +38,6 @@ class _RoundThrough:
         return _through(cotangent, jnp.zeros((), self.dtype), key)
 
 
-def _float_dtype(dtype: Any) -> Any:
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`dtype` must be a floating dtype, got {dtype}.")
-    return dtype
-
-
 def cast_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
     """Cast a value on the forward pass; its cotangent comes back in the dtype of `x`.
 
@@ -64,7 +58,7 @@ def cast_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
         448
     """
     x = checked_array(x)
-    return cast(x, _float_dtype(dtype), key)
+    return cast(x, dtypes.as_floating(dtype, "dtype", real=True), key)
 
 
 def cast_on_backward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
@@ -81,7 +75,7 @@ def cast_on_backward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
         >>> print(jax.grad(f)(2.0))
         1.0
     """
-    dtype = _float_dtype(dtype)
+    dtype = dtypes.as_floating(dtype, "dtype", real=True)
     if key is None:
         return on_backward(x, _RoundThrough(dtype))
     # The key is an operand, so that scans and maps give each step its own.
@@ -106,7 +100,9 @@ def reduce_precision_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.A
         >>> print(jnp.unique(y), f"{jnp.mean(y):.2f}")
         [1.    1.125] 1.10
     """
-    return _through(checked_array(x), jnp.zeros((), _float_dtype(dtype)), key)
+    return _through(
+        checked_array(x), jnp.zeros((), dtypes.as_floating(dtype, "dtype", real=True)), key
+    )
 
 
 def reduce_precision_on_backward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:

@@ -438,3 +438,9 @@ def test_the_report_as_text_and_as_json():
     assert loaded["summary"] == report.summary
     assert len(loaded["rows"]) == 11
     assert loaded["rows"][0]["sizes"] == {"batch": 1, "m": 48, "k": 32, "n": 64}
+
+
+def test_the_summary_says_what_other_matmuls_multiply():
+    x16, x32 = jnp.ones((16, 16), jnp.float16), jnp.ones((16, 16))
+    found = check_fp8(lambda x, y: (x @ x, y @ y, y @ y.T), x16, x32, compile=False)
+    assert found.summary.startswith("0 of 3 matmuls have FP8 operands, 2 f32 x f32, 1 f16 x f16; ")
