@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
-    "start how_it_works tutorial rules fp8 optimizers coming_from limits".split()
+    "start how_it_works tutorial frameworks rules fp8 optimizers coming_from limits".split()
 )  # errors: test_error_pages
 BLOCK = re.compile(
     r"(?P<full><!-- full -->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<output>.*?)```)?",

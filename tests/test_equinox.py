@@ -62,3 +62,16 @@ def test_a_report_on_a_step_that_returns_a_model():
     report = jsa.numerics.report(jsa.scalify(step))(model, X)
     assert any(row.phase == "backward" for row in report)
     assert not jsa.numerics.find_nonfinite(jsa.scalify(step))(model, X)
+
+
+def test_check_fp8_of_a_step_with_a_model():
+    checked = jsa.numerics.check_fp8(eqx.filter_jit(step), make_model(), X, compile=False)
+    assert checked.summary.startswith("0 of 8 matmuls have FP8 operands, 8 f32 x f32; ")
+
+
+def test_our_updates_of_a_model():
+    model = make_model()
+    updates = jax.tree.map(lambda x: 0.5 * x, eqx.filter(model, eqx.is_array))
+    new = jsa.optim.apply_updates(model, updates)
+    np.testing.assert_allclose(new.layers[0].weight, 1.5 * model.layers[0].weight)
+    assert new.activation is model.activation

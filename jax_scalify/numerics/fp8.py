@@ -19,6 +19,7 @@ from jax_scalify.numerics import hlo
 from jax_scalify.numerics.hlo import Sizes
 from jax_scalify.objects import pure_call
 from jax_scalify.registry import sub_jaxprs
+from jax_scalify.tracing import is_static_result
 
 # What cuBLASLt takes, as XLA rewrites a dot of FP8 operands into a call of it.
 _FORMATS = ("f8e4m3fn", "f8e5m2")
@@ -164,7 +165,7 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
 
     Raises:
         TypeError: if `fun` is not callable, or an argument of a function that is not jitted is
-            neither an array nor a number.
+            neither an array nor a number nor a callable.
 
     Example:
         >>> x = jnp.ones((32, 64), jnp.float8_e4m3fn)
@@ -182,12 +183,11 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
             raise TypeError("`args` must be left out: `fun` has been traced with its arguments.")
         traced = fun
     elif callable(fun):
-        call = pure_call(fun, args, kwargs)
-        fun = call.fun
-        if not isinstance(fun, jax.stages.Wrapped):
-            _check_arrays((call.args, call.kwargs), fun)
-            fun = jax.jit(fun)
-        traced = fun.trace(*call.args, **call.kwargs)
+        if isinstance(fun, jax.stages.Wrapped):
+            traced = fun.trace(*args, **kwargs)
+        else:
+            _check_arrays((args, kwargs), fun)
+            traced = _jitted(fun, args, kwargs)
     else:
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
     equations = _matmuls(_compat.live_jaxpr(traced.jaxpr), "", 1)
@@ -200,10 +200,28 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
     return Fp8Report(rows, _backend(compiled), unmatched)
 
 
+def _jitted(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Trace a function for arrays and numbers; callables, as an Equinox model has, are static."""
+    call = pure_call(fun, args, kwargs)
+    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+    dynamic = [i for i, leaf in enumerate(leaves) if not is_static_result(leaf)]
+
+    def flat(arrays: list[Any]) -> list[Any]:
+        full = list(leaves)
+        for i, array in zip(dynamic, arrays, strict=True):
+            full[i] = array
+        args, kwargs = jax.tree.unflatten(tree, full)
+        out = jax.tree.leaves(call.fun(*args, **kwargs))
+        return [leaf for leaf in out if not is_static_result(leaf)]
+
+    return jax.jit(flat).trace([leaves[i] for i in dynamic])
+
+
 def _check_arrays(arguments: Any, fun: Callable) -> None:
     """Raise a `TypeError` for an argument that `jax.jit` has to be told is static."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+        is_number = isinstance(leaf, (bool, int, float, complex))
+        if not (hasattr(leaf, "dtype") or is_number or callable(leaf)):
             name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
             raise TypeError(
                 f"`{name}` is of type {type(leaf).__name__}, no array. Make it static: "

@@ -54,6 +54,24 @@ def test_optax_adds_them_as_we_would(policy):
         jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def test_frozen_scales_stay():
+    optimizer = jsa.optim.low_precision(optax.adamw(1e-2), round_updates=True)
+
+    @jax.jit
+    @jsa.scalify
+    def update(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": make_params()["w"]}
+    state = jsa.as_scaled_array(optimizer.init(params))
+    grads = jsa.as_scaled_array({"w": make_grads(0)["w"]})
+    params, state = update(params, state, grads)
+    params, state = jsa.freeze_scales((params, state))
+    new = update(params, state, jsa.freeze_scales(grads))
+    jsa.tree.check_same_structure(new, (params, state))
+
+
 def test_small_updates_count_on_average():
     """1e-4 is a tenth of float16's spacing at 1: rounded to nearest, it is lost."""
     params = jnp.ones(4000, jnp.float16)
