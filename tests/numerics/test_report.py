@@ -343,6 +343,15 @@ def test_suggestions_where_no_scale_helps():
     assert "no scale helps" in suggest(report(lambda x: x)(wide), "float16")[0]
 
 
+def test_suggestions_where_nothing_is_left():
+    x = np.full(8, 2.0**-15, np.float16)
+    (plain,) = (s for s in suggest(report(lambda x: x * x)(x)) if "mul" in s)
+    assert "100% of the elements become zero. Nothing is left of it: jsa.scalify" in plain
+    scaled = jsa.ScaledArray(jnp.asarray(x), jnp.float32(4.0))
+    (found,) = (s for s in suggest(report(jsa.scalify(lambda x: x * x))(scaled)) if "mul" in s)
+    assert "become zero. Nothing is left" in found and "rescale what it is made of" in found
+
+
 def test_suggestions_for_nan_and_for_nothing():
     (first, *_) = suggest(report(jnp.log)(np.float32([-1.0, 1.0])))
     assert "find_nonfinite" in first
