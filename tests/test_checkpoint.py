@@ -488,6 +488,21 @@ def test_a_trained_state_of_flax_is_restored_into_a_fresh_one():
     np.testing.assert_array_equal(restored.params["w"], trained.params["w"])
 
 
+def test_formats_that_lose_dtypes(tmp_path):
+    tree = {"w": scaled(2), "b": jnp.ones(2, jnp.bfloat16)}
+    stored = to_storable(tree)
+    np.savez(tmp_path / "x.npz", **stored)
+    raw = dict(np.load(tmp_path / "x.npz").items())
+    with pytest.raises(ValueError, match="view them as what `to_storable` returned") as error:
+        from_storable(raw, tree)
+    assert "'w' has bytes of no dtype" in str(error.value) and "'b' has bytes" in str(error.value)
+    viewed = {name: array.view(stored[name].dtype) for name, array in raw.items()}
+    assert_same(from_storable(viewed, tree), tree)
+    serialization = pytest.importorskip("flax.serialization")
+    kept = serialization.msgpack_restore(serialization.msgpack_serialize(stored))
+    assert_same(from_storable(kept, tree), tree)
+
+
 def test_leaves_of_the_same_name():
     one = jnp.ones(1)
     for name, tree in {
