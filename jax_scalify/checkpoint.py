@@ -311,7 +311,9 @@ def _difference(parts: dict[str, Any], leaf: Any, wanted: jax.ShapeDtypeStruct) 
     data = _data(parts)
     for part in parts.values():
         if hasattr(part, "dtype") and part.dtype.type is np.void:
-            return f"has bytes of no dtype ({_text(part)}): view them as what `to_storable` returned"
+            return (
+                f"has bytes of no dtype ({_text(part)}): view them as what `to_storable` returned"
+            )
     kinds = (jnp.floating, jnp.complexfloating, *([jnp.integer] if _is_weak(leaf) else []))
     same_kind = data.dtype == wanted.dtype or any(
         jnp.issubdtype(data.dtype, kind) and jnp.issubdtype(wanted.dtype, kind) for kind in kinds
