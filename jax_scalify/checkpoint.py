@@ -28,6 +28,9 @@ from jax_scalify.statistics import statistic
 
 __all__ = ["from_storable", "restore", "save", "to_storable"]
 
+# What NumPy makes of a Python number: so it is stored.
+_PYTHON_DTYPES = tuple(map(np.dtype, (np.bool_, np.int64, np.uint64, np.float64, np.complex128)))
+
 
 def save(
     path: str | os.PathLike[str], state: Any, *, pack: bool = True, overwrite: bool = False
@@ -165,6 +168,9 @@ def from_storable(stored: Any, like: Any, *, dtype: Any = None) -> Any:
       moments) to more if the smallest one would underflow, up to 1/16 of the dtype's maximum.
     - plain to scaled is `as_scaled_array(scale="rms")`, with the same care.
     - scaled to plain is `to_array(dtype)`; plain to plain is cast, as `asarray` does.
+    - a Python number has no dtype of its own: a stored scalar of its kind (integer, floating or
+      complex) is welcome, and keeps the dtype that it has as an array. A Python number that was
+      stored comes back as one.
 
     Args:
         stored: what `to_storable` returned, or any pytree.
@@ -288,18 +294,36 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
+def _is_python(leaf: Any) -> bool:
+    return isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
+
+
+def _is_weak(leaf: Any) -> bool:
+    """Whether a scalar has no dtype of its own: a Python number, or what JAX has made of one."""
+    return _is_python(leaf) or (getattr(leaf, "weak_type", False) and leaf.shape == ())
+
+
 def _text(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)
 
 
 def _difference(parts: dict[str, Any], leaf: Any, wanted: jax.ShapeDtypeStruct) -> str | None:
     data = _data(parts)
-    kinds = (jnp.floating, jnp.complexfloating)
+    for part in parts.values():
+        if hasattr(part, "dtype") and part.dtype.type is np.void:
+            return (
+                f"has bytes of no dtype ({_text(part)}): view them as what `to_storable` returned"
+            )
+    kinds = (jnp.floating, jnp.complexfloating, *([jnp.integer] if _is_weak(leaf) else []))
     same_kind = data.dtype == wanted.dtype or any(
         jnp.issubdtype(data.dtype, kind) and jnp.issubdtype(wanted.dtype, kind) for kind in kinds
     )
     if data.shape != wanted.shape or not same_kind:
-        return f"is {_text(data)}, `like` has {_text(wanted)}"
+        have = f"a Python {type(leaf).__name__}" if _is_python(leaf) else _text(wanted)
+        found = f"is {_text(data)}, `like` has {have}"
+        if data.shape != wanted.shape:
+            return found
+        return f"{found}: let it have {data.dtype} there, and cast what comes back"
     if is_scaled(leaf) and "scale" in parts:
         shape = parts["scale"].shape
         ndim = len(data.shape)
@@ -329,8 +353,12 @@ def _load(parts: dict[str, Any], leaf: Any, dtype: Any) -> Any:
         dtype = wanted.dtype
     if is_scaled(leaf):
         return _load_scaled(data, scale, leaf, jnp.dtype(dtype))
+    if _is_python(leaf) and scale is None and data.dtype not in _PYTHON_DTYPES:
+        return jnp.asarray(data)
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(np.asarray(data if scale is None else ScaledArray(data, scale)).item())
+    if scale is None and jnp.issubdtype(dtype, jnp.integer) and data.dtype != dtype:
+        return _placed(jnp.asarray(np.asarray(data).item(), dtype), leaf)  # raises if too large
     if scale is None:
         return _placed(_cast(data, dtype), leaf)
     array = ScaledArray(data, scale)

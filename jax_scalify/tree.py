@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -126,14 +127,6 @@ def shardings(tree: Any, data_shardings: Any) -> Any:
     return jax.tree.unflatten(treedef, out)
 
 
-def _described(leaf: Any) -> str:
-    """Dtype, shape and scale of a leaf: what a compiled function is specialised on."""
-    if not array_lib.is_scaled(leaf):
-        return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-    scale = f"static {leaf.scale}" if leaf.is_static else f"scale {list(jnp.shape(leaf.scale))}"
-    return f"{leaf.dtype}{list(leaf.shape)}, {scale}"
-
-
 def check_same_structure(new: Any, like: Any) -> Any:
     """Return a tree, if a function that was compiled for another one takes it as it is.
 
@@ -146,34 +139,112 @@ def check_same_structure(new: Any, like: Any) -> Any:
         like: the tree that it should be like.
 
     Raises:
-        ValueError: listing every leaf that differs, and how.
+        ValueError: listing every leaf that differs, and how; if none does, the first node whose
+            type, keys or static fields differ. It ends in what to do.
 
     Example:
-        >>> state = {"w": jsa.as_scaled_array(jnp.ones(2))}
-        >>> jsa.tree.check_same_structure({"w": jnp.ones(2)}, state)
+        >>> state = {"w": jsa.freeze_scales(jsa.as_scaled_array(jnp.ones(2)))}
+        >>> jsa.tree.check_same_structure({"w": jsa.as_scaled_array(jnp.ones(2))}, state)
         Traceback (most recent call last):
         ValueError: `new` differs from `like`, so that it compiles again:
-          ['w']: float32[2], was float32[2], scale []
+          ['w']: float32[2], scale [], was float32[2], static 1.0
         `jsa.match_scales(new, like)` brings scales to those of `like`.
     """
-    trees = [
-        {
-            jax.tree_util.keystr(path): _described(leaf)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf(None))[0]
-        }
-        for tree in (new, like)
-    ]
-    after, before = trees
-    lines = [
-        f"  {path or 'the leaf'}: {after.get(path, 'missing')}, was {before.get(path, 'missing')}"
-        for path in {**before, **after}
-        if after.get(path) != before.get(path)
-    ]
+    after, before = (_leaves_by_path(tree) for tree in (new, like))
+    lines, advice = [], []
+    for path in {**before, **after}:
+        one, other = after.get(path, _MISSING), before.get(path, _MISSING)
+        found, was = _described(one), _described(other)
+        if found != was:
+            lines.append(f"  {path or 'the leaf'}: {found}, was {was}")
+            advice.append(_leaf_advice(one, other))
     if not lines and structure(new) != structure(like):
-        lines = [f"  {structure(new)}, was {structure(like)}"]
+        line, what = _differing_node(new, like)
+        lines, advice = [f"  {line}"], [what]
     if lines:
-        raise ValueError(
-            "`new` differs from `like`, so that it compiles again:\n" + "\n".join(lines) + "\n"
-            "`jsa.match_scales(new, like)` brings scales to those of `like`."
-        )
+        message = ["`new` differs from `like`, so that it compiles again:", *lines]
+        raise ValueError("\n".join([*message, *dict.fromkeys(advice)]))
     return new
+
+
+_MISSING = object()
+
+
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=array_lib.is_scaled)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+
+
+def _described(leaf: Any) -> str:
+    """Dtype, shape and scale of a leaf: what a compiled function is specialised on."""
+    if leaf is _MISSING:
+        return "missing"
+    if not array_lib.is_scaled(leaf):
+        return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+    scale = f"static {leaf.scale}" if leaf.is_static else f"scale {list(jnp.shape(leaf.scale))}"
+    return f"{leaf.dtype}{list(leaf.shape)}, {scale}"
+
+
+def _leaf_advice(new: Any, like: Any) -> str:
+    if new is _MISSING or like is _MISSING:
+        return "Return every leaf that was given, where it was, and no other."
+    if jnp.shape(new) != jnp.shape(like):
+        return "Return each leaf in the shape that it was given in."
+    if jnp.result_type(new) != jnp.result_type(like):
+        return "Return each leaf in the dtype that it was given in: `jsa.tree.astype` casts."
+    if array_lib.is_scaled(new) and array_lib.is_scaled(like):
+        return "`jsa.match_scales(new, like)` brings scales to those of `like`."
+    if array_lib.is_scaled(like):
+        return (
+            "To have scales: `jsa.match_scales(new, like)` inside of `scalify`, or "
+            "`jsa.as_scaled_array` outside."
+        )
+    return "To have none: `jsa.match_scales(new, like)` inside of `scalify`, or `jsa.asarray`."
+
+
+def _differing_node(new: Any, like: Any, path: str = "") -> tuple[str, str]:
+    """Where trees of unequal structures differ first, and what to do."""
+    containers = "Return the containers that were given."
+    place, kinds = path or "the tree", [type(tree).__name__ for tree in (new, like)]
+    if type(new) is not type(like):
+        return f"{place}: {kinds[0]}, was {kinds[1]}", containers
+    after, before = _children(new), _children(like)
+    if list(after) != list(before):
+        found, was = (
+            ", ".join(jax.tree_util.keystr(key) for key in keys) or "nothing"
+            for keys in (after, before)
+        )
+        return f"{place}: {kinds[0]} with {found}, was {was}", containers
+    for key, child in after.items():
+        if structure(child) != structure(before[key]):
+            return _differing_node(child, before[key], path + jax.tree_util.keystr(key))
+    return _static_difference(new, like, path), (
+        "Static fields are compared by `==`: make such an object (an optimizer, a function) once, "
+        "and give the same one to every state."
+    )
+
+
+def _children(tree: Any) -> dict[Any, Any]:
+    """Children of a node by key."""
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is not tree)
+    return dict(flat)
+
+
+def _static_difference(new: Any, like: Any, path: str) -> str:
+    """Name the field that differs between nodes whose children have the same structures."""
+    place, pair = path or "the tree", (new, like)
+    if dataclasses.is_dataclass(new):
+        keys = {jax.tree_util.keystr(key, simple=True) for key in _children(new)}
+        for name in (field.name for field in dataclasses.fields(new)):
+            found, was = (getattr(tree, name, None) for tree in pair)
+            if name not in keys and found is not was and found != was:
+                place, pair = f"{path}.{name}", (found, was)
+                break
+    else:
+        is_child = lambda node: node is not new and node is not like  # noqa: E731
+        pair = [jax.tree.structure(t, is_leaf=is_child).node_data()[1] for t in pair]
+    texts = [repr(value) for value in pair]
+    found, was = (text if len(text) <= 60 else f"{text[:60]}..." for text in texts)
+    if found == was:
+        return f"{place}: another static {type(pair[0]).__name__} than it was"
+    return f"{place}: static {found}, was {was}"

@@ -3,6 +3,7 @@
 `python -m tests.test_checkpoint` writes those of the JAX that runs it, for the other versions.
 """
 
+import re
 import shutil
 import sys
 import tempfile
@@ -403,9 +404,12 @@ def test_every_mismatch_is_listed(tmp_path):
         "same": jnp.ones(2),
     }
     lines = [
-        "'complex' is complex64[2], `like` has float32[2]",
-        "'integers' is int8[1], `like` has int32[1]",
-        "'kind' is int32[3], `like` has float16[3]",
+        "'complex' is complex64[2], `like` has float32[2]: let it have complex64 there, "
+        "and cast what comes back",
+        "'integers' is int8[1], `like` has int32[1]: let it have int8 there, "
+        "and cast what comes back",
+        "'kind' is int32[3], `like` has float16[3]: let it have int32 there, "
+        "and cast what comes back",
         "'missing/w' is missing, `like` has float16[2]",
         "'rank' has a scale of shape (2,), `like` has ()",
         "'scale' has a scale of shape (3, 1), `like` has ()",
@@ -422,6 +426,81 @@ def test_every_mismatch_is_listed(tmp_path):
         with pytest.raises(ValueError, match="The checkpoint differs from `like`:") as error:
             call()
         assert str(error.value).splitlines()[1:] == [f"  {line}" for line in lines]
+
+
+def test_a_python_number_takes_a_scalar_of_its_kind(tmp_path):
+    stored = {
+        "step": jnp.int32(7),
+        "count": np.uint8(3),
+        "rate": jnp.bfloat16(0.5),
+        "phase": jnp.complex64(1j),
+        "done": True,
+        "scaled": ScaledArray(jnp.float16(3), jnp.float32(0.5)),
+        "epoch": 2**40,
+    }
+    like = {
+        "step": 0,
+        "count": 0,
+        "rate": 0.1,
+        "phase": 0j,
+        "done": False,
+        "scaled": 0.0,
+        "epoch": 0,
+    }
+    arrays = {name: jnp.asarray(stored[name]) for name in ("step", "count", "rate", "phase")}
+    expected = {**stored, **arrays, "scaled": 1.5}
+    save(tmp_path / "x", stored)
+    assert_same(from_storable(to_storable(stored), like), expected)
+    assert_same(restore(tmp_path / "x", like), expected)
+    for name, leaf, text in (
+        ("step", 0.0, "is int32[], `like` has a Python float: let it have int32 there"),
+        ("rate", 0, "is bfloat16[], `like` has a Python int: let it have bfloat16 there"),
+        ("done", 0, "is bool[], `like` has a Python int: let it have bool there"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"'{name}' {text}, and cast")):
+            from_storable(to_storable(stored), {**like, name: leaf})
+    with pytest.raises(ValueError, match=re.escape("'step' is int32[2], `like` has a Python int")):
+        from_storable({"step": jnp.int32([1, 2])}, {"step": 0})
+
+
+def test_an_array_that_was_a_python_number_takes_one():
+    like = jax.eval_shape(lambda: {"step": jnp.asarray(0)})
+    assert like["step"].weak_type
+    assert_same(from_storable(to_storable({"step": 5}), like), {"step": jnp.int32(5)})
+    made = jax.jit(lambda step: step + 1)(0)
+    assert_same(from_storable({"step": np.int64(5)}, {"step": made}), {"step": jnp.int32(5)})
+    with pytest.raises(OverflowError):
+        from_storable({"step": np.int64(2**40)}, {"step": made})
+    with pytest.raises(ValueError, match="let it have int64 there"):
+        from_storable({"step": np.int64(5)}, {"step": jnp.int32(0)})
+
+
+def test_a_trained_state_of_flax_is_restored_into_a_fresh_one():
+    train_state = pytest.importorskip("flax.training.train_state")
+
+    def create():
+        params = {"w": jnp.ones((4, 4))}
+        return train_state.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+    trained = jax.jit(lambda s: s.apply_gradients(grads=s.params))(create())
+    restored = from_storable(to_storable(trained), like=create())
+    assert restored.step.dtype == jnp.int32 and int(restored.step) == 1
+    np.testing.assert_array_equal(restored.params["w"], trained.params["w"])
+
+
+def test_formats_that_lose_dtypes(tmp_path):
+    tree = {"w": scaled(2), "b": jnp.ones(2, jnp.bfloat16)}
+    stored = to_storable(tree)
+    np.savez(tmp_path / "x.npz", **stored)
+    raw = dict(np.load(tmp_path / "x.npz").items())
+    with pytest.raises(ValueError, match="view them as what `to_storable` returned") as error:
+        from_storable(raw, tree)
+    assert "'w' has bytes of no dtype" in str(error.value) and "'b' has bytes" in str(error.value)
+    viewed = {name: array.view(stored[name].dtype) for name, array in raw.items()}
+    assert_same(from_storable(viewed, tree), tree)
+    serialization = pytest.importorskip("flax.serialization")
+    kept = serialization.msgpack_restore(serialization.msgpack_serialize(stored))
+    assert_same(from_storable(kept, tree), tree)
 
 
 def test_leaves_of_the_same_name():

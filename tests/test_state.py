@@ -1,6 +1,9 @@
 """A training loop compiles once: a step returns state of the structure that it was given."""
 
+import dataclasses
 import functools
+import re
+from typing import Any
 
 import chex
 import jax
@@ -364,8 +367,85 @@ def test_a_changed_leaf_is_named():
             jsa.tree.check_same_structure({**like, "w": leaf}, like)
     with pytest.raises(ValueError, match=r"\['count'\]: missing, was int32"):
         jsa.tree.check_same_structure({"w": like["w"]}, like)
-    with pytest.raises(ValueError, match="PyTreeDef"):
-        jsa.tree.check_same_structure((like["w"],), [like["w"]])
+
+
+def difference(new, like):
+    """The lines of the error without the first, which is always the same."""
+    with pytest.raises(ValueError, match="`new` differs from `like`, so that it com") as error:
+        jsa.tree.check_same_structure(new, like)
+    return str(error.value).splitlines()[1:]
+
+
+def test_advice_for_leaves_that_differ():
+    plain, scaled = jnp.ones(2), jsa.as_scaled_array(jnp.ones(2))
+    for new, like, advice in (
+        (scaled, jsa.freeze_scales(scaled), "brings scales to those of `like`"),
+        (plain, scaled, "To have scales: .*`jsa.as_scaled_array` outside"),
+        (scaled, plain, "To have none: .*`jsa.asarray`"),
+        (scaled.astype(jnp.float16), scaled, "`jsa.tree.astype` casts"),
+        (jnp.ones(3), plain, "in the shape that it was given in"),
+        ({"a": plain}, plain, "every leaf that was given"),
+    ):
+        *_, last = difference(new, like)
+        assert re.search(advice, last), last
+    lines = difference({"a": plain, "b": jnp.ones(3), "c": plain}, {"a": scaled, "b": plain})
+    assert len(lines) == 6  # three leaves, three remedies
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Trained:
+    w: Any
+    tx: Any = dataclasses.field(metadata={"static": True}, default=None)
+
+
+@jax.tree_util.register_pytree_node_class
+class Layer:
+    def __init__(self, w, width):
+        self.w, self.width = w, width
+
+    def tree_flatten(self):
+        return (self.w,), self.width
+
+    @classmethod
+    def tree_unflatten(cls, width, children):
+        return cls(*children, width)
+
+
+def test_the_first_node_that_differs_is_named():
+    w = jsa.as_scaled_array(jnp.ones(2))
+    static, containers = "an optimizer, a function", "Return the containers that were given."
+    for new, like, line, advice in (
+        ((w,), [w], "  the tree: tuple, was list", containers),
+        ({"a": ((w,), w)}, {"a": ([w], w)}, "  ['a'][0]: tuple, was list", containers),
+        ([w, {"a": {}}], [w, {"b": {}}], "  [1]: dict with ['a'], was ['b']", containers),
+        ([w, ((),)], [w, ()], "  [1]: tuple with [0], was nothing", containers),
+        ([w, None], [w, ()], "  [1]: NoneType, was tuple", containers),
+        ([Trained(w, 3)], [Trained(w, 4)], "  [0].tx: static 3, was 4", static),
+        ([Layer(w, 3)], [Layer(w, 4)], "  [0]: static 3, was 4", static),
+        (
+            {"s": Trained(w, "x" * 99 + "a")},
+            {"s": Trained(w, "x" * 99 + "b")},
+            "  ['s'].tx: another static str than it was",
+            static,
+        ),
+    ):
+        found, *rest = difference(new, like)
+        assert found == line and len(rest) == 1 and advice in rest[0]
+
+
+def test_an_optimizer_that_was_made_twice_is_named():
+    train_state = pytest.importorskip("flax.training.train_state")
+    optax = pytest.importorskip("optax")
+    one, other = (
+        train_state.TrainState.create(
+            apply_fn=None, params={"w": jnp.ones(2)}, tx=jsa.optim.low_precision(optax.adam(1e-3))
+        )
+        for _ in range(2)
+    )
+    line, advice = difference(one, other)
+    assert line.startswith("  .tx: ") and "GradientTransformation" in line and len(line) < 200
+    assert "make such an object" in advice and "match_scales" not in advice
 
 
 def test_the_check_runs_inside_a_jitted_step():

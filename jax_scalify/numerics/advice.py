@@ -99,11 +99,22 @@ def _loss(row: Row, dtype: str | None) -> str:
         )
         if share > _SHARE
     ]
-    return f"in {dtype or row.dtype} {', '.join(parts)} (RMS 2^{row.log2_rms:.0f})."
+    rms = f" (RMS 2^{row.log2_rms:.0f})" if math.isfinite(row.log2_rms) else ""
+    return f"in {dtype or row.dtype} {', '.join(parts)}{rms}."
 
 
 def _remedy(row: Row, dtype: str | None) -> str:
     under, subnormal, over = row.shares(dtype)
+    if not row.measure.histogram:  # its own dtype has made all of it zero
+        if row.scale is None:
+            return (
+                "Nothing is left of it: jsa.scalify gives it a scale, with its state from "
+                "jsa.as_scaled_array."
+            )
+        return (
+            "Nothing is left of it that tells its scale: rescale what it is made of; a report of "
+            "the same step with float32 data shows its range."
+        )
     low, high = min(row.measure.histogram), max(row.measure.histogram)
     away = math.isfinite(row.log2_rms) and abs(row.log2_rms) > _OCTAVES
     if (under + subnormal > _SHARE and over > _SHARE) or not away:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -307,11 +308,23 @@ def _in_float64(step: Step) -> list[Any] | None:
             operand = wide if scale is None else wide * _aligned(scale, wide.ndim)
         operands.append(operand)
     params = {name: _widened(value) for name, value in step.eqn.params.items()}
+    if "precision" in params:  # may be the algorithm of another dtype
+        params["precision"] = None
+    primitive = step.eqn.primitive
+    if step.eqn.effects:
+        return None
     try:
         with jax.enable_x64(True):
-            bound = step.eqn.primitive.get_bind_params(params)
-            out = step.eqn.primitive.bind(*operands, **bound)
-            return [np.asarray(o) for o in (out if isinstance(out, (list, tuple)) else [out])]
+            bind = functools.partial(primitive.bind, **primitive.get_bind_params(params))
+            # Callbacks and kernels that know only their own dtype are not run with another one.
+            floating = [
+                a.dtype
+                for a in jax.tree.leaves(jax.eval_shape(bind, *operands))
+                if jnp.issubdtype(a.dtype, jnp.floating)
+            ]
+            if any(dtype != np.float64 for dtype in floating):
+                return None
+            return [np.asarray(o) for o in jax.tree.leaves(bind(*operands))]
     except Exception:  # a primitive that knows no float64
         return None
 
@@ -322,8 +335,7 @@ def _aligned(scale: Any, ndim: int) -> np.ndarray:
 
 
 def _widened(param: Any) -> Any:
-    try:
-        floating = jnp.issubdtype(param, jnp.floating)
-    except TypeError:
-        return param
-    return np.dtype(np.float64) if floating and not isinstance(param, (int, float, str)) else param
+    """A parameter that names a floating dtype names float64; `None` names none, though to NumPy."""
+    is_dtype = isinstance(param, (np.dtype, type))
+    floating = is_dtype and jnp.issubdtype(param, jnp.floating)
+    return np.dtype(np.float64) if floating else param

@@ -183,6 +183,69 @@ def test_underflow_in_the_dtype_that_a_value_has():
     assert row.underflow == 2 and row.scale == (-60, -60)
 
 
+def conv(x, k, **how):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers, **how)
+
+
+def conv_grad(x, k):
+    return jax.vjp(lambda k: conv(x, k), k)[1](jnp.full_like(x, 2.0**-14))[0]
+
+
+IMAGES, KERNELS = np.ones((2, 6, 6, 4), np.float16), np.ones((3, 3, 4, 4), np.float16)
+LESS = lax.DotAlgorithmPreset.F16_F16_F16
+
+
+# Parameters that are None must stay so, and those that name a dtype or its precision must not.
+@pytest.mark.parametrize(
+    "primitive, fun, operands",
+    [
+        ("conv_general_dilated", conv, (IMAGES, KERNELS)),
+        (
+            "conv_general_dilated",
+            lambda x, k: conv(x, k, precision="highest", preferred_element_type=np.float16),
+            (IMAGES, KERNELS),
+        ),
+        (
+            "conv_general_dilated",
+            lambda x, k: conv(x, k, feature_group_count=4),
+            (IMAGES, KERNELS[:, :, :1]),
+        ),
+        ("conv_general_dilated", conv_grad, (IMAGES, KERNELS)),
+        ("dot_general", lax.dot, (np.ones((8, 4), np.float16), np.ones((4, 4), np.float16))),
+        (
+            "dot_general",
+            lambda x, y: lax.dot(x, y, precision=LESS, preferred_element_type=np.float16),
+            (np.ones((8, 4), np.float16), np.ones((4, 4), np.float16)),
+        ),
+        (
+            "ragged_dot_general",
+            lambda x, y: lax.ragged_dot(x, y, np.int32([4, 4]), preferred_element_type=np.float16),
+            (np.ones((8, 4), np.float16), np.ones((2, 4, 4), np.float16)),
+        ),
+        ("convert_element_type", lambda x: lax.convert_element_type(x, "float8_e5m2"), (X**0,)),
+        ("reduce_prod", lambda x: lax.reduce_prod(x, (0,)), (np.ones((8, 4), np.float16),)),
+    ],
+)
+def test_underflow_of_every_kind_of_equation(primitive, fun, operands):
+    operands = [np.asarray(x * 2.0**-20, x.dtype) for x in operands]
+    row = report(fun)(*operands).filter(primitive=primitive).rows[-1]
+    assert row.underflow == row.measure.zeros == row.size
+
+
+def test_callbacks_are_not_run_in_another_dtype():
+    seen = []
+
+    def square(x):
+        seen.append(x.dtype)
+        return np.asarray(x * x)
+
+    x = np.full(3, 2.0**-20, np.float16)
+    same = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    (_, row) = report(lambda x: jax.pure_callback(square, same, x))(x).rows
+    assert seen == [np.float16] and row.measure.zeros == 3 and row.underflow == 0
+
+
 def test_names_of_the_state():
     state = {"w": W, "momentum": [np.zeros_like(W)]}
 
@@ -278,6 +341,15 @@ def test_suggestions_where_no_scale_helps():
     wide = np.float32(2.0 ** RNG.integers(-40, 40, 1000))
     wide /= np.sqrt(np.mean(np.float64(wide) ** 2)).astype(np.float32)
     assert "no scale helps" in suggest(report(lambda x: x)(wide), "float16")[0]
+
+
+def test_suggestions_where_nothing_is_left():
+    x = np.full(8, 2.0**-15, np.float16)
+    (plain,) = (s for s in suggest(report(lambda x: x * x)(x)) if "mul" in s)
+    assert "100% of the elements become zero. Nothing is left of it: jsa.scalify" in plain
+    scaled = jsa.ScaledArray(jnp.asarray(x), jnp.float32(4.0))
+    (found,) = (s for s in suggest(report(jsa.scalify(lambda x: x * x))(scaled)) if "mul" in s)
+    assert "become zero. Nothing is left" in found and "rescale what it is made of" in found
 
 
 def test_suggestions_for_nan_and_for_nothing():
