@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,11 +65,12 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
     out_tree: Any = None
     static_results: dict[int, Any] = {}
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(args: Any, kwargs: Any) -> list[Any]:
         nonlocal out_tree
         full = list(leaves)
-        for i, array in zip(dynamic, arrays, strict=True):
-            full[i] = array
+        given = tree.flatten_up_to((args, kwargs))
+        for i in dynamic:
+            full[i] = given[i]
         in_args, in_kwargs = jax.tree.unflatten(tree, full)
         try:
             out, out_tree = jax.tree.flatten(call.fun(*in_args, **in_kwargs), is_leaf=is_scaled)
@@ -81,8 +84,15 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
         static_results.update((i, leaf) for i, leaf in enumerate(out) if is_static_result(leaf))
         return [leaf for i, leaf in enumerate(out) if i not in static_results]
 
+    # Errors of JAX name the user's function and its line, and arguments as `args[0]['w']`.
+    signature = inspect.signature(flat)
+    functools.update_wrapper(flat, fun)
+    flat.__signature__ = signature  # type: ignore[attr-defined]
+    arrays: list[Any] = [None] * len(leaves)
+    for i in dynamic:
+        arrays[i] = leaves[i].data if is_scaled(leaves[i]) else leaves[i]
+    closed = jax.make_jaxpr(flat)(*jax.tree.unflatten(tree, arrays))
     operands = [leaves[i] for i in dynamic]
-    closed = jax.make_jaxpr(flat)(*(x.data if is_scaled(x) else x for x in operands))
     paths = [paths[i][0] for i in dynamic]
     return Traced(closed, operands, paths, out_tree, static_results, call.finish)
 

@@ -1,6 +1,7 @@
 """The transform: what it leaves alone, what it knows of values, and what its errors say."""
 
 import functools
+import re
 import threading
 import warnings
 
@@ -344,6 +345,16 @@ mystery_p = opaque_primitive("mystery", lambda x: jnp.cos(x) * x)
 
 def mystery(x):
     return mystery_p.bind(x)
+
+
+def test_errors_of_jax_name_the_function_and_the_argument():
+    def step(state, x):
+        return x if state["w"].sum() > 0 else -x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        jax.jit(jsa.scalify(step))({"w": jsa.as_scaled_array(jnp.ones(2))}, 1.0)
+    assert re.search(r"the function step at \S*test_transform.py:\d+", str(error.value))
+    assert "args[0]['w']" in str(error.value)
 
 
 def test_missing_rule_error_names_primitive_operands_and_line():

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax_scalify import _compat
 from jax_scalify.numerics import hlo
 from jax_scalify.numerics.hlo import Sizes
-from jax_scalify.objects import pure_call
+from jax_scalify.objects import PureCall, pure_call
 from jax_scalify.registry import sub_jaxprs
 from jax_scalify.tracing import is_static_result
 
@@ -183,11 +183,12 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
             raise TypeError("`args` must be left out: `fun` has been traced with its arguments.")
         traced = fun
     elif callable(fun):
-        if isinstance(fun, jax.stages.Wrapped):
-            traced = fun.trace(*args, **kwargs)
+        call = pure_call(fun, args, kwargs)
+        if isinstance(call.fun, jax.stages.Wrapped):
+            traced = call.fun.trace(*args, **kwargs)
         else:
-            _check_arrays((args, kwargs), fun)
-            traced = _jitted(fun, args, kwargs)
+            _check_arrays((call.args, call.kwargs), fun)
+            traced = _trace(call)
     else:
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
     equations = _matmuls(_compat.live_jaxpr(traced.jaxpr), "", 1)
@@ -200,9 +201,8 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
     return Fp8Report(rows, _backend(compiled), unmatched)
 
 
-def _jitted(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _trace(call: PureCall) -> Any:
     """Trace a function for arrays and numbers; callables, as an Equinox model has, are static."""
-    call = pure_call(fun, args, kwargs)
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     dynamic = [i for i, leaf in enumerate(leaves) if not is_static_result(leaf)]
 
