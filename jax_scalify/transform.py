@@ -57,6 +57,8 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
     Args:
         fun: a traceable function. Its arguments may be any pytrees; `ScaledArray` leaves are
             scaled, other arrays plain, and strings, callables, Python bools and `None` static.
+            What it writes into Flax NNX modules, optimizers and streams of random numbers comes
+            back, as under `nnx.jit`, which goes around.
         config: options; by default those of the enclosing `with ScalifyConfig(...)`.
 
     Returns:
@@ -68,6 +70,7 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
     Raises:
         TypeError: if `fun` is not callable or `config` not a `ScalifyConfig`; when called, for a
             scale that is packed for storage.
+        ValueError: when called, if `fun` changes the structure of an NNX object.
         MissingRuleError: when called, for a primitive without a rule, if so configured.
 
     Source: Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
