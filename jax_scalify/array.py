@@ -14,6 +14,7 @@ import numpy as np
 from jax import export, tree_util
 
 from jax_scalify import _compat, dtypes, pow2
+from jax_scalify.objects import map_states
 from jax_scalify.statistics import statistic
 
 
@@ -365,7 +366,8 @@ def as_scaled_array(
 
     Integers, bools, PRNG keys, `None`, callables, strings and other non-arrays pass through; a
     leaf that is a `ScaledArray` already keeps its scale. Every leaf gets a scale buffer of its
-    own, so that a state can be donated.
+    own, so that a state can be donated. Of an NNX object it makes a new one, in which variables
+    that are shared stay shared.
 
     Args:
         tree: any pytree: a Flax `TrainState`, NNX state, optax state, Equinox module, array...
@@ -401,7 +403,17 @@ def as_scaled_array(
     convert = functools.partial(
         _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=axis
     )
-    return tree_util.tree_map_with_path(lambda p, leaf: convert(leaf, p), tree, is_leaf=is_scaled)
+
+    def of_pytree(tree: Any) -> Any:
+        return tree_util.tree_map_with_path(
+            lambda p, leaf: convert(leaf, p), tree, is_leaf=is_scaled
+        )
+
+    return map_states(of_pytree, tree)
+
+
+def _map_leaves(convert: Any, tree: Any) -> Any:
+    return map_states(functools.partial(jax.tree.map, convert, is_leaf=is_scaled), tree)
 
 
 def asarray(tree: Any, dtype: Any = None) -> Any:
@@ -427,7 +439,7 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
             return leaf
         return dtypes.cast(jnp.asarray(leaf), dtype)
 
-    return jax.tree.map(convert, tree, is_leaf=is_scaled)
+    return _map_leaves(convert, tree)
 
 
 def freeze_scales(tree: Any) -> Any:
@@ -449,7 +461,7 @@ def freeze_scales(tree: Any) -> Any:
             return ScaledArray(leaf.data, float(leaf.scale))
         return leaf
 
-    return jax.tree.map(freeze, tree, is_leaf=is_scaled)
+    return _map_leaves(freeze, tree)
 
 
 def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:
@@ -466,4 +478,4 @@ def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:
             return ScaledArray(leaf.data, jnp.array(leaf.scale, scale_dtype or jnp.float32))
         return leaf
 
-    return jax.tree.map(thaw, tree, is_leaf=is_scaled)
+    return _map_leaves(thaw, tree)

@@ -3,12 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
+
+
+def _stops(nnx: Any) -> Callable[[Any], bool]:
+    """The nodes at which to look for objects; a state is an ordinary tree."""
+    return lambda x: isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
+
+
+def _is_object(x: Any, nnx: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["structure", "number"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    """Stands for an object in a pytree: one of a list, by its number, or a new one."""
+
+    state: Any = None
+    structure: Any = None
+    number: int | None = None
+
+
+def _is_placeholder(x: Any) -> bool:
+    return isinstance(x, _Object)
+
+
+def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function of pytrees to a tree that may hold NNX objects, of which it makes new ones.
+
+    A variable that is shared stays shared: flattened as pytrees, it would become two.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return convert(tree)
+    leaves, outer = jax.tree.flatten(tree, is_leaf=_stops(nnx))
+    where = [i for i, x in enumerate(leaves) if _is_object(x, nnx)]
+    if not where:
+        return convert(tree)
+    structure, states = nnx.split(tuple(leaves[i] for i in where))
+    for number, i in enumerate(where):
+        leaves[i] = _Object(states.get(number, {}), number=number)
+    converted = convert(outer.unflatten(leaves))
+    found = jax.tree.leaves(converted, is_leaf=_is_placeholder)
+    states = nnx.State({x.number: x.state for x in found if _is_placeholder(x)})
+    objects = nnx.merge(structure, states)
+    return jax.tree.map(
+        lambda x: objects[x.number] if _is_placeholder(x) else x, converted, is_leaf=_is_placeholder
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +95,8 @@ def pure_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> PureCall:
     nnx = sys.modules.get("flax.nnx")  # where it is not imported there are no objects
     if nnx is None:
         return PureCall(fun, args, kwargs)
-    leaves, tree = jax.tree.flatten(
-        (args, kwargs), is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
-    )
-    where = [i for i, x in enumerate(leaves) if isinstance(x, (nnx.Pytree, nnx.Variable))]
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_stops(nnx))
+    where = [i for i, x in enumerate(leaves) if _is_object(x, nnx)]
     if not where:
         return PureCall(fun, args, kwargs)
     objects = tuple(leaves[i] for i in where)
@@ -76,11 +124,30 @@ def pure_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> PureCall:
             for path, variable in nnx.to_flat_state(new_states)
             if any(map(operator.is_not, jax.tree.leaves(variable), given[path]))
         ]
+        numbers = {id(copy): number for number, copy in enumerate(copies)}
+
+        def returned(x: Any) -> Any:
+            if not _is_object(x, nnx):
+                return x
+            if id(x) in numbers:
+                return _Object(number=numbers[id(x)])
+            new_structure, state = nnx.split(x)
+            return _Object(state, new_structure)
+
+        results = jax.tree.map(returned, results, is_leaf=_stops(nnx))
         return results, nnx.from_flat_state(written)
 
     def finish(results: tuple[Any, Any]) -> Any:
         nnx.update(objects, results[1])
-        return results[0]
+
+        def restored(x: Any) -> Any:
+            if not _is_placeholder(x):
+                return x
+            if x.number is not None:
+                return objects[x.number]
+            return nnx.merge(x.structure, x.state)
+
+        return jax.tree.map(restored, results[0], is_leaf=_is_placeholder)
 
     args, kwargs = tree.unflatten(leaves)
     return PureCall(pure, args, kwargs, structure, finish)

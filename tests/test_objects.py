@@ -9,6 +9,8 @@ from flax import nnx
 
 import jax_scalify as jsa
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 
 class Net(nnx.Module):
     """A layer, a BatchNorm, dropout, and a head that shares the layer's weights."""
@@ -46,6 +48,10 @@ def train(update, model, optimizer, steps=4):
     return np.float32([jsa.asarray(x, jnp.float32) for x in losses])
 
 
+def make_optimizer(model):
+    return nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
 def make_float16():
     model = make_net()
     params = nnx.state(model, nnx.Param)
@@ -56,8 +62,8 @@ def make_float16():
 
 @pytest.mark.parametrize("outermost", ["nnx.jit", "scalify"])
 def test_a_step_that_writes_is_the_plain_step(outermost):
-    expected = make_net(), nnx.Optimizer(make_net(), optax.adam(1e-2), wrt=nnx.Param)
-    given = make_net(), nnx.Optimizer(make_net(), optax.adam(1e-2), wrt=nnx.Param)
+    expected = make_net(), make_optimizer(make_net())
+    given = make_net(), make_optimizer(make_net())
     both = nnx.jit(jsa.scalify(step)) if outermost == "nnx.jit" else jsa.scalify(nnx.jit(step))
     plain = train(nnx.jit(step), *expected)
     np.testing.assert_allclose(train(both, *given), plain, rtol=1e-6)
@@ -70,9 +76,7 @@ def test_a_step_that_writes_is_the_plain_step(outermost):
 
 
 def test_float16_with_an_unmodified_step():
-    plain = train(
-        nnx.jit(step), make_net(), nnx.Optimizer(make_net(), optax.adam(1e-2), wrt=nnx.Param)
-    )
+    plain = train(nnx.jit(step), make_net(), make_optimizer(make_net()))
     model, optimizer = make_float16()
     losses = train(nnx.jit(jsa.scalify(step)), model, optimizer)
     np.testing.assert_allclose(losses, plain, rtol=5e-3)
@@ -150,9 +154,7 @@ def test_fp8_matmuls_inside_of_the_gradient():
         optimizer.update(model, grads)
         return loss
 
-    plain = train(
-        nnx.jit(step), make_net(), nnx.Optimizer(make_net(), optax.adam(1e-2), wrt=nnx.Param)
-    )
+    plain = train(nnx.jit(step), make_net(), make_optimizer(make_net()))
     model, optimizer = make_float16()
     losses = train(nnx.jit(jsa.scalify(fp8_step)), model, optimizer)
     np.testing.assert_allclose(losses, plain, rtol=0.05)
@@ -191,3 +193,70 @@ def test_check_fp8_of_a_step():
     update = nnx.jit(jsa.scalify(fp8_step))
     checked = jsa.numerics.check_fp8(update, *make_float16(), make_batch(), compile=False)
     assert checked.summary.startswith("5 of 5 matmuls have FP8 operands"), checked.summary
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda net: jsa.as_scaled_array(net, scale="rms", dtype="float16"),
+        lambda net: jsa.asarray(jsa.as_scaled_array(net)),
+        lambda net: jsa.freeze_scales(jsa.as_scaled_array(net)),
+        lambda net: jsa.thaw_scales(jsa.freeze_scales(jsa.as_scaled_array(net))),
+    ],
+)
+def test_conversions_of_a_module_keep_what_is_shared(convert):
+    net = make_net()
+    new = convert({"net": net, "rest": [jnp.ones(2), None]})["net"]
+    assert isinstance(new, Net) and new is not net
+    assert new.tied is new.embed
+    value = jsa.asarray(new.embed.kernel.get_value(), jnp.float32)
+    np.testing.assert_allclose(value, net.embed.kernel.get_value(), rtol=1e-3)
+
+
+def test_a_converted_module_trains_as_the_plain_one():
+    expected = train(nnx.jit(step), make_net(), make_optimizer(make_net()))
+    model = jsa.as_scaled_array(make_net(), scale="rms")
+    losses = train(nnx.jit(jsa.scalify(step)), model, make_optimizer(model))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, lambda f: f])
+def test_objects_among_the_results(jit):
+    def both(model, x):
+        model.norm.mean[...] += 1
+        return model, {"new": Net(nnx.Rngs(1)), "out": model(x)}
+
+    model = make_net()
+    same, others = jit(jsa.scalify(both))(model, make_batch())
+    assert same.tied is same.embed and others["new"].tied is others["new"].embed
+    assert float(same.norm.mean[0]) == float(model.norm.mean[0]) != 0
+    expected = Net(nnx.Rngs(1)).embed.kernel.get_value()
+    np.testing.assert_array_equal(others["new"].embed.kernel.get_value(), expected)
+
+
+def test_an_exception_leaves_the_module_unharmed():
+    def fails(model, x):
+        model.norm.mean[...] += 1
+        raise RuntimeError("on the way")
+
+    model = make_net()
+    before = model.norm.mean.get_value()
+    with pytest.raises(RuntimeError, match="on the way"):
+        jsa.scalify(fails)(model, make_batch())
+    assert model.norm.mean.get_value() is before
+
+
+def test_metrics():
+    metrics = nnx.metrics.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+    def evaluate(model, metrics, x):
+        loss = jnp.mean(jnp.square(model(x) - x).astype(jnp.float32))
+        metrics.update(loss=loss)
+        return loss
+
+    model, _ = make_float16()
+    loss = nnx.jit(jsa.scalify(evaluate))(model, metrics, make_batch())
+    nnx.update(metrics, jsa.asarray(nnx.state(metrics)))
+    assert float(metrics.compute()["loss"]) == pytest.approx(float(loss), rel=1e-6)
+    metrics.reset()
+    assert float(metrics.loss.total[...]) == 0

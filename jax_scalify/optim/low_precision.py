@@ -98,7 +98,8 @@ def low_precision(
         policy: how scales are chosen.
         round_updates: return updates that end at numbers of the parameters' dtype, rounded as
             `apply_updates` does, so that adding them is exact. For code that adds them by
-            itself: `TrainState.apply_gradients`, `nnx.Optimizer.update`.
+            itself: `TrainState.apply_gradients`, `nnx.Optimizer.update`. The random bits depend
+            on the counts of steps in the state, too.
 
     Returns:
         An optimizer of the same type. `init(params)` makes `ScaledArray` leaves, which
@@ -177,7 +178,8 @@ def low_precision(
         updates, new = optimizer.update(grads, state, params, **extra_args)
         if round_updates:
             each, tree = _weights_and_updates(weights, updates)
-            updates = tree.unflatten(_rounded(*pair, policy) for pair in each)
+            factor = _count_factor(new)
+            updates = tree.unflatten(_rounded(*pair, policy, factor) for pair in each)
         leaves, tree = jax.tree.flatten(new)
         gradients = jax.tree.leaves(grads)
         new = [
@@ -239,8 +241,10 @@ def apply_updates(
         params: arrays, or outside `scalify` also of type `ScaledArray`.
         updates: of the same structure.
         key: of `jax.random`, for stochastic rounding. By default the random bits are made of the
-            numbers themselves: a step repeats exactly, but where a parameter and its update are the
-            same at every step, so is the rounding.
+            numbers themselves: a step repeats exactly. But where a parameter and its update are the
+            same at every step, so is the rounding: with the same batch again and again, and
+            updates that are small against the spacing of the dtype, training stalls. Give a key
+            there, `jax.random.fold_in(key, step)`.
         policy: how the scales of parameters are chosen, static ones apart: "statistic", RMS 1, or
             lower where an element would leave the range; "gradient", without statistics inside
             `scalify`: the larger scale of parameter and update. It never sinks: an optimizer that
@@ -281,16 +285,30 @@ def _check_policy(policy: str) -> None:
         raise ValueError(f"`policy` must be one of {list(_POLICIES)}, got {policy!r}.")
 
 
-def _rounded(param: Any, update: Any, policy: str) -> Any:
+def _count_factor(state: Any) -> jax.Array:
+    """A number that is another one at each step, if the state counts the steps."""
+    counts = [
+        leaf
+        for leaf in jax.tree.leaves(state)
+        if jnp.ndim(leaf) == 0 and jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
+    ]
+    total = sum(counts, start=jnp.int32(0))
+    return primitives.stop_scaling(1 + 2.0**-10 * jnp.asarray(total, jnp.float32))
+
+
+def _rounded(param: Any, update: Any, policy: str, factor: jax.Array) -> Any:
     """The update from a parameter to the number of its dtype where `_applied` would end."""
     kind = param.dtype if is_scaled(param) else dtypes.leaf_dtype(param)
     is_float = kind is not None and dtypes.is_scalable(kind)
     if update is None or not is_float or dtypes.compute_dtype(kind) == kind:
         return update
-    return _widen(_applied(param, update, None, policy, False)) - _widen(param)
+    new = _applied(param, update, None, policy, False, salt=_widen(update) * factor)
+    return _widen(new) - _widen(param)
 
 
-def _applied(param: Any, update: Any, key: Any, policy: str, nearest: bool) -> Any:
+def _applied(
+    param: Any, update: Any, key: Any, policy: str, nearest: bool, salt: Any = None
+) -> Any:
     if update is None:
         return param
     param = param if is_scaled(param) else jnp.asarray(param)
@@ -301,7 +319,10 @@ def _applied(param: Any, update: Any, key: Any, policy: str, nearest: bool) -> A
         )
     update = _widen(update)
     total = _widen(param) + update
-    salt = None if nearest or key is not None else update
+    if nearest or key is not None:
+        salt = None
+    elif salt is None:
+        salt = update
     bits = None if nearest or key is None else dtypes.random_bits(key, total.shape)
     if is_scaled(param):
         return stored(total, param, bits=drawn(total, bits, salt))
