@@ -53,7 +53,6 @@ LAYERS = (  # the lowest first
                 "deferred",
                 "chains",
                 "registry",
-                "objects",
                 "tracing",
                 "derivatives",
             ),
