@@ -47,15 +47,7 @@ LAYERS = (  # the lowest first
         "While tracing",
         "what is known of a value; the registry of rules",
         (
-            *(
-                "values",
-                "abstract",
-                "deferred",
-                "chains",
-                "registry",
-                "tracing",
-                "derivatives",
-            ),
+            *("values", "abstract", "deferred", "chains", "registry", "tracing", "derivatives"),
             "observing",
         ),
     ),
