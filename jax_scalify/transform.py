@@ -340,6 +340,8 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     if any(v.uniform is None or v.is_scaled for v in inputs):
         return None
     aval = eqn.outvars[0].aval
+    if name == "reduce_sum" and not eqn.params["axes"]:
+        return inputs[0]
     if name in MOVEMENT and len(inputs) == 1:
         if not all(v.shape for v in inputs) and not aval.shape:
             return inputs[0]

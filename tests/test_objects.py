@@ -246,17 +246,27 @@ def test_an_exception_leaves_the_module_unharmed():
     assert model.norm.mean.get_value() is before
 
 
-def test_metrics():
-    metrics = nnx.metrics.MultiMetric(loss=nnx.metrics.Average("loss"))
+def make_metrics():
+    return nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
 
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_metrics(stops):
     def evaluate(model, metrics, x):
-        loss = jnp.mean(jnp.square(model(x) - x).astype(jnp.float32))
-        metrics.update(loss=loss)
+        logits = model(x)
+        loss = jnp.mean(jnp.square(logits - x).astype(jnp.float32))
+        given = jsa.stop_scaling(loss), jsa.stop_scaling(logits)
+        given = given if stops else (loss, logits)
+        metrics.update(loss=given[0], logits=given[1], labels=jnp.argmax(x, axis=-1))
         return loss
 
+    metrics, plain = make_metrics(), make_metrics()
     model, _ = make_float16()
     loss = nnx.jit(jsa.scalify(evaluate))(model, metrics, make_batch())
-    nnx.update(metrics, jsa.asarray(nnx.state(metrics)))
+    nnx.jit(evaluate)(make_net(), plain, make_batch())
+    if not stops:
+        nnx.update(metrics, jsa.asarray(nnx.state(metrics)))
     assert float(metrics.compute()["loss"]) == pytest.approx(float(loss), rel=1e-6)
+    assert float(metrics.compute()["accuracy"]) == float(plain.compute()["accuracy"])
     metrics.reset()
     assert float(metrics.loss.total[...]) == 0

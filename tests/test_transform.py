@@ -357,6 +357,12 @@ def test_errors_of_jax_name_the_function_and_the_argument():
     assert "args[0]['w']" in str(error.value)
 
 
+def test_a_sum_over_no_axes_of_a_plain_number_is_plain():
+    x = jsa.as_scaled_array(jnp.float16([3.0, 5.0]))
+    out = jsa.scalify(lambda x, t: t + jnp.sum(jsa.stop_scaling(jnp.mean(x))))(x, jnp.float16(1))
+    assert not isinstance(out, ScaledArray) and float(out) == 5
+
+
 def test_missing_rule_error_names_primitive_operands_and_line():
     with pytest.raises(jsa.MissingRuleError) as error:
         jsa.scalify(mystery, config=jsa.ScalifyConfig(missing_rule="error"))(scaled(X))
