@@ -47,7 +47,7 @@ def train(add, optimizer, steps=5):
 
 @pytest.mark.parametrize("policy", ["statistic", "gradient"])
 def test_optax_adds_them_as_we_would(policy):
-    optimizer = optax.sgd(1e-2, momentum=0.9)  # counts no steps, by which bits would differ
+    optimizer = optax.identity()  # nothing that XLA could compute in two ways
     ours = jsa.optim.low_precision(optimizer, policy=policy)
     rounded = jsa.optim.low_precision(optimizer, policy=policy, round_updates=True)
     expected = train(lambda p, u: jsa.optim.apply_updates(p, u, policy=policy), ours)
@@ -145,11 +145,11 @@ def test_needs_the_parameters():
 def test_train_state():
     from flax.training.train_state import TrainState
 
-    optimizer = jsa.optim.low_precision(optax.sgd(1e-2), round_updates=True)
+    optimizer = jsa.optim.low_precision(optax.identity(), round_updates=True)
     state = TrainState.create(apply_fn=None, params=make_params(), tx=optimizer)
     state = jsa.as_scaled_array(state)
     step = jax.jit(jsa.scalify(lambda s, g: s.apply_gradients(grads=g)))
     for i in range(3):
         state = step(state, jsa.as_scaled_array(make_grads(i)))
-    expected = train(jsa.optim.apply_updates, jsa.optim.low_precision(optax.sgd(1e-2)), 3)[-1]
+    expected = train(jsa.optim.apply_updates, jsa.optim.low_precision(optax.identity()), 3)[-1]
     jax.tree.map(np.testing.assert_array_equal, jsa.asarray(state.params, jnp.float32), expected)
