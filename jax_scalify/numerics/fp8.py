@@ -88,7 +88,7 @@ class Fp8Report:
 
     @property
     def summary(self) -> str:
-        """One sentence: how many matmuls have FP8 operands, what the others have, what runs."""
+        """How many matmuls have FP8 operands, what the others have, and how many run as FP8."""
         if not self.rows:
             return "No matmul in this computation."
         total, narrow = len(self.rows), sum(r.has_fp8_operands for r in self.rows)
