@@ -37,16 +37,24 @@ def _is_placeholder(x: Any) -> bool:
     return isinstance(x, _Object)
 
 
+def _find(tree: Any) -> tuple[Any, Any, list[Any], list[int]]:
+    """Flax NNX, the structure of a tree around objects, its leaves, and which of them are objects.
+
+    Where NNX is not imported, there are none.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None, None, [], []
+    leaves, outer = jax.tree.flatten(tree, is_leaf=_stops(nnx))
+    return nnx, outer, leaves, [i for i, x in enumerate(leaves) if _is_object(x, nnx)]
+
+
 def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function of pytrees to a tree that may hold NNX objects, of which it makes new ones.
 
     A variable that is shared stays shared: flattened as pytrees, it would become two.
     """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return convert(tree)
-    leaves, outer = jax.tree.flatten(tree, is_leaf=_stops(nnx))
-    where = [i for i, x in enumerate(leaves) if _is_object(x, nnx)]
+    nnx, outer, leaves, where = _find(tree)
     if not where:
         return convert(tree)
     structure, states = nnx.split(tuple(leaves[i] for i in where))
@@ -92,11 +100,7 @@ def pure_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> PureCall:
         ValueError: by the function, if `fun` adds or removes variables, or changes a static
             attribute.
     """
-    nnx = sys.modules.get("flax.nnx")  # where it is not imported there are no objects
-    if nnx is None:
-        return PureCall(fun, args, kwargs)
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_stops(nnx))
-    where = [i for i, x in enumerate(leaves) if _is_object(x, nnx)]
+    nnx, tree, leaves, where = _find((args, kwargs))
     if not where:
         return PureCall(fun, args, kwargs)
     objects = tuple(leaves[i] for i in where)

@@ -12,7 +12,7 @@ import jax
 
 from jax_scalify import dtypes
 from jax_scalify.array import is_scaled
-from jax_scalify.objects import pure_call
+from jax_scalify.objects import PureCall, pure_call
 
 _CLOSED_OVER = (
     "jax_scalify: inside a transformed function every value is a plain array. Pass a ScaledArray "
@@ -95,6 +95,27 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
     operands = [leaves[i] for i in dynamic]
     paths = [paths[i][0] for i in dynamic]
     return Traced(closed, operands, paths, out_tree, static_results, call.finish)
+
+
+def flat_function(
+    call: PureCall, is_dynamic: Callable[[Any], bool]
+) -> tuple[Callable[..., list[Any]], list[tuple[Any, Any]]]:
+    """Return a function of arrays alone, whose results are arrays, and their key paths and values.
+
+    Data and scale of a `ScaledArray` are two arrays; what is not dynamic stays what it is.
+    """
+    paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs))
+    dynamic = [i for i, (_, leaf) in enumerate(paths) if is_dynamic(leaf)]
+
+    def flat(*arrays: Any) -> list[Any]:
+        full = [leaf for _, leaf in paths]
+        for i, array in zip(dynamic, arrays, strict=True):
+            full[i] = array
+        args, kwargs = jax.tree.unflatten(tree, full)
+        out = jax.tree.leaves(call.fun(*args, **kwargs))
+        return [leaf for leaf in out if not is_static_result(leaf)]
+
+    return flat, [paths[i] for i in dynamic]
 
 
 def _is_dynamic(leaf: Any) -> bool:

@@ -17,9 +17,9 @@ from jax.extend.core import JaxprEqn
 from jax_scalify import _compat
 from jax_scalify.numerics import hlo
 from jax_scalify.numerics.hlo import Sizes
-from jax_scalify.objects import PureCall, pure_call
+from jax_scalify.objects import pure_call
 from jax_scalify.registry import sub_jaxprs
-from jax_scalify.tracing import is_static_result
+from jax_scalify.tracing import flat_function, is_static_result
 
 # What cuBLASLt takes, as XLA rewrites a dot of FP8 operands into a call of it.
 _FORMATS = ("f8e4m3fn", "f8e5m2")
@@ -188,7 +188,9 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
             traced = call.fun.trace(*args, **kwargs)
         else:
             _check_arrays((call.args, call.kwargs), fun)
-            traced = _trace(call)
+            # Callables, as an Equinox model has them, are static.
+            flat, found = flat_function(call, lambda leaf: not is_static_result(leaf))
+            traced = jax.jit(flat).trace(*(leaf for _, leaf in found))
     else:
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
     equations = _matmuls(_compat.live_jaxpr(traced.jaxpr), "", 1)
@@ -199,22 +201,6 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
         compiled = traced.lower().compile()
     rows, unmatched = match(rows, hlo.parse_program(compiled.as_text() or ""))
     return Fp8Report(rows, _backend(compiled), unmatched)
-
-
-def _trace(call: PureCall) -> Any:
-    """Trace a function for arrays and numbers; callables, as an Equinox model has, are static."""
-    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-    dynamic = [i for i, leaf in enumerate(leaves) if not is_static_result(leaf)]
-
-    def flat(arrays: list[Any]) -> list[Any]:
-        full = list(leaves)
-        for i, array in zip(dynamic, arrays, strict=True):
-            full[i] = array
-        args, kwargs = jax.tree.unflatten(tree, full)
-        out = jax.tree.leaves(call.fun(*args, **kwargs))
-        return [leaf for leaf in out if not is_static_result(leaf)]
-
-    return jax.jit(flat).trace([leaves[i] for i in dynamic])
 
 
 def _check_arrays(arguments: Any, fun: Callable) -> None:

@@ -17,7 +17,7 @@ from jax_scalify.abstract import CALLS
 from jax_scalify.array import is_scaled
 from jax_scalify.objects import PureCall
 from jax_scalify.observing import Observed, observe_p
-from jax_scalify.tracing import is_static_result
+from jax_scalify.tracing import flat_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,24 +63,13 @@ def trace(call: PureCall, *, observe: bool = True) -> tuple[Any, list[Any], list
 
     Data and scale of a `ScaledArray` have its name. Without `observe` scales stay hidden.
     """
-    args, kwargs = call.args, call.kwargs
-    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    dynamic = [i for i, (_, leaf) in enumerate(leaves) if is_array(leaf)]
-    tree = jax.tree.structure((args, kwargs))
-
-    def flat(*arrays: Any) -> Any:
-        full = [leaf for _, leaf in leaves]
-        for i, array in zip(dynamic, arrays, strict=True):
-            full[i] = array
-        in_args, in_kwargs = jax.tree.unflatten(tree, full)
-        out = jax.tree.leaves(call.fun(*in_args, **in_kwargs))
-        return [leaf for leaf in out if not is_static_result(leaf)]
-
-    arrays = [jnp.asarray(leaves[i][1]) for i in dynamic]
+    flat, found = flat_function(call, is_array)
+    arrays = [jnp.asarray(leaf) for _, leaf in found]
     with observing.observing() if observe else contextlib.nullcontext():
         closed = jax.make_jaxpr(flat)(*arrays)
-    scaled = {name for name, _, scale in scaled_arguments(args, kwargs) if scale is not None}
-    names = [_name(leaves[i][0]) for i in dynamic]
+    arguments = scaled_arguments(call.args, call.kwargs)
+    scaled = {name for name, _, scale in arguments if scale is not None}
+    names = [_name(path) for path, _ in found]
     whole = [name.rpartition(".")[0] for name in names]
     return closed, arrays, [w if w in scaled else n for n, w in zip(names, whole, strict=True)]
 
