@@ -36,7 +36,7 @@ LAYERS = (  # the lowest first
     Layer(
         "Scaled arrays",
         "data and scale as one leaf of a tree",
-        ("objects", "array", "tree", "storage", "checkpoint"),
+        ("objects", "array", "conversions", "tree", "storage", "checkpoint"),
     ),
     Layer(
         "In a model",

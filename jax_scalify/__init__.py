@@ -14,15 +14,15 @@ from jax_scalify import (
     tree,
     unit_scaling,
 )
-from jax_scalify.array import (
-    ScaledArray,
+from jax_scalify.array import ScaledArray
+from jax_scalify.config import Pow2RoundMode, ScalifyConfig
+from jax_scalify.conversions import (
     as_scaled_array,
     asarray,
     freeze_scales,
     scaled_array,
     thaw_scales,
 )
-from jax_scalify.config import Pow2RoundMode, ScalifyConfig
 from jax_scalify.custom_scale import custom_scale
 from jax_scalify.delayed import delayed_rescale, init_delayed_rescale
 from jax_scalify.fp8 import fp8_matmuls

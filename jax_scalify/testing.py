@@ -13,8 +13,9 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import dtypes, pow2
-from jax_scalify.array import ScaledArray, as_scaled_array, asarray, is_scaled
+from jax_scalify.array import ScaledArray, is_scaled
 from jax_scalify.config import ScalifyConfig, current_config
+from jax_scalify.conversions import as_scaled_array, asarray
 from jax_scalify.transform import scalify
 
 __all__ = ["WAYS", "check_scale_rule"]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_scalify import array as array_lib
+from jax_scalify import conversions
 from jax_scalify.array import ScaledArray
 
 __all__ = [
@@ -84,7 +85,7 @@ def astype(tree: Any, dtype: Any) -> Any:
     """
 
     def cast(leaf: Any) -> Any:
-        return leaf.astype(dtype) if array_lib.is_scaled(leaf) else array_lib.asarray(leaf, dtype)
+        return leaf.astype(dtype) if array_lib.is_scaled(leaf) else conversions.asarray(leaf, dtype)
 
     return map(cast, tree)
 
