@@ -19,6 +19,17 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Compile without costly passes: most tests compile for longer than they run.
+
+    The marker `optimized` is for tests that compare what only optimised programs have in common.
+    With `--full` every program is compiled as users compile it.
+    """
+    optimized = item.config.getoption("--full") or "optimized" in item.keywords
+    jax.config.update("jax_disable_most_optimizations", not optimized)
+
+
 @pytest.fixture
 def counts_compilations():
     """Make room in JAX's cache: a test that counts a function's entries finds them all there.
@@ -26,11 +37,3 @@ def counts_compilations():
     A process keeps some thousand compiled functions, and a full cache has dropped new ones.
     """
     jax.clear_caches()
-
-
-@pytest.fixture(scope="module")
-def compile_quickly():
-    """Compile without costly passes: for whole training steps, where they change nothing tested."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

@@ -13,8 +13,6 @@ import pytest
 
 from jax_scalify import registry
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     "start how_it_works tutorial frameworks rules fp8 optimizers coming_from limits".split()

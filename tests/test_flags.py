@@ -179,7 +179,9 @@ def test_a_training_step(flag):
 
 
 @pytest.mark.parametrize("flag", ["all"], indirect=True)
-@pytest.mark.parametrize("name", ["root", "linear_solve", "odeint"])
+@pytest.mark.parametrize(
+    "name", ["root", "linear_solve", pytest.param("odeint", marks=pytest.mark.full)]
+)
 def test_implicit_functions(name, flag):
     fun, tolerance = IMPLICIT[name]
     grad = REVERSE["grad"]

@@ -9,8 +9,6 @@ from flax import nnx
 
 import jax_scalify as jsa
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 class Net(nnx.Module):
     """A layer, a BatchNorm, dropout, and a head that shares the layer's weights."""

@@ -94,7 +94,10 @@ def test_the_forward_pass_saves_the_same_arrays_and_their_scales(policy):
         False,
         pytest.param(
             True,
-            marks=pytest.mark.skipif(JAX_VERSION < (0, 11), reason="plain remat saves nothing"),
+            marks=[
+                pytest.mark.full,
+                pytest.mark.skipif(JAX_VERSION < (0, 11), reason="plain remat saves nothing"),
+            ],
         ),
     ],
     ids=["scanned", "unrolled"],

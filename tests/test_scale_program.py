@@ -108,6 +108,7 @@ def test_wide_scales():
         assert_same(out, one_by_one(residual)(*args))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("transform", [jax.vmap, lambda f: jax.jit(jax.vmap(jax.jit(f)))])
 def test_under_vmap(transform):
     def example(*args):

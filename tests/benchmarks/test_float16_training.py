@@ -1,17 +1,20 @@
 """One short run of `benchmarks/float16_training.py`, and what its table says."""
 
+import functools
 import json
 
 import jax
 import pytest
 from rich.console import Console
 
-from benchmarks import float16_training
-
-pytestmark = pytest.mark.usefixtures("compile_quickly")
+from benchmarks import float16_training, scale_models
 
 
-def test_a_short_run_is_stored_and_compared(tmp_path, capsys):
+def test_a_short_run_is_stored_and_compared(tmp_path, capsys, monkeypatch):
+    module = functools.partial(scale_models.LanguageModel, depth=1, llama=True)
+    model = scale_models.make_model("llama", module, scale_models.next_byte_batch)
+    monkeypatch.setitem(float16_training.MODELS, "llama", model)
+    monkeypatch.setattr(float16_training, "HELD_OUT_BATCHES", 2)
     arguments = "--models llama --precisions float32 float16 --seeds 0 --steps 2".split()
     for _ in range(2):  # the second time nothing is left to do
         float16_training.main([*arguments, "--out", str(tmp_path)])

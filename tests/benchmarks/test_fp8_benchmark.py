@@ -1,5 +1,6 @@
 """One short run of `benchmarks/fp8.py`, and what its table says."""
 
+import dataclasses
 import json
 
 import flax
@@ -13,10 +14,10 @@ from rich.console import Console
 from benchmarks import fp8
 from examples.gpt import model
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 
-
-def test_a_short_run_is_stored_and_compared(tmp_path, capsys):
+def test_a_short_run_is_stored_and_compared(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fp8, "CONFIG", dataclasses.replace(fp8.CONFIG, layers=1))
+    monkeypatch.setattr(fp8, "HELD_OUT_BATCHES", 2)
     arguments = "--models nnx --variants float32 ours flax --seeds 0 --steps 2 --repeats 2".split()
     for _ in range(2):  # the second time nothing is left to do
         fp8.main([*arguments, "--out", str(tmp_path)])

@@ -12,8 +12,6 @@ from jax_scalify.numerics.measuring import measure
 from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 SMALL, LARGE = [2.0**-30, 1.0], [2.0**-3, 1.0]
 
 

@@ -14,8 +14,6 @@ from benchmarks import alternatives, optimizers
 from benchmarks.cells import Cells, Store
 from benchmarks.small_problems import PROBLEMS
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 def test_every_optimizer_of_optax_is_run_or_skipped_with_a_reason():
     found = optimizers.find_optimizers()

@@ -17,8 +17,6 @@ import jax_scalify as jsa
 from benchmarks import scale_models, scale_quality
 from benchmarks.scale_quality import PLAIN, RESCALED, Cell
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 BATCH, CONTEXT, WIDTH, VOCABULARY = 2, 8, 16, 32
 
 

@@ -13,8 +13,6 @@ import jax_scalify as jsa
 from benchmarks import situations, soak
 from benchmarks.small_problems import PROBLEMS, TrainState, scaled_state
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 def test_a_short_run_is_stored_compared_and_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(soak, "EVERY", 4)

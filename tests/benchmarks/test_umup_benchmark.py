@@ -11,8 +11,6 @@ from rich.console import Console
 
 from benchmarks import figure4, umup, umup_models
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 def printed(table, capsys):
     Console(width=200).print(table)

@@ -20,8 +20,6 @@ from examples.gpt.records import read_lines
 from examples.gpt.report import plot_losses, result_table
 from examples.gpt.train import Run
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 SMALL = Config(layers=1, width=16, heads=2, context=8, batch=4, steps=6)
 TRAINED = ("fp32", "fp32-scaled", "fp16-all", "fp8-4")  # the others with --full
 

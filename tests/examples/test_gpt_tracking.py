@@ -13,8 +13,6 @@ from examples.gpt.presets import get_preset
 from examples.gpt.records import read_lines
 from examples.gpt.train import Run
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 SMALL = Config(layers=1, width=16, heads=2, context=8, batch=4, steps=6)
 PARAMETER = "args[0].params['blocks'][0]['attention']['qkv']['kernel']"
 

@@ -9,8 +9,6 @@ import pytest
 
 import jax_scalify as jsa
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 linen = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
 optax = pytest.importorskip("optax")

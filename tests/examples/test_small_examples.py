@@ -10,7 +10,6 @@ import jax_scalify as jsa
 
 pytest.importorskip("sklearn")
 common = pytest.importorskip("examples.common")
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 # What is changed for speed, the loss that guessing has, and the FP8 matmuls of a forward pass.
 SMALL = {

@@ -248,6 +248,7 @@ def layers(ws, x):
     return ws - 0.1 * grads, value
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_a_scan_has_one_entry_for_all_steps(is_scaled):
     rng = np.random.default_rng(2)
