@@ -119,8 +119,7 @@ def defer(raw: Any, exponent: float, scale: Any) -> ScaledArray:
 def defer_constant(x: ScaledArray, number: Any, scale: Any) -> ScaledArray | None:
     """Make an array with `data = x.data * number`, if the product can wait and is in range."""
     raw, exponent = split(x)
-    size = abs(float(number))
-    if not can_defer(raw.dtype) or not 1 / _LARGEST_CONSTANT < size < _LARGEST_CONSTANT:
+    if not can_defer(raw.dtype) or not 1 / _LARGEST_CONSTANT < abs(number) < _LARGEST_CONSTANT:
         return None
     return Deferred(raw, float(number), exponent, scale)
 

@@ -1,5 +1,7 @@
 """Static powers of two that wait: the results of multiplying at once, with fewer products."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -331,6 +333,18 @@ def test_other_dtypes_are_multiplied_at_once(dtype):
     out = defer(x, 1, Scale(0))
     assert type(out) is ScaledArray and np.all(np.asarray(out.data).astype(np.complex64) == 2)
     assert defer_constant(ScaledArray(x, Scale(0)), 0.5, Scale(0)) is None
+
+
+@pytest.mark.parametrize("number", [2 - 3j, 0.5j, 1 + 2.0**-13 * 1j, -1 + 0j, 1j])
+@pytest.mark.parametrize("operation", [operator.mul, operator.truediv, operator.pow])
+def test_complex_constants_are_taken_whole(number, operation):
+    """Also one whose absolute value is 1, or rounds to it."""
+    x = X[:2, :2] + 1j * W[:2, :2]
+    constant = np.complex64(number)
+    assert constant.imag == np.imag(number)
+    got = jax.jit(jsa.scalify(lambda x: operation(x, constant)))(jsa.as_scaled_array(x, scale=4.0))
+    want = operation(np.asarray(x, np.complex128), number)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_rules_from_outside_see_plain_scaled_arrays():

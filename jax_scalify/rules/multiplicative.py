@@ -28,7 +28,9 @@ _LARGEST_POWER = 64
 
 def _unit(ctx: RuleContext, index: int, x: ScaledArray) -> int:
     """+1 or -1 if a constant operand's data is that number, else 0."""
-    return int(x.data) if ctx.inputs[index].constant is not None and abs(x.data) == 1 else 0
+    if ctx.inputs[index].constant is None:
+        return 0
+    return int(x.data == 1) - int(x.data == -1)
 
 
 @register_scale_rule(lax.mul_p)
@@ -118,8 +120,9 @@ def cbrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 def pow_rule(ctx: RuleContext, x: ScaledArray, y: Any, **params: Any) -> Any:
     """`scale = scale**y` for a constant y that is a multiple of 1/2; else scale 1."""
     number = ctx.inputs[1].constant
-    if number is None:
+    if number is None or number.imag:
         return wide_rule(ctx, x, y, **params)
+    number = number.real
     halves = 2 * float(number)
     if not halves.is_integer() or abs(halves) > _LARGEST_POWER:
         return wide_rule(ctx, x, y, **params)
