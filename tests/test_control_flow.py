@@ -97,6 +97,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["jit", "vmap", "grad"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_and_branches(name, way):

@@ -337,12 +337,14 @@ def _sampled(index, row):
     return row if index % 3 == 0 else pytest.param(*row.values, id=row.id, marks=pytest.mark.full)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("derivative, fun", [_sampled(*row) for row in enumerate(ROWS)])
 def test_inside(derivative, fun):
     x = ScaledArray(jnp.asarray(X / 4), jnp.float32(4))
     assert_close(jsa.scalify(derivative(fun))(x), plainly(derivative(fun), X))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("derivative, fun", ROWS)
 def test_outside(derivative, fun):
     assert_close(derivative(outside(fun))(jnp.asarray(X)), plainly(derivative(fun), X))
@@ -381,6 +383,7 @@ def _function_kinds():
             yield name, kind
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, kind", list(_function_kinds()))
 def test_outside_at_every_kind_of_scale(name, kind):
     fun = FUNCTIONS[name]

@@ -102,6 +102,7 @@ def test_value_inside(name, flag):
     assert_close(jax.jit(jsa.scalify(fun))(x), plainly(fun, X * np.float32(x.scale)), 4e-3)
 
 
+@pytest.mark.sampled(2)
 @with_flags(*NAMES)
 def test_gradient_outside(name, flag):
     fun, grad = FUNCTIONS[name], REVERSE["grad"]

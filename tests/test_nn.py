@@ -172,6 +172,7 @@ def assert_close(got, expected, tolerance):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max() + 1e-37)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.optimized
 @pytest.mark.parametrize("scale", [2.0**-20, 2.0**-4, 1.0, 2.0**4, 2.0**20])
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -189,6 +190,7 @@ def test_values_and_gradients_are_those_of_the_plain_function(name, scale):
     assert_close(slopes[0](*args), gradients, 1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scale", [2.0**-20, 1.0, 2.0**20])
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -52,6 +52,7 @@ def test_a_record_every_n_steps_changes_nothing_else(corpus, tmp_path):
         assert found["overflow"] == found["nonfinite"] == 0 <= found["underflow"] < 0.05
 
 
+@pytest.mark.full
 def test_tracking_through_freezing_rescales_and_resuming(corpus, tmp_path):
     options = dict(track_every=2, freeze_after=3, rescale_every=4)
     run = make_run(corpus, tmp_path, "fp32-scaled", **options)
@@ -65,6 +66,7 @@ def test_tracking_through_freezing_rescales_and_resuming(corpus, tmp_path):
     assert records(tmp_path) == whole
 
 
+@pytest.mark.full
 def test_selected_values(corpus, tmp_path):
     select = ["backward/*block_0*", "args[0].params"]
     run = make_run(corpus, tmp_path, "fp32", track_every=6, track_select=select)
