@@ -17,15 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.pow2 import (
-    floor_exponent,
-    is_power_of_two,
-)
+from jax_scalify.pow2 import MAX_EXPONENT, floor_exponent, is_power_of_two
 
 if TYPE_CHECKING:
     from jax_scalify.scale_table import ScaleTable
 
 _MAX_FACTORS = 3
+
+# The exponents that scales are expected to have: of arrays that are given, and of what is computed.
+# Nothing is wrong beyond, but float32 data that is as far from 1 may leave its range.
+GIVEN_EXTENT = 40
+LARGEST_EXTENT = 42
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +43,10 @@ class Atom:
         number: what the scale program calls it; None if it is not scalar or there is no program.
         members: the monomials of which this atom is the maximum.
         nonzero: whether it is known not to be 0.
+        extent: its exponent is expected within `+-extent`, and the data that it belongs to may be
+            as far from 1 in the other direction.
+        is_number: it is the exponent of a traced scalar, whose data is close to 1.
+        limit: its exponent is within `+-limit`, whatever the values are.
     """
 
     table: ScaleTable
@@ -49,6 +55,9 @@ class Atom:
     number: int | None = None
     members: frozenset[tuple] = frozenset()
     nonzero: bool = False
+    extent: int = GIVEN_EXTENT
+    is_number: bool = False
+    limit: float = MAX_EXPONENT
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,13 +109,30 @@ class Scale:
 
     @property
     def is_nonzero(self) -> bool:
-        """Whether the scale is known not to be 0 at run time."""
-        return not self.is_zero and all(atom.nonzero for atom, _ in self.factors)
+        """Whether the scale is known not to be 0 at run time; 0 is inverted as if it were 1."""
+        return not self.is_zero and all(atom.nonzero or p < 0 for atom, p in self.factors)
 
     @property
     def may_leave_range(self) -> bool:
-        """Whether a dynamic scale may be beyond the largest one: a product, power or multiple."""
-        return self.exponent > 0 or sum(abs(power) for _, power in self.factors) > 1
+        """Whether the exponent may be beyond that of a scale: a product, power or multiple."""
+        if self.is_zero:
+            return False
+        limit = sum(atom.limit * abs(power) for atom, power in self.factors)
+        return limit + abs(self.exponent) > MAX_EXPONENT
+
+    @property
+    def extent(self) -> float:
+        """How far the data may be from 1, in octaves, if its values are not: see `Atom`."""
+        if self.is_static:
+            return 0 if self.is_zero else abs(self.exponent)
+        return sum(0 if a.is_number else a.extent * abs(power) for a, power in self.factors)
+
+    @property
+    def span(self) -> float:
+        """How far the scale may be from 1, in octaves, static factors and numbers included."""
+        if self.is_static:
+            return self.extent
+        return abs(self.exponent) + sum(a.extent * abs(power) for a, power in self.factors)
 
     @property
     def value(self) -> float:
@@ -174,17 +200,47 @@ class Scale:
         root, rest = table.root(Scale(self.exponent, broken), degree)
         return root * Scale(0, sorted_factors(whole)), rest
 
-    def settled(self) -> Scale:
-        """Compute a monomial of many factors: each join downstream would multiply them again."""
+    def settled(self) -> tuple[Scale, Scale]:
+        """Compute a monomial of many factors: each join downstream would multiply them again.
+
+        Returns `(scale, rest)`, of which the product is the monomial. The rest is 1 where scales
+        are computed as exponents; an array holds no exponent beyond the range of scales.
+        """
         if len(self.factors) <= _MAX_FACTORS:
-            return self
+            return self, ONE
         return self.factors[0][0].table.settled(self)
+
+    def bounded(self, limit: int = MAX_EXPONENT) -> tuple[Scale, Scale]:
+        """Split into `(bounded, rest)`, the first with an exponent within `+-limit`.
+
+        A scale 2**140 is `2**126 * 2**14`: the rest is for the data to take.
+        """
+        if not self.is_static:
+            return self.factors[0][0].table.bounded(self, limit)
+        if self.is_zero:
+            return self, ONE
+        exponent = max(-limit, min(limit, self.exponent))
+        return Scale(exponent), Scale(self.exponent - exponent)
+
+    def or_one(self) -> Scale:
+        """The scale, or 1 where it is 0 at run time: beside an infinity 0 would make nan."""
+        if self.is_nonzero:
+            return self
+        if self.is_zero:
+            return ONE
+        inverse, rest = self.factors[0][0].table.settled(self**-1)
+        return (inverse * rest) ** -1
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
         """Send a scale that is not scalar through a structural function; a scalar one is kept."""
         if self.ndim == 0:
             return self
-        return self.factors[0][0].table.atom(function(self.array))
+        within, rest = self.bounded() if self.may_leave_range else (self, ONE)
+        mapped = [
+            s.factors[0][0].table.atom(function(s.array), extent=int(s.extent)) if s.ndim else s
+            for s in (within, rest)
+        ]
+        return mapped[0] * mapped[1]
 
 
 ONE = Scale(0)
@@ -201,11 +257,12 @@ def sorted_factors(powers: dict[Atom, int]) -> tuple[tuple[Atom, int], ...]:
     return tuple(sorted(((a, p) for a, p in powers.items() if p), key=lambda f: f[0].index))
 
 
-def join(*scales: Scale) -> Scale:
+def join(*scales: Scale, limit: int = MAX_EXPONENT) -> Scale:
     """Return the maximum: the power of two that `sqrt(a**2 + b**2)` rounds down to.
 
     Monomials that differ by a static factor are compared while tracing, and the maximum of the
-    same set is the same atom, so that it is computed once.
+    same set is the same atom, so that it is computed once. Computed at run time, its exponent is
+    brought within `+-limit`.
     """
     largest: dict[tuple, float] = {}
     for scale in scales:
@@ -216,7 +273,7 @@ def join(*scales: Scale) -> Scale:
         return ZERO
     if len(terms) == 1:
         return terms[0]
-    return next(t for t in terms if t.factors).factors[0][0].table.maximum(terms)
+    return next(t for t in terms if t.factors).factors[0][0].table.maximum(terms, limit)
 
 
 def meet(*scales: Scale) -> Scale:

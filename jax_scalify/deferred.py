@@ -79,11 +79,15 @@ class Deferred(ScaledArray):
         return self.raw if not exponent else self.data if factor.is_one else self._times(exponent)
 
     def _times(self, exponent: int) -> Any:
-        factor = math.ldexp(self.mantissa, exponent)
-        if factor == 1:
-            return self.source
-        number = np.asarray(factor, self.dtype)
-        return lax.mul(_compat.pin_constant(number) if exponent else number, self.source)
+        data, mantissa = self.source, self.mantissa
+        while mantissa != 1 or exponent:
+            step = max(-_LARGEST_FACTOR, min(_LARGEST_FACTOR, exponent))
+            factor = math.ldexp(mantissa, step)
+            exponent, mantissa = exponent - step, 1.0
+            if factor != 1:
+                number = np.asarray(factor, self.dtype)
+                data = lax.mul(_compat.pin_constant(number) if step else number, data)
+        return data
 
     def moved(self, source: Any, scale: Any) -> Deferred:
         """Return another array, to be multiplied by the same."""

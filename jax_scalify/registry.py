@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
 from jax_scalify import _compat, dtypes, scale_table
-from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import ScalifyConfig
-from jax_scalify.deferred import Deferred
+from jax_scalify.multiplying import to_plain
 from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import Value
 
@@ -188,16 +187,6 @@ def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
         yield eqn
         for sub in sub_jaxprs(eqn.params):
             yield from all_equations(sub)
-
-
-def to_plain(x: ScaledArray, dtype: Any) -> Any:
-    """Return `data * scale` of an array inside the transform."""
-    if isinstance(x, Deferred) and x.reaches(x.scale):
-        return dtypes.cast(x.times(x.scale), dtype)
-    if isinstance(x.scale, Scale) and x.scale.is_one:
-        return dtypes.cast(x.data, dtype)
-    scale = x.scale.array if isinstance(x.scale, Scale) else x.scale
-    return ScaledArray(x.data, scale).to_array(dtype)
 
 
 def describe(eqn: JaxprEqn, inputs: list[Value] | tuple[Value, ...]) -> str:

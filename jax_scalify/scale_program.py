@@ -70,12 +70,15 @@ class Monomial:
 class _Computed:
     """A scale made of others: the maximum of monomials, or (degree > 1) a root or its rest.
 
-    `root**degree * rest` is the monomial, with a rest between 1 and `2**(degree - 1)`.
+    The exponent of a maximum is at most `limit`; that of a single monomial, unless it is a 0, is
+    brought within `+-limit`. `root**degree * rest` is the monomial, with a rest between 1 and
+    `2**(degree - 1)`.
     """
 
     terms: tuple[Monomial, ...]
     degree: int = 1
     is_rest: bool = False
+    limit: float = MAX_EXPONENT
 
 
 class ScaleProgram:
@@ -89,8 +92,8 @@ class ScaleProgram:
         self._numbers: dict[_Computed, int] = {}
         self._chains: set[int] = set()  # maxima whose terms are maxima of their own
         self._needs: list[int] = []  # the sources that a scale is computed of, as bits
-        self._requests: list[tuple[Monomial, bool]] = []
-        self._placeholders: dict[tuple[Monomial, bool], Any] = {}
+        self._requests: list[Monomial] = []
+        self._placeholders: dict[Monomial, Any] = {}
 
     def source(self, array: Any) -> int:
         """Take in a scale that is an array; return its number."""
@@ -99,13 +102,13 @@ class ScaleProgram:
         self._scales.append(len(self.sources) - 1)
         return len(self._scales) - 1
 
-    def maximum(self, terms: Sequence[Monomial]) -> int:
-        """Define the maximum of some monomials, at most the largest scale; return its number."""
+    def maximum(self, terms: Sequence[Monomial], limit: float = MAX_EXPONENT) -> int:
+        """Define the maximum of some monomials, at most `limit`; return its number."""
         choices = [self._choices(term) for term in terms]
         chain = [part for term in terms for part in self._chain(term)]
         goes_on = len(terms) < len(chain) <= _MAX_CHAIN
         if goes_on or sum(math.prod(map(len, c)) for c in choices) > _MAX_TERMS:
-            number = self._define(_Computed(_largest(chain if goes_on else terms)))
+            number = self._define(_Computed(_largest(chain if goes_on else terms), limit=limit))
             self._chains.add(number)
             return number
         # max(a, b) * c is the maximum of a * c and b * c: no scale has to wait for another one.
@@ -114,7 +117,11 @@ class ScaleProgram:
             for term, factors in zip(terms, choices, strict=True)
             for chosen in itertools.product(*factors)
         ]
-        return self._define(_Computed(_largest(products)))
+        return self._define(_Computed(_largest(products), limit=limit))
+
+    def bounded(self, of: Monomial, limit: float) -> int:
+        """Define a monomial with its exponent brought within `+-limit`; return its number."""
+        return self._define(_Computed((of,), limit=limit))
 
     def _chain(self, term: Monomial) -> list[Monomial]:
         """The monomials of which a term is the maximum, if it is one of too many to multiply."""
@@ -128,7 +135,7 @@ class ScaleProgram:
         choices = []
         for number, power in term.factors:
             scale = self._scales[number]
-            is_maximum = isinstance(scale, _Computed) and scale.degree == 1
+            is_maximum = isinstance(scale, _Computed) and scale.degree == 1 and scale.terms[1:]
             alone = [Monomial(0, ((number, power),))]
             choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
         return choices
@@ -155,14 +162,13 @@ class ScaleProgram:
             needs |= self._needs[number]
         return needs
 
-    def placeholder(self, monomial: Monomial, within_range: bool = False) -> Any:
-        """Return an array that will be a monomial's value, or at most the largest scale."""
-        key = monomial, within_range
-        if key not in self._placeholders:
+    def placeholder(self, monomial: Monomial) -> Any:
+        """Return an array that will be a monomial's value."""
+        if monomial not in self._placeholders:
             number = len(self._requests)
-            self._requests.append(key)
-            self._placeholders[key] = placeholder_p.bind(number=number, dtype=self.dtype)
-        return self._placeholders[key]
+            self._requests.append(monomial)
+            self._placeholders[monomial] = placeholder_p.bind(number=number, dtype=self.dtype)
+        return self._placeholders[monomial]
 
     def resolve(self, closed: Any) -> Any:
         """Replace the placeholders of a closed jaxpr whose last results are the sources."""
@@ -179,9 +185,9 @@ class ScaleProgram:
 
     def is_ready(self, number: int, available: int) -> bool:
         """Whether the sources of a request are among those available."""
-        return not self._needs_of(self._requests[number][0]) & ~available
+        return not self._needs_of(self._requests[number]) & ~available
 
-    def request(self, number: int) -> tuple[Monomial, bool]:
+    def request(self, number: int) -> Monomial:
         """Return what was asked for."""
         return self._requests[number]
 
@@ -272,11 +278,11 @@ class _Rounds:
         self._exponents = new or self._exponents
         return call.replace(invars=invars, outvars=[*ready, *new])
 
-    def _plan(self, requests: Sequence[tuple[Monomial, bool]]) -> tuple[list[int], list[list[int]]]:
+    def _plan(self, requests: Sequence[Monomial]) -> tuple[list[int], list[list[int]]]:
         """The sources that have to be taken in, and what has to be computed, level by level."""
         sources: list[int] = []
         depth: dict[int, int] = {}
-        todo = [n for monomial, _ in requests for n, _ in monomial.factors]
+        todo = [n for monomial in requests for n, _ in monomial.factors]
         while todo:
             number = todo[-1]
             scale = self._program.scale(number)
@@ -300,7 +306,7 @@ class _Rounds:
         return sources, levels
 
     def _runner(
-        self, requests: Sequence[Any], sources: list[int], levels: list[list[int]]
+        self, requests: Sequence[Monomial], sources: list[int], levels: list[list[int]]
     ) -> Callable[..., Any]:
         """The function of all exponents so far, and of new sources, to the values asked for."""
         is_first = not self._exponents
@@ -309,9 +315,8 @@ class _Rounds:
         for level in levels:
             steps.append(self._level(level))
             self._place(level)
-        last = self._read([monomial for monomial, _ in requests])
+        last = self._read(requests)
         dtype = self._program.dtype
-        highest = np.array([MAX_EXPONENT if within else np.inf for _, within in requests])
 
         def run(*arrays: Any) -> list[Any]:
             exponents = jnp.zeros(1, jnp.float32) if is_first else arrays[0]
@@ -323,7 +328,7 @@ class _Rounds:
                 exponents = jnp.concatenate([exponents, found])
             for step in steps:
                 exponents = _compat.pin(jnp.concatenate([exponents, step(exponents)]))
-            values = _compat.pin(_to_float(last(exponents), highest, dtype))
+            values = _compat.pin(_to_float(last(exponents), dtype))
             # Which element a kernel reads is an operand, or it would be a kernel of its own.
             places = _compat.pin_constant([np.uint32(i) for i in range(len(requests))])
             singles = [lax.squeeze(lax.dynamic_slice(values, (i,), (1,)), (0,)) for i in places]
@@ -340,25 +345,33 @@ class _Rounds:
     def _level(self, numbers: list[int]) -> Callable[[Any], Any]:
         """The function of all exponents to those of one level; the level is put in its order."""
         scales: dict[int, Any] = {n: self._program.scale(n) for n in numbers}
-        maxima = [n for n in numbers if scales[n].degree == 1]
+        maxima = [n for n in numbers if scales[n].degree == 1 and scales[n].terms[1:]]
+        bounded = [n for n in numbers if scales[n].degree == 1 and not scales[n].terms[1:]]
         roots: dict[tuple[int, bool], list[int]] = {}
         for n in numbers:
             if scales[n].degree > 1:
                 roots.setdefault((scales[n].degree, scales[n].is_rest), []).append(n)
         parts: list[Callable[[Any], Any]] = []
         if maxima:
-            parts.append(self._maxima([scales[n].terms for n in maxima]))
+            limits = [scales[n].limit for n in maxima]
+            parts.append(self._maxima([scales[n].terms for n in maxima], limits))
+        if bounded:
+            read = self._read([scales[n].terms[0] for n in bounded])
+            limits = np.float32([scales[n].limit for n in bounded])
+            parts.append(functools.partial(_bounded, read=read, limits=limits))
         for (degree, is_rest), group in roots.items():
             read = self._read([scales[n].terms[0] for n in group])
             parts.append(functools.partial(_root, read=read, degree=degree, is_rest=is_rest))
-        numbers[:] = [*maxima, *(n for group in roots.values() for n in group)]
+        numbers[:] = [*maxima, *bounded, *(n for group in roots.values() for n in group)]
         return lambda exponents: (
             parts[0](exponents)
             if len(parts) == 1
             else jnp.concatenate([part(exponents) for part in parts])
         )
 
-    def _maxima(self, rows: Sequence[tuple[Monomial, ...]]) -> Callable[[Any], Any]:
+    def _maxima(
+        self, rows: Sequence[tuple[Monomial, ...]], limits: Sequence[float]
+    ) -> Callable[[Any], Any]:
         terms = [term for row in rows for term in row]
         read = self._read(terms)
         width = max(map(len, rows))
@@ -374,7 +387,7 @@ class _Rounds:
             values = read(exponents)
             if width > 1:
                 values = lax.reduce_max(_take(values, index), (1,))
-            return lax.min(values, lax.full_like(values, MAX_EXPONENT))
+            return lax.min(values, np.broadcast_to(np.float32(limits), values.shape))
 
         return maxima
 
@@ -414,12 +427,15 @@ def _root(exponents: Any, *, read: Callable, degree: int, is_rest: bool) -> Any:
     return values - quotient * np.float32(degree) if is_rest else quotient
 
 
-def _to_float(exponents: Any, highest: np.ndarray, dtype: Any) -> Any:
+def _bounded(exponents: Any, *, read: Callable, limits: np.ndarray) -> Any:
+    values = read(exponents)
+    return lax.select(values < np.float32(_ZERO_LIMIT), values, lax.clamp(-limits, values, limits))
+
+
+def _to_float(exponents: Any, dtype: Any) -> Any:
     """Powers of two: 0 below the smallest normal one, and inf beyond the largest."""
     integer, nmant = exponent_layout(dtype)
     bias = jnp.finfo(dtype).maxexp - 1
-    if np.isfinite(highest).any():
-        exponents = jnp.minimum(exponents, highest.astype(np.float32))
     low, high = np.float32(0), np.float32(2 * bias + 1)
     biased = lax.clamp(low, exponents + np.float32(bias), high).astype(integer)
     return lax.bitcast_convert_type(biased << np.array(nmant, integer), dtype)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import _compat, dtypes
-from jax_scalify.algebra import ONE, Atom, Scale, sorted_factors
+from jax_scalify import _compat, dtypes, pow2
+from jax_scalify.algebra import LARGEST_EXTENT, ONE, Atom, Scale, sorted_factors
 from jax_scalify.pow2 import MAX_EXPONENT, exponent_layout, round_down
 from jax_scalify.scale_program import Monomial, ScaleProgram
 
@@ -47,23 +47,22 @@ class ScaleTable:
         self._memo: dict[Any, Any] = {}
         self._splits: dict[int, tuple[Any, Any, Scale]] = {}
 
-    def atom(
-        self, array: jax.Array, members: frozenset = frozenset(), nonzero: bool = False
-    ) -> Scale:
-        """Make a scale of an array of powers of two; the same array gives the same atom."""
+    def atom(self, array: jax.Array, **known: Any) -> Scale:
+        """Make a scale of an array of powers of two; the same array gives the same atom.
+
+        What is known of it are attributes of an `Atom`.
+        """
         atom = self._atoms.get(id(array))
         if atom is None:
             program = None if array.shape else self._program
             number = program.source(array) if program else None
-            atom = Atom(self, next(self._counter), array, number, members, nonzero)
+            atom = Atom(self, next(self._counter), array, number, **known)
             self._atoms[id(array)] = atom
         return Scale(0, ((atom, 1),))
 
-    def _computed(
-        self, number: int, members: frozenset = frozenset(), nonzero: bool = False
-    ) -> Scale:
+    def _computed(self, number: int, **known: Any) -> Scale:
         """Make a scale that the program computes."""
-        atom = Atom(self, next(self._counter), None, number, members, nonzero)
+        atom = Atom(self, next(self._counter), None, number, **known)
         return Scale(0, ((atom, 1),))
 
     def _together(self, *scales: Scale) -> tuple[ScaleProgram, list[Monomial]] | None:
@@ -96,31 +95,55 @@ class ScaleTable:
             return self.product(scale)
         return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
 
-    def settled(self, scale: Scale) -> Scale:
-        """Compute a monomial and go on with one atom, within the range of scales."""
+    def settled(self, scale: Scale) -> tuple[Scale, Scale]:
+        """Compute a monomial and go on with one atom, and what an array of it cannot hold."""
 
-        def make() -> Scale:
-            if together := self._together(scale):
-                program, terms = together
-                return self._computed(program.maximum(terms), nonzero=scale.is_nonzero)
-            largest = np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype)
-            array = _compat.pin(lax.min(self.product(scale), largest))
-            return self.atom(array, nonzero=scale.is_nonzero)
+        def make() -> tuple[Scale, Scale]:
+            together = self._together(scale)
+            if not together:
+                return self.bounded(scale, MAX_EXPONENT)
+            program, (monomial,) = together
+            number = program.bounded(monomial, math.inf)
+            known = dict(nonzero=scale.is_nonzero, extent=int(scale.extent), limit=math.inf)
+            return self._computed(number, **known), ONE
 
         return self._memoised(("settled", scale), make)
 
+    def bounded(self, scale: Scale, limit: int) -> tuple[Scale, Scale]:
+        """Split a monomial into an atom with an exponent within `+-limit`, and the rest."""
+
+        def make() -> tuple[Scale, Scale]:
+            extent = min(limit, int(scale.span))
+            known = dict(nonzero=scale.is_nonzero, extent=extent, limit=limit)
+            if together := self._together(scale):
+                program, (monomial,) = together
+                within = self._computed(program.bounded(monomial, limit), **known)
+                return within, scale / within
+            exponents, is_zero = self._exponents(scale)
+            inside = jnp.clip(exponents, -limit, limit)
+            zero = np.zeros((), self.dtype)
+            within = jnp.where(is_zero, zero, pow2.power(inside, self.dtype))
+            rest = jnp.where(is_zero, zero, pow2.power(exponents - inside, self.dtype))
+            extent = max(0, int(scale.span) - limit)
+            return self.atom(_compat.pin(within), **known), self.atom(
+                _compat.pin(rest), nonzero=scale.is_nonzero, extent=extent
+            )
+
+        return self._memoised(("bounded", scale, limit), make)
+
+    def _exponents(self, scale: Scale) -> tuple[jax.Array, jax.Array]:
+        """The exponents of a monomial as `int32`, and where it is 0."""
+        total, is_zero = jnp.int32(scale.exponent), jnp.bool_(False)
+        for atom, times in scale.factors:
+            found = self._memoised(("exponent", atom), lambda atom=atom: pow2.exponent(atom.array))
+            zero = found < -MAX_EXPONENT
+            total = total + times * jnp.where(zero, 0, found)  # where 0 is inverted it is 1
+            is_zero = is_zero | zero if times > 0 else is_zero
+        return total, is_zero
+
     def output(self, scale: Scale) -> jax.Array:
-        """Make the array of a scale that leaves the trace, within the range of scales."""
-        if scale.is_static:
-            return jnp.array(scale.value, self.dtype)
-        together = self._together(scale) if scale.may_leave_range else None
-        if together:
-            program, (monomial,) = together
-            return program.placeholder(monomial, within_range=True)
-        array = jnp.asarray(scale.array)
-        if scale.may_leave_range:
-            array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
-        return array
+        """Make the array of a scale, within the range of scales, that leaves the trace."""
+        return jnp.array(scale.value, self.dtype) if scale.is_static else jnp.asarray(scale.array)
 
     def product(self, scale: Scale) -> jax.Array:
         """Make the array of a monomial."""
@@ -184,7 +207,7 @@ class ScaleTable:
 
         return self._memoised(("alignment", ratio), make)
 
-    def maximum(self, terms: list[Scale]) -> Scale:
+    def maximum(self, terms: list[Scale], limit: int = MAX_EXPONENT) -> Scale:
         """Return the maximum of monomials of which none is known to dominate another."""
         common = Scale(0, _common_factors(terms))
         terms = sorted((t / common for t in terms), key=_monomial_key)
@@ -194,32 +217,34 @@ class ScaleTable:
                 return term * common
 
         def make() -> tuple[Scale, float]:
+            extent = min(limit, max(int(t.span) for t in terms))
             nonzero = any(t.is_nonzero for t in terms)
+            known = dict(members=members, nonzero=nonzero, extent=extent, limit=limit)
             if together := self._together(*terms):
                 program, monomials = together
-                return self._computed(program.maximum(monomials), members, nonzero), low
-            array = jnp.asarray(terms[0].array, self.dtype)
-            for term in terms[1:]:
+                return self._computed(program.maximum(monomials, limit), **known), low
+            within = [t.bounded(limit)[0] if t.may_leave_range else t for t in terms]
+            array = jnp.asarray(within[0].array, self.dtype)
+            for term in within[1:]:
                 array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
-            if any(t.may_leave_range for t in terms):
-                array = lax.min(array, np.array(math.ldexp(1.0, MAX_EXPONENT), self.dtype))
-            return self.atom(_compat.pin(array), members, nonzero=nonzero), low
+            return self.atom(_compat.pin(array), **known), low
 
         # Maxima that differ by a power of two are one atom, which has the value of the first.
         low = min(exponent for _, exponent in members)
         key = frozenset((factors, exponent - low) for factors, exponent in members)
-        made, its_low = self._memoised(("maximum", key), make)
+        made, its_low = self._memoised(("maximum", key, limit), make)
         return made * Scale(low - its_low) * common
 
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
         """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
+        extent = math.ceil(scale.span / degree)
 
         def make() -> tuple[Scale, Scale]:
             if together := self._together(scale):
                 program, (monomial,) = together
                 root, rest = program.root(monomial, degree)
-                found = self._computed(root, nonzero=scale.is_nonzero)
-                return found, self._computed(rest, nonzero=True)
+                found = self._computed(root, nonzero=scale.is_nonzero, extent=extent)
+                return found, self._computed(rest, nonzero=True, extent=degree)
             array = scale.array
             integer, nmant = exponent_layout(self.dtype)
             # exponent = biased - bias; one more multiple of the bias keeps the division positive
@@ -234,8 +259,9 @@ class ScaleTable:
                 root = lax.select(is_zero, jnp.zeros_like(root), root)
             power = lax.shift_left(np.array(1, integer), lax.rem(biased, count))
             rest = lax.convert_element_type(power, self.dtype)
-            return self.atom(_compat.pin(root), nonzero=scale.is_nonzero), self.atom(
-                rest, nonzero=True
+            known = dict(nonzero=scale.is_nonzero, extent=extent)
+            return self.atom(_compat.pin(root), **known), self.atom(
+                rest, nonzero=True, extent=degree
             )
 
         return self._memoised(("root", scale, degree), make)
@@ -254,7 +280,7 @@ class ScaleTable:
             power = round_down(value, self.dtype)
             to_one = lax.bitwise_or(lax.eq(power, np.array(0.5, power.dtype)), ~jnp.isfinite(value))
             power = jnp.where(to_one, jnp.ones_like(power), power)
-            scale = self.atom(_compat.pin(power))
+            scale = self.atom(_compat.pin(power), extent=LARGEST_EXTENT, is_number=True)
             compute = dtypes.compute_dtype(value.dtype)
             inverse = self._reciprocal(scale.factors[0][0])
             data = lax.mul(value.astype(compute), inverse.astype(compute))

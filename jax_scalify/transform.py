@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scale
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.deferred import is_given_deferred, settled, with_scale
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
+from jax_scalify.multiplying import multiply, within_range
 from jax_scalify.registry import (
     RuleContext,
     all_equations,
@@ -29,7 +31,7 @@ from jax_scalify.registry import (
     report_missing,
     sub_jaxprs,
 )
-from jax_scalify.rules.common import constant_scale, multiply, promote
+from jax_scalify.rules.common import constant_scale, promote
 from jax_scalify.rules.mixed import dequantising_rule
 from jax_scalify.scale_table import ScaleTable
 from jax_scalify.tracing import trace
@@ -198,12 +200,9 @@ def _enter(operand: Any, table: ScaleTable) -> Value:
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:
     if not value.is_scalable or not (value.is_scaled or value.constant is not None):
         return value.plain()
-    x = promote(value, table, full=True)
-    if x.scale.is_static:
-        inside = Scale(max(-pow2.MAX_EXPONENT, min(pow2.MAX_EXPONENT, x.scale.exponent)))
-        if not x.scale.is_zero and inside != x.scale:
-            x = ScaledArray(multiply(x.data, x.scale / inside, x.dtype), inside)
-        return ScaledArray(x.data, x.scale.value if keep_static else table.output(x.scale))
+    x = within_range(promote(value, table, full=True))
+    if x.scale.is_static and keep_static:
+        return ScaledArray(x.data, x.scale.value)
     return ScaledArray(x.data, table.output(x.scale))
 
 
@@ -294,8 +293,10 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
     becomes_float = becomes_float and dtypes.is_scalable(eqn.outvars[0].aval.dtype)
     meets = becomes_float or any(v.is_scaled or v.uniform is not None for v in floating)
     rule = find_rule(eqn.primitive)
+    takes_values = getattr(rule, "takes_values", False)
     if not any(v.is_scaled for v in floating):
-        if rule is None or not (meets or sub_jaxprs(eqn.params)):
+        calls = takes_values and sub_jaxprs(eqn.params)
+        if rule is None or not (meets or calls):
             return _wrap(eqn, _bind_plain(eqn, [v.plain() for v in inputs]), inputs)
     elif rule is None:
         report_missing(eqn, inputs, config)
@@ -303,16 +304,21 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
     elif (reason := reason_to_dequantise(eqn.primitive)) is not None:
         report_dequantised(eqn, inputs, reason, config)
     full = eqn.primitive.name not in ELEMENTWISE
+    if not full:
+        inputs = _with_result_shape(eqn, inputs)
     args = (
         inputs
-        if getattr(rule, "takes_values", False)
+        if takes_values
         else [promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
     )
     if not is_given_deferred(rule):
         args = [settled(a) for a in args]
     ctx = RuleContext(
         primitive=eqn.primitive,
-        in_avals=tuple(v.aval for v in eqn.invars),
+        in_avals=tuple(
+            var.aval if v.shape == var.aval.shape else var.aval.update(shape=v.shape)
+            for var, v in zip(eqn.invars, inputs, strict=True)
+        ),
         out_avals=tuple(v.aval for v in eqn.outvars),
         inputs=tuple(inputs),
         table=table,
@@ -328,6 +334,36 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
             error._jax_scalify_noted = True  # type: ignore[attr-defined]
         raise
     return _wrap(eqn, out, inputs, table)
+
+
+def _in_reach(x: ScaledArray) -> ScaledArray:
+    """Keep a dynamic scale to few factors and, of float32 data, to where one number reaches it.
+
+    Two scales within `2**+-84` and a maximum of them within `2**+-42` have ratios of float32.
+    """
+    if x.scale.is_static:
+        return x
+    if x.scale.extent > 2 * algebra.LARGEST_EXTENT and not dtypes.has_short_range(x.dtype):
+        return within_range(x, algebra.LARGEST_EXTENT)
+    scale, rest = x.scale.settled()
+    return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
+
+
+def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
+    """Give an array the shape of the result, if no array has it: numbers are not filled.
+
+    In `full((2, 3), 3.0) * x` the operand `x` may have the shape `(1, 3)` or `()`.
+    """
+    shape = eqn.outvars[0].aval.shape
+    arrays = [i for i, v in enumerate(inputs) if v.uniform is None and v.is_scalable]
+    if not arrays or any(v.uniform is None and v.shape == shape for v in inputs):
+        return inputs
+    value = inputs[arrays[0]]
+    fill = functools.partial(jnp.broadcast_to, shape=shape)
+    x = value.array
+    x = with_scale(x, x.scale, fill) if isinstance(x, ScaledArray) else fill(x)
+    filled = dataclasses.replace(value, shape=shape, array=x)
+    return [filled if v is value else v for v in inputs]
 
 
 def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
@@ -428,7 +464,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             scale = Scale.of(o.scale) if static else table.atom(align_scale(o.scale, o.ndim))
             o = ScaledArray(o.data, scale)
         if isinstance(o, ScaledArray):
-            o = with_scale(o, o.scale.settled())
+            o = _in_reach(o)
         value = Value.of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
         if value.shape != var.aval.shape or value.dtype != var.aval.dtype:
             raise TypeError(

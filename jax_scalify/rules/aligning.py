@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax_scalify import algebra, dtypes, pow2
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import defer, split, takes_deferred
+from jax_scalify.multiplying import multiply
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.common import (
     align,
@@ -20,7 +22,7 @@ from jax_scalify.rules.common import (
     bring_together,
     constant_floor,
     filled,
-    multiply,
+    room,
     same_dtype,
     shared_scale,
     uniform_over,
@@ -131,17 +133,33 @@ def _brought_together(
     if factor.exponent < 0:  # constants have to fit still
         numbers = [(ctx.inputs[i].constant, x.dtype) for i, x in operands.items()]
         floors = [constant_floor(abs(n), dtype) for n, dtype in numbers if n and np.isfinite(n)]
-        scale = algebra.join(scale, *floors)
+        scale = algebra.join(scale, *floors) if floors else scale
     data, exponent = bring_together(ctx, operands, scale, ctx.out_dtype)
     data = [filled(d, ctx.in_avals[i].shape) for i, d in zip(operands, data, strict=True)]
     return data, scale, exponent
 
 
+def _less(cases: Sequence[ScaledArray]) -> Scale:
+    """By how much the scale of multiples of one array may be less than the largest.
+
+    `where(x < 0.03, 4096 * x, x)`, as in `hypot`, multiplies what is small. At the scale of the
+    multiple the other elements would be as small as these were.
+    """
+    first, *others = cases
+    multiples = [x.scale / first.scale for x in others]
+    if first.scale.is_zero or not all(m.is_static and not m.is_zero for m in multiples):
+        return algebra.ONE
+    if any(split(x)[0] is not split(first)[0] or split(x)[1] for x in cases):
+        return algebra.ONE
+    exponents = [0, *(m.exponent for m in multiples)]
+    return Scale(max(min(exponents) - max(exponents), room(first.dtype).exponent))
+
+
 @register_scale_rule(lax.select_n_p)
 @takes_deferred
 def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: Any) -> Any:
-    """`scale = max` of the cases' votes."""
-    data, scale, exponent = _brought_together(ctx, dict(enumerate(cases, start=1)))
+    """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all."""
+    data, scale, exponent = _brought_together(ctx, dict(enumerate(cases, start=1)), _less(cases))
     return defer(ctx.bind(which, *data, **params), exponent, scale)
 
 
@@ -177,6 +195,8 @@ def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -
     """`out = gather(data)`, scale unchanged; a finite fill value is divided by it."""
     x = uniform_over(x)
     fill = params["fill_value"]
+    if fill is not None and not np.isfinite(fill):
+        x = ScaledArray(x.data, x.scale.or_one())
     if fill is None or fill == 0 or not np.isfinite(fill):
         data, exponent = split(x)
         return defer(ctx.bind(data, indices, **params), exponent, x.scale)

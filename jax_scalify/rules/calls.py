@@ -7,6 +7,7 @@ function of the compiled program. Other calls are evaluated in place.
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from jax_scalify import _compat
 from jax_scalify.algebra import Atom, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import Deferred, defer, settled, split
+from jax_scalify.multiplying import within_range
 from jax_scalify.observing import Observed, is_observing, observe_p
 from jax_scalify.registry import RuleContext, register_scale_rule, rules_version
 from jax_scalify.rules.subtrace import Form, takes_values
@@ -38,6 +40,13 @@ class _Slots:
         """A monomial of numbers instead of atoms."""
         factors = ((self.numbers.setdefault(a, len(self.numbers)), p) for a, p in scale.factors)
         return scale.exponent, tuple(factors)
+
+
+def _known_of(atom: Atom) -> dict[str, Any]:
+    """What is known of an atom on either side of a call."""
+    return dict(
+        nonzero=atom.nonzero, extent=atom.extent, is_number=atom.is_number, limit=atom.limit
+    )
 
 
 def _monomial(description: Any, atoms: Sequence[Scale]) -> Scale:
@@ -82,7 +91,7 @@ class _Interpreted:
     jaxpr: Any
     consts: list[Any]
     results: list[_Known]
-    made: list[tuple[bool, Any]]  # of each atom: whether it is known not to be 0, and its members
+    made: list[tuple[dict[str, Any], Any]]  # of each atom: what is known of it, and its members
 
 
 _interpreted: weakref.WeakKeyDictionary[Any, dict[Any, _Interpreted]] = weakref.WeakKeyDictionary()
@@ -99,14 +108,15 @@ def _interpret(
     ctx: RuleContext, jaxpr: Any, known: list[_Known], atoms: list[Atom], operands: list[Any]
 ) -> _Interpreted:
     results: list[_Known] = []
-    made: list[tuple[bool, Any]] = []
+    made: list[tuple[dict[str, Any], Any]] = []
 
     def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
         scales = [
-            table.atom(array, nonzero=atom.nonzero)
+            table.atom(array, **_known_of(atom))
             for array, atom in zip(arrays[len(arrays) - len(atoms) :], atoms, strict=True)
         ]
         outputs = ctx.scale_jaxpr(jaxpr, _values(known, arrays, scales), table)
+        outputs = [_crossing(o) for o in outputs]
         slots = _Slots([s.factors[0][0] for s in scales])
         results[:] = [_Known.of(o, slots, o.depth) for o in outputs]
         packed = [a for k, o in zip(results, outputs, strict=True) for a in k.arrays(o, table)]
@@ -115,7 +125,7 @@ def _interpret(
             members, parts = None, [a for factors, _ in atom.members for a, _ in factors]
             if all(slots.numbers.get(a, position) < position for a in parts):  # made before it
                 members = [slots.describe(Scale(e, factors)) for factors, e in atom.members]
-            made.append((atom.nonzero, members))
+            made.append((_known_of(atom), members))
         return [*packed, *(atom.array for atom in new)]
 
     with _compat.no_name_stack():
@@ -148,6 +158,13 @@ def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[
     return [_constrain(v, s) for v, s in zip(outputs, params["out_shardings"], strict=True)]
 
 
+def _crossing(value: Value) -> Value:
+    """A value whose scale is made of atoms that arrays can hold."""
+    if not value.is_scaled or all(a.limit < math.inf for a, _ in value.array.scale.factors):
+        return value
+    return dataclasses.replace(value, array=within_range(value.array))
+
+
 def _settled(value: Value) -> Value:
     if not isinstance(value.array, Deferred):
         return value
@@ -157,14 +174,14 @@ def _settled(value: Value) -> Value:
 def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, Any]) -> list[Value]:
     if len(jaxpr.eqns) > _SMALL_BODY:  # one for calls that differ in what is multiplied yet
         inputs = [_settled(v) for v in inputs]
-    slots = _Slots()
+    slots, inputs = _Slots(), [_crossing(v) for v in inputs]
     known = [_Known.of(v, slots) for v in inputs]
     atoms = list(slots.numbers)
     operands = [a for k, v in zip(known, inputs, strict=True) for a in k.arrays(v, ctx.table)]
     operands += [atom.array for atom in atoms]
     key = (
         tuple((k.form.key(), k.scale, k.exponent) for k in known),
-        tuple(atom.nonzero for atom in atoms),
+        tuple(tuple(_known_of(atom).values()) for atom in atoms),
         tuple(map(jax.typeof, operands)),
         ctx.config,
         ctx.table.splits_scalars,
@@ -181,12 +198,12 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
     arrays = _compat.bind_jit(ctx.primitive, body.jaxpr, [*body.consts, *operands], params)
     scales = [Scale(0, ((atom, 1),)) for atom in atoms]
     count = len(arrays) - len(body.made)
-    for array, (nonzero, members) in zip(arrays[count:], body.made, strict=True):
+    for array, (known_of_atom, members) in zip(arrays[count:], body.made, strict=True):
         known_members = frozenset()
         if members is not None:
             terms = [_monomial(m, scales) for m in members]
             known_members = frozenset((t.factors, t.exponent) for t in terms)
-        scales.append(ctx.table.atom(array, known_members, nonzero))
+        scales.append(ctx.table.atom(array, members=known_members, **known_of_atom))
     return _values(body.results, arrays, scales, max((v.depth for v in inputs), default=0))
 
 

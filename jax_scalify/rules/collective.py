@@ -13,8 +13,9 @@ from jax import lax
 from jax_scalify import algebra, dtypes
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
+from jax_scalify.multiplying import multiply
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import Terms, filled, finish, growth, multiply, uniform_over
+from jax_scalify.rules.common import Terms, filled, finish, growth, uniform_over
 
 
 def _axis_names(params: dict[str, Any]) -> tuple[Any, ...]:

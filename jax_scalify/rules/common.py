@@ -16,6 +16,7 @@ from jax_scalify.algebra import ONE, ZERO, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.deferred import LARGEST_EXPONENT, Deferred, can_defer, defer
+from jax_scalify.multiplying import moved, multiply, within_range
 from jax_scalify.registry import RuleContext
 from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import Value
@@ -25,39 +26,35 @@ from jax_scalify.values import Value
 NONNEGATIVE_LIMIT = 10
 # In a wide dtype a constant's data may reach 2**40: there is room for its cube.
 _CONSTANT_ROOM = 40
-# A constant beyond 2**64 is a mask or dodges an overflow (`hypot`): it stays in data that can hold
-# it, so that the scale of what it meets stays where it was.
+# A constant beyond 2**64 may be a mask: what is more stays in data that can hold it, so that what
+# it meets is not flushed to 0 at its scale. A power of two dodges an overflow, as in `hypot`.
 _LARGEST_CONSTANT = 64
+# What a product in float32 may put into its data, if the values are ordinary and the scales are
+# not, and what the multiplication by one power of two can bring back.
+_LARGEST_PRODUCT = 108
 
 
-def multiply(data: Any, factor: Scale, dtype: Any = None) -> Any:
-    """Return `data * factor`, multiplied in at least float32; a factor 1 costs nothing.
+def factors_in_range(
+    ctx: RuleContext, *operands: ScaledArray, powers: Sequence[int] | None = None
+) -> list[ScaledArray]:
+    """Bring factors nearer to their values where their product might leave the range of float32.
 
-    Without `dtype` the result stays in the dtype that it was computed in.
+    The values may be ordinary where the scales are not: 1 is `2**-40 * 2**40`, and the data of its
+    fourth power would be `2**-160`. Narrow data cannot be so far from 1.
     """
-    if not factor.is_one:
-        compute = dtypes.compute_dtype(data.dtype)
-        if factor.is_static:
-            number = np.asarray(factor.value).astype(dtypes.real_dtype(compute))
-            number = _compat.pin_constant(number) if np.ndim(data) else number
-        else:
-            number = factor.array.astype(dtypes.real_dtype(compute))
-        data = lax.convert_element_type(data, compute)
-        if jnp.issubdtype(compute, jnp.complexfloating):
-            number = lax.convert_element_type(number, compute)
-        if number.ndim and number.shape != data.shape:  # either may have dims of size 1
-            data, number = jnp.broadcast_arrays(data, number)
-        data = lax.mul(number, data)
-    return data if dtype is None else dtypes.cast(data, dtype)
-
-
-def moved(x: ScaledArray, factor: Scale, dtype: Any = None) -> Any:
-    """Return `x.data * factor` as `multiply` does, with one factor for a deferred array."""
-    if isinstance(x, Deferred) and not factor.is_static:
-        return multiply(x.raw, factor * Scale(x.exponent), dtype)
-    if isinstance(x, Deferred) and x.reaches(factor):
-        return x.times(factor) if dtype is None else dtypes.cast(x.times(factor), dtype)
-    return multiply(x.data, factor, dtype)
+    powers = powers or (1,) * len(operands)
+    extents = [
+        0 if ctx.inputs[i].constant is not None else abs(p) * x.scale.extent
+        for i, (x, p) in enumerate(zip(operands, powers, strict=True))
+    ]
+    total = sum(map(abs, powers))
+    if total < 2 or sum(extents) <= _LARGEST_PRODUCT or dtypes.has_short_range(ctx.out_dtype):
+        return list(operands)
+    share = 2 * algebra.LARGEST_EXTENT // total
+    return [
+        within_range(x, share) if extent > share * abs(p) else x
+        for x, extent, p in zip(operands, extents, powers, strict=True)
+    ]
 
 
 def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> ScaledArray:
@@ -154,7 +151,12 @@ def constant_floor(number: Any, dtype: Any) -> Scale:
     finfo = jnp.finfo(dtype)
     if abs(float(number)) >= float(finfo.max):
         return Scale(max(-pow2.MAX_EXPONENT, 10 - finfo.maxexp))
-    return Scale(pow2.floor_exponent(number) + max(4 - finfo.maxexp, -_CONSTANT_ROOM))
+    return Scale(pow2.floor_exponent(number)) * room(dtype)
+
+
+def room(dtype: Any) -> Scale:
+    """How much smaller than a number its scale may be: three octaves below the largest data."""
+    return Scale(max(4 - jnp.finfo(dtype).maxexp, -_CONSTANT_ROOM))
 
 
 def constant_scale(number: Any, dtype: Any) -> Scale:
@@ -170,17 +172,24 @@ def votes(
 ) -> list[Scale]:
     """What each operand, by its index, has to say about the scale of a result that they share.
 
-    Arrays vote with their scales. A constant votes, in a sum, with its own power of two; elsewhere
-    with the smallest scale at which it can be written. 0, inf and nan do not vote.
+    Arrays vote with their scales. A constant or a traced number votes, in a sum, with its own
+    power of two; elsewhere with the smallest scale at which it can be written. 0, inf and nan do
+    not vote.
     """
-    arrays, constants = [], []
+    arrays, numbers, constants = [], [], []
     for i, x in operands.items():
         number = ctx.inputs[i].constant
-        if number is None or number.dtype.kind == "c":
+        if number is not None and number.dtype.kind != "c":
+            if number != 0 and np.isfinite(np.float64(number)):
+                constants.append((number, x))
+        elif ctx.inputs[i].uniform is not None and not ctx.inputs[i].is_scaled:
+            numbers.append(x)
+        elif not x.scale.is_zero:
             arrays.append(x.scale)
-        elif number != 0 and np.isfinite(np.float64(number)):
-            constants.append((number, x))
-    arrays = [s for s in arrays if not s.is_zero]
+    if additive or not arrays:
+        arrays += [x.scale for x in numbers]
+    else:
+        arrays += [x.scale * room(x.dtype) for x in numbers]
     if additive:
         return arrays + [x.scale for _, x in constants]
     ask = constant_floor if arrays else constant_scale
@@ -190,12 +199,17 @@ def votes(
 def shared_scale(
     ctx: RuleContext, operands: dict[int, ScaledArray], *, additive: bool = False
 ) -> Scale:
-    """Return the largest vote; without votes 0 if every operand is 0, else 1."""
+    """Return the largest vote; without votes 0 if every operand is 0, else 1.
+
+    A vote that may be 0 at run time counts as 1 there, if an operand is infinite.
+    """
     scales = votes(ctx, operands, additive=additive)
-    if scales:
-        return algebra.join(*scales)
     numbers = [ctx.inputs[i].constant for i in operands]
-    return ZERO if all(n is None or n == 0 for n in numbers) else Scale(0)
+    if not scales:
+        return ZERO if all(n is None or n == 0 for n in numbers) else Scale(0)
+    narrow = any(dtypes.has_short_range(x.dtype) for x in operands.values())
+    joined = algebra.join(*scales, limit=pow2.MAX_EXPONENT if narrow else algebra.LARGEST_EXTENT)
+    return joined.or_one() if any(n is not None and not np.isfinite(n) for n in numbers) else joined
 
 
 def align(ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any = None) -> Any:
@@ -208,7 +222,7 @@ def align(ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any
     if number is None or number.dtype.kind == "c":
         if x.scale.is_zero:
             return x.data if dtype is None else dtypes.cast(x.data, dtype)
-        return moved(x, algebra.alignment(x.scale, scale), dtype)
+        return moved(x, algebra.alignment(x.scale, scale), dtype, trusted=math.inf)
     if number == 0 or not np.isfinite(np.float64(number)):
         return x.data if dtype is None else dtypes.cast(x.data, dtype)
     return align_constant(number, x.dtype, scale)
@@ -301,8 +315,9 @@ def promote(value: Value, table: ScaleTable, full: bool) -> ScaledArray:
         data, scale = number, ONE
     else:
         mantissa, exponent = pow2.split_constant(number)
-        if abs(exponent) > _LARGEST_CONSTANT and jnp.finfo(value.dtype).maxexp > pow2.MAX_EXPONENT:
-            mantissa, exponent = float(number), 0
+        if abs(mantissa) != 1 and not dtypes.has_short_range(value.dtype):
+            exponent = max(-_LARGEST_CONSTANT, min(_LARGEST_CONSTANT, exponent))
+        mantissa = math.ldexp(float(number), -exponent)
         data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
     if full and value.shape:
         data = lax.broadcast(jnp.asarray(data), value.shape)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat, dtypes
+from jax_scalify.algebra import LARGEST_EXTENT
 from jax_scalify.array import ScaledArray, align_scale, rescale_data
 from jax_scalify.registry import RuleContext, all_equations, register_scale_rule
 from jax_scalify.rules.common import promote, uniform_over
@@ -32,11 +33,12 @@ from jax_scalify.values import Value
 def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
     """Forms of carries before the body has been looked at.
 
-    An accumulator that starts from a constant, in a loop over scaled values, will be scaled; to
-    know it saves a round.
+    An accumulator that starts from a constant, in a loop over scaled values, will be scaled, and
+    the extent of a computed scale is the largest; to know it saves a round.
     """
     any_scaled = any(v.is_scaled for v in (*values, *others))
     forms = [Form.of(v) for v in values]
+    forms = [dataclasses.replace(f, extent=LARGEST_EXTENT) if f.has_scale else f for f in forms]
     return [
         f.scaled()
         if any_scaled and f.kind == "constant" and f.shape and dtypes.is_scalable(f.dtype)

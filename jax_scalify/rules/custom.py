@@ -14,6 +14,7 @@ from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
 from jax_scalify.custom_scale import AppliedRule, custom_scale_p
 from jax_scalify.deferred import Deferred, is_given_deferred, with_scale
+from jax_scalify.multiplying import multiply, within_range
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import promote
 from jax_scalify.rules.subtrace import takes_values
@@ -59,13 +60,18 @@ def _with_symbolic_scale(x: Any, table: ScaleTable) -> Any:
     if not is_scaled(x):
         return x
     if isinstance(x, Deferred):
-        return with_scale(x, x.scale.settled())
+        return _settled(x)
     data, scale = jnp.asarray(x.data), x.scale
     if type(scale) in (float, int):
         scale = Scale.of(scale)
     elif not isinstance(scale, Scale):
         scale = table.atom(align_scale(scale, data.ndim).astype(table.dtype))
-    return ScaledArray(data, scale.settled())
+    return _settled(ScaledArray(data, scale))
+
+
+def _settled(x: ScaledArray) -> ScaledArray:
+    scale, rest = x.scale.settled()
+    return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
 
 
 def _flat_rule(function: Callable, applied: AppliedRule) -> FlatRule:
@@ -148,6 +154,7 @@ def _batched_rule(
                 )
             )
             results = [_with_symbolic_scale(x, table) for x in results]
+            results = [within_range(x) if is_scaled(x) else x for x in results]
             statics[:] = [x.scale if is_scaled(x) and x.scale.is_static else None for x in results]
             return [x.data if is_scaled(x) else x for x in results], [
                 table.output(x.scale) if is_scaled(x) and not x.scale.is_static else None

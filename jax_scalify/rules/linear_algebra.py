@@ -12,8 +12,9 @@ from jax import lax
 from jax_scalify import algebra, dtypes
 from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
+from jax_scalify.multiplying import multiply
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.rules.common import filled, multiply, uniform_over
+from jax_scalify.rules.common import factors_in_range, filled, uniform_over
 
 
 def _matrix(ctx: RuleContext, index: int, x: ScaledArray) -> ScaledArray:
@@ -77,6 +78,7 @@ def triangular_solve_rule(
     a, b = _matrix(ctx, 0, a), _matrix(ctx, 1, b)
     if unit_diagonal:
         a = ScaledArray(ctx.dequantise(a, a.dtype), ONE)
+    a, b = factors_in_range(ctx, a, b, powers=(-1, 1))
     data = ctx.bind(a.data, b.data, unit_diagonal=unit_diagonal, **params)
     return ScaledArray(data, b.scale / a.scale)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from jax_scalify.deferred import (
     split_product,
     takes_deferred,
 )
+from jax_scalify.multiplying import moved, multiply
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import filled, moved, multiply
+from jax_scalify.rules.common import factors_in_range, filled
 from jax_scalify.rules.nonlinear import wide_rule
 
 # Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
@@ -37,6 +39,7 @@ def _unit(ctx: RuleContext, index: int, x: ScaledArray) -> int:
 @takes_deferred
 def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing."""
+    lhs, rhs = factors_in_range(ctx, lhs, rhs)
     scale = lhs.scale * rhs.scale
     for index, x, other in ((1, rhs, lhs), (0, lhs, rhs)):
         if ctx.inputs[index].constant is None or ctx.out_dtype != other.dtype:
@@ -57,6 +60,7 @@ def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
 @takes_deferred
 def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = lhs.scale / rhs.scale`; a constant power of two costs nothing."""
+    lhs, rhs = factors_in_range(ctx, lhs, rhs, powers=(1, -1))
     scale = lhs.scale / rhs.scale
     sign = _unit(ctx, 1, rhs)
     if sign:
@@ -71,6 +75,7 @@ def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
 @takes_deferred
 def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**2`."""
+    (x,) = factors_in_range(ctx, x, powers=(2,))
     data, exponent = split_product(x, powers=(2,))
     return defer(ctx.bind(data, **params), exponent, x.scale**2)
 
@@ -79,6 +84,7 @@ def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 @takes_deferred
 def integer_pow_rule(ctx: RuleContext, x: ScaledArray, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`."""
+    (x,) = factors_in_range(ctx, x, powers=(y,))
     data, exponent = split_product(x, powers=(y,))
     return defer(ctx.bind(data, y=y, **params), exponent, x.scale**y)
 
@@ -126,6 +132,7 @@ def pow_rule(ctx: RuleContext, x: ScaledArray, y: Any, **params: Any) -> Any:
     halves = 2 * float(number)
     if not halves.is_integer() or abs(halves) > _LARGEST_POWER:
         return wide_rule(ctx, x, y, **params)
+    (x,) = factors_in_range(ctx, x, powers=(math.ceil(abs(halves) / 2),))
     root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
     scale = root ** int(halves) if halves % 2 else root ** int(number)
     data = multiply(x.data, rest)

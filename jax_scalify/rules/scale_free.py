@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -26,8 +27,16 @@ def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
 @register_scale_rule(lax.is_finite_p)
 @takes_deferred
 def is_finite_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
-    """`out = f(data)`, a plain output."""
+    """`out = f(data)`, a plain output; where the scale can make it infinite, `f(data * scale)`."""
+    if _can_be_infinite(x):
+        return ctx.bind(ctx.dequantise(x), **params)
     return ctx.bind(split(x)[0], **params)
+
+
+def _can_be_infinite(x: ScaledArray) -> bool:
+    """Tell whether finite data times its scale may be beyond the range of the values' dtype."""
+    finfo = jnp.finfo(dtypes.compute_dtype(x.dtype))
+    return x.scale.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
 
 
 @register_scale_rule(lax.sign_p)
@@ -49,8 +58,11 @@ def _at_one_scale(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray) -> list[
 def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> Any:
     """Align, then compare in at least float32: a plain output."""
     numbers = [v.constant for v in ctx.inputs]
-    if any(n is not None and (n == 0 or not np.isfinite(np.complex128(n))) for n in numbers):
+    if any(n is not None and n == 0 for n in numbers):
         return ctx.bind(split(lhs)[0], split(rhs)[0], **params)
+    if any(n is not None and not np.isfinite(np.complex128(n)) for n in numbers):
+        wide = [ctx.dequantise(x) if _can_be_infinite(x) else split(x)[0] for x in (lhs, rhs)]
+        return ctx.bind(*same_dtype(*wide), **params)
     return ctx.bind(*_at_one_scale(ctx, lhs, rhs), **params)
 
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify import dtypes
-from jax_scalify.algebra import Scale
+from jax_scalify import dtypes, pow2
+from jax_scalify.algebra import LARGEST_EXTENT, Scale
 from jax_scalify.array import ScaledArray, align_scale
+from jax_scalify.multiplying import within_range
 from jax_scalify.registry import RuleContext
 from jax_scalify.rules.common import promote
 from jax_scalify.scale_table import ScaleTable
@@ -45,6 +46,7 @@ class Form:
         constant: the number, of a constant.
         static: the scale, if it is static.
         scale_shape: of a dynamic scale: `()`, or the rank of the value with dims 1 or its own.
+        extent: of a dynamic scale, as of an `Atom`.
         facts: about the elements.
     """
 
@@ -54,6 +56,7 @@ class Form:
     constant: Any = None
     static: Scale | None = None
     scale_shape: tuple[int, ...] = ()
+    extent: int = 0
     facts: Facts = NOTHING
 
     @classmethod
@@ -61,7 +64,11 @@ class Form:
         """The strongest form of a value."""
         if value.is_scaled:
             scale = value.array.scale
-            known = {"static": scale} if scale.is_static else {"scale_shape": scale.shape}
+            known = (
+                {"static": scale}
+                if scale.is_static
+                else {"scale_shape": scale.shape, "extent": min(LARGEST_EXTENT, int(scale.span))}
+            )
             return cls(value.shape, value.dtype, "scaled", facts=value.facts, **known)
         kind = "plain"
         if value.constant is not None:
@@ -77,7 +84,7 @@ class Form:
 
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
-        return Form(self.shape, self.dtype, "scaled", facts=self.facts)
+        return Form(self.shape, self.dtype, "scaled", extent=LARGEST_EXTENT, facts=self.facts)
 
     def slice(self) -> Form:
         """The form of one step of a scanned value."""
@@ -97,6 +104,10 @@ class Form:
         return self.kind == "scaled" and self.static is None
 
     @property
+    def _is_number(self) -> bool:
+        return not self.shape and not jnp.issubdtype(self.dtype, jnp.complexfloating)
+
+    @property
     def array_count(self) -> int:
         """Number of arrays that stand for a value."""
         return len(self.avals()) + self.has_scale
@@ -112,10 +123,12 @@ class Form:
         x = promote(value, table, full=True)
         if not self.has_scale:
             return [jnp.asarray(x.data)]
-        if not self.shape and not jnp.issubdtype(self.dtype, jnp.complexfloating):
+        narrow = dtypes.has_short_range(self.dtype)
+        x = within_range(x, pow2.MAX_EXPONENT if narrow else LARGEST_EXTENT)
+        if self._is_number:
             # The exponent of a number is its scale: it must not drift from step to step of a loop.
             data, exponent = table.split(jnp.asarray(x.data))
-            x = ScaledArray(data, x.scale * exponent)
+            x = within_range(ScaledArray(data, x.scale * exponent))
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
         return [jnp.asarray(x.data), jnp.broadcast_to(scale, self.scale_shape)]
 
@@ -129,7 +142,10 @@ class Form:
             return Value.filled(self.shape, arrays[0], facts=self.facts)
         if self.kind == "plain":
             return Value.of(arrays[0], facts=self.facts)
-        scale = self.static or table.atom(arrays[1])  # pyright: ignore[reportOptionalMemberAccess]
+        if table is None:
+            raise ValueError("A dynamic scale needs a table.")
+        known = dict(extent=self.extent, is_number=self._is_number)
+        scale = self.static or table.atom(arrays[1], **known)
         return Value.of(ScaledArray(arrays[0], scale), facts=self.facts)
 
 
@@ -156,7 +172,8 @@ def _join_scaled(a: Form, b: Form, facts: Facts) -> Form:
     if zero and None not in known and len(set(known)) == 1:
         return Form(a.shape, a.dtype, "scaled", static=known[0], facts=facts)
     shape = np.broadcast_shapes(a.scale_shape, b.scale_shape)
-    return Form(a.shape, a.dtype, "scaled", scale_shape=shape, facts=facts)
+    extent = max(a.extent, b.extent)
+    return Form(a.shape, a.dtype, "scaled", scale_shape=shape, extent=extent, facts=facts)
 
 
 def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct]:

@@ -12,12 +12,13 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import dtypes
-from jax_scalify.algebra import Scale
+from jax_scalify.algebra import ONE, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import split, split_product, takes_deferred
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import (
     Terms,
+    factors_in_range,
     filled,
     finish,
     growth,
@@ -73,12 +74,23 @@ def fft_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     return finish(ctx, ctx.bind(x.data, **params), x.scale, factor**-1 if inverse else factor)
 
 
-def _full(ctx: RuleContext, *operands: ScaledArray) -> list[ScaledArray]:
-    """Operands in their full shapes: constants and scalars that were broadcast have none."""
+def _full(ctx: RuleContext, *operands: Any) -> list[ScaledArray]:
+    """Operands in their full shapes, integers and bools as constants of scale 1."""
     return [
-        x if x.shape == aval.shape else ScaledArray(filled(x.data, aval.shape), x.scale)
+        _of_integers(ctx, x)
+        if not isinstance(x, ScaledArray)
+        else x
+        if x.shape == aval.shape
+        else ScaledArray(filled(x.data, aval.shape), x.scale)
         for x, aval in zip(operands, ctx.in_avals, strict=False)
     ]
+
+
+def _of_integers(ctx: RuleContext, x: Any) -> ScaledArray:
+    """Integers in a floating dtype that holds them as JAX's own products do."""
+    few = x.dtype == np.bool_ or np.iinfo(x.dtype).bits <= 8
+    dtype = ctx.out_dtype if few else dtypes.compute_dtype(ctx.out_dtype)
+    return ScaledArray(lax.convert_element_type(x, dtype), ONE)
 
 
 def _operand_scale(x: ScaledArray, contract: Any, batch: Any, before: int, after: int) -> Scale:
@@ -111,7 +123,7 @@ def dot_general_rule(
     contracted ones.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs, rhs = _full(ctx, lhs, rhs)
+    lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
     *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
@@ -144,7 +156,7 @@ def ragged_dot_general_rule(
 
     Where the contracted axis is the ragged one, K is its mean length a group.
     """
-    lhs, rhs = map(uniform_over, _full(ctx, lhs, rhs))
+    lhs, rhs = factors_in_range(ctx, *map(uniform_over, _full(ctx, lhs, rhs)))
     *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
         *data,
@@ -207,7 +219,7 @@ def conv_general_dilated_rule(
     """
     dims = params["dimension_numbers"]
     batched = params["batch_group_count"] > 1
-    lhs, rhs = _full(ctx, lhs, rhs)
+    lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
     lhs = uniform_over(lhs, dims.lhs_spec if batched else dims.lhs_spec[1:])
     rhs = uniform_over(rhs, dims.rhs_spec[1:])
     *data, exponent = split_product(lhs, rhs)
