@@ -11,11 +11,22 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import algebra, dtypes, pow2
-from jax_scalify.algebra import Scale
+from jax_scalify.algebra import ZERO, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import defer, split, takes_deferred
 from jax_scalify.multiplying import multiply
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.rules.along_axes import (
+    Windows,
+    comparable,
+    gathered_scale,
+    largest,
+    least_scales,
+    own_scales,
+    scale_array,
+    scale_of,
+    varying_axes,
+)
 from jax_scalify.rules.common import (
     align,
     align_constant,
@@ -27,6 +38,12 @@ from jax_scalify.rules.common import (
     shared_scale,
     uniform_over,
     windowed_axes,
+)
+from jax_scalify.rules.scattering import (
+    applies_function,
+    apply_function,
+    scatter,
+    scatter_along_axes,
 )
 
 
@@ -163,20 +180,72 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: A
     return defer(ctx.bind(which, *data, **params), exponent, scale)
 
 
-@register_scale_rule(lax.concatenate_p, "stack")
+@register_scale_rule(lax.concatenate_p)
 @takes_deferred
-def concatenate_rule(ctx: RuleContext, *args: ScaledArray, **params: Any) -> ScaledArray:
+def concatenate_rule(
+    ctx: RuleContext, *args: ScaledArray, dimension: int, **params: Any
+) -> ScaledArray:
+    """`scale = max` of the operands' votes, or, along the axis, the operands' scales.
+
+    One scale along the axis is enough where every operand has one. If an operand has several, it
+    keeps them, and so does each other operand.
+    """
+    args = tuple(x if x.size else uniform_over(x) for x in args)
+    operands = dict(enumerate(args))
+    # A scale of the only index of the axis lies along it as well.
+    if not any(x.scale.ndim and x.scale.shape[dimension] == x.shape[dimension] for x in args):
+        data, scale, exponent = _brought_together(ctx, operands)
+        return defer(ctx.bind(*data, dimension=dimension, **params), exponent, scale)
+    axes = {dimension, *varying_axes(*(x.scale for x in args))}
+    scales = own_scales(ctx, operands)
+    data, pieces = [], []
+    for i, x in operands.items():
+        shape = ctx.in_avals[i].shape
+        data.append(filled(align(ctx, i, x, scales[i], ctx.out_dtype), shape))
+        along = [n if a in axes else 1 for a, n in enumerate(shape)]
+        pieces.append(scale_array(ctx.table, scales[i], along))
+    scale = scale_of(ctx.table, lax.concatenate(pieces, dimension))
+    return ScaledArray(ctx.bind(*data, dimension=dimension, **params), scale)
+
+
+@register_scale_rule("stack")
+@takes_deferred
+def stack_rule(ctx: RuleContext, *args: ScaledArray, axis: int, **params: Any) -> ScaledArray:
     """`scale = max` of the operands' votes."""
-    data, scale, exponent = _brought_together(ctx, {i: uniform_over(x) for i, x in enumerate(args)})
-    return defer(ctx.bind(*data, **params), exponent, scale)
+    operands = dict(enumerate(least_scales(*args)))
+    data, scale, exponent = _brought_together(ctx, operands)
+    scale = scale.map(lambda s: lax.expand_dims(s, (axis,)))
+    return defer(ctx.bind(*data, axis=axis, **params), exponent, scale)
 
 
 @register_scale_rule(lax.pad_p)
 @takes_deferred
-def pad_rule(ctx: RuleContext, x: ScaledArray, value: ScaledArray, **params: Any) -> ScaledArray:
-    """`scale = max` of the votes of array and padding value."""
-    data, scale, exponent = _brought_together(ctx, {0: uniform_over(x), 1: value})
-    return defer(ctx.bind(*data, **params), exponent, scale)
+def pad_rule(
+    ctx: RuleContext, x: ScaledArray, value: ScaledArray, *, padding_config: Any, **params: Any
+) -> ScaledArray:
+    """`scale = max` of the votes of array and padding value.
+
+    Where new indices have scales of their own, it is 0 if their elements are, else the largest.
+    """
+    x = x if x.size else uniform_over(x)
+    if not x.scale.ndim:
+        data, scale, exponent = _brought_together(ctx, {0: x, 1: value})
+        return defer(ctx.bind(*data, padding_config=padding_config, **params), exponent, scale)
+    number = ctx.inputs[1].constant
+    scale = shared_scale(ctx, {0: x, 1: value})
+    data = filled(align(ctx, 0, x, scale, ctx.out_dtype), ctx.in_avals[0].shape)
+    along = [n == m for n, m in zip(scale.shape, x.shape, strict=True)]
+    own = [tuple(c) if a else (0, 0, 0) for c, a in zip(padding_config, along, strict=True)]
+    if any(c != (0, 0, 0) for c in own):
+        new = scale_array(ctx.table, ZERO if number == 0 else largest(scale))
+        scale = scale_of(ctx.table, lax.pad(scale.array, new, own))
+    if number is not None and (number == 0 or not np.isfinite(number)):
+        out = ctx.bind(data, value.data, padding_config=padding_config, **params)
+        return ScaledArray(out, scale)
+    zero, config = np.zeros((), data.dtype), padding_config
+    out = ctx.bind(data, zero, padding_config=config, **params)
+    inside = lax.pad(jnp.ones(data.shape, bool), np.zeros((), bool), config)
+    return ScaledArray(jnp.where(inside, out, align(ctx, 1, value, scale, out.dtype)), scale)
 
 
 @register_scale_rule(lax.dynamic_update_slice_p)
@@ -184,42 +253,59 @@ def pad_rule(ctx: RuleContext, x: ScaledArray, value: ScaledArray, **params: Any
 def dynamic_update_slice_rule(
     ctx: RuleContext, x: ScaledArray, update: ScaledArray, *starts: Any, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the votes of array and update."""
-    data, scale, exponent = _brought_together(ctx, {0: uniform_over(x), 1: uniform_over(update)})
-    return defer(ctx.bind(*data, *starts, **params), exponent, scale)
+    """`scale = max` of the votes of array and update; that of the array where it is not updated."""
+    x, update = least_scales(x, update)
+    axes = varying_axes(x.scale, update.scale)
+    shape, window = (aval.shape for aval in ctx.in_avals[:2])
+    partial = {a for a, (n, size) in enumerate(zip(shape, window, strict=True)) if n != size}
+    if not partial & set(axes):  # every scale is one of old and of new elements
+        data, scale, exponent = _brought_together(ctx, {0: x, 1: update})
+        return defer(ctx.bind(*data, *starts, **params), exponent, scale)
+    own = own_scales(ctx, {0: x, 1: update})
+    old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
+    new = scale_array(ctx.table, own[1], [n if a in axes else 1 for a, n in enumerate(window)])
+    offsets = [s if a in axes else np.zeros((), s.dtype) for a, s in enumerate(starts)]
+    if not partial <= set(axes):  # some old elements have the same scales as new ones
+        new = lax.max(new, lax.dynamic_slice(old, offsets, new.shape))
+    scale = scale_of(ctx.table, lax.dynamic_update_slice(old, new, offsets))
+    kept = own[0] if partial <= set(axes) else scale
+    targets = {0: kept, 1: scale_of(ctx.table, new)}
+    data = [
+        filled(align(ctx, i, a, targets[i], ctx.out_dtype), ctx.in_avals[i].shape)
+        for i, a in enumerate((x, update))
+    ]
+    return ScaledArray(ctx.bind(*data, *starts, **params), scale)
 
 
 @register_scale_rule(lax.gather_p)
 @takes_deferred
 def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -> ScaledArray:
-    """`out = gather(data)`, scale unchanged; a finite fill value is divided by it."""
-    x = uniform_over(x)
+    """`out = gather(data)`, and so for scales; a finite fill value is divided by them."""
+    (x,) = least_scales(x)
+    windows = Windows.gathered(params["dimension_numbers"], params["slice_sizes"])
     fill = params["fill_value"]
     if fill is not None and not np.isfinite(fill):
         x = ScaledArray(x.data, x.scale.or_one())
     if fill is None or fill == 0 or not np.isfinite(fill):
         data, exponent = split(x)
-        return defer(ctx.bind(data, indices, **params), exponent, x.scale)
+        scale = gathered_scale(ctx, x.scale, indices, windows)
+        return defer(ctx.bind(data, indices, **params), exponent, scale)
     scale = algebra.join(x.scale, constant_floor(fill, x.dtype))
     data = multiply(x.data, algebra.alignment(x.scale, scale), x.dtype)
     taken = ctx.bind(data, indices, **{**params, "fill_value": 0})
     inside = jnp.ones(ctx.in_avals[0].shape, bool)
     inside = ctx.bind(inside, indices, **{**params, "fill_value": False})
+    scale = gathered_scale(ctx, scale, indices, windows)
     return ScaledArray(jnp.where(inside, taken, align_constant(fill, x.dtype, scale)), scale)
 
 
 # An element that is picked out of many keeps 12 octaves in float16.
 _LEAST_DENSITY = Scale(-4)
-_SCATTERS = {
-    lax.scatter_p: lax.scatter,
-    lax.scatter_add_p: lax.scatter_add,
-    lax.scatter_sub_p: lax.scatter_sub,
-    lax.scatter_min_p: lax.scatter_min,
-    lax.scatter_max_p: lax.scatter_max,
-}
 
 
-@register_scale_rule(*_SCATTERS)
+@register_scale_rule(
+    lax.scatter_p, lax.scatter_add_p, lax.scatter_sub_p, lax.scatter_min_p, lax.scatter_max_p
+)
 @takes_deferred
 def scatter_rule(
     ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any
@@ -227,27 +313,24 @@ def scatter_rule(
     """`scale = max` of the votes of array and updates; updates are summed in float32.
 
     Added to n zeros, k updates have `scale * pow2(sqrt(k / n))`: a gradient that is 0 almost
-    everywhere, as that of one logit a token.
+    everywhere, as that of one logit a token. A function that is applied is so to plain values.
     """
+    x, updates = least_scales(x, updates)
+    if ctx.primitive is lax.scatter_p and applies_function(params):
+        return apply_function(ctx, x, indices, updates, params)
     sums = ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p)
-    operands = {0: uniform_over(x), 2: uniform_over(updates)}
     density = algebra.ONE
     if sums and ctx.inputs[0].constant == 0 and x.size and updates.size:
         density = Scale(round(math.log2(updates.size / x.size) / 2))
         if dtypes.has_short_range(x.dtype):
             density = algebra.join(density, _LEAST_DENSITY)
-    data, scale, exponent = _brought_together(ctx, operands, density)
-    if sums:
-        data = [lax.convert_element_type(d, dtypes.compute_dtype(d.dtype)) for d in data]
-    out = _SCATTERS[ctx.primitive](
-        data[0],
-        indices,
-        data[1],
-        params["dimension_numbers"],
-        indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=params["unique_indices"],
-        mode=params["mode"],
-    )
+    compute = dtypes.compute_dtype(ctx.out_dtype) if sums else ctx.out_dtype
+    if x.scale.ndim or updates.scale.ndim:
+        out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
+        return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
+    data, scale, exponent = _brought_together(ctx, {0: x, 2: updates}, density)
+    data = [lax.convert_element_type(d, compute) for d in data] if sums else data
+    out = scatter(ctx, data[0], indices, data[1], params)
     return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
 
 
@@ -257,11 +340,12 @@ def select_and_scatter_add_rule(
 ) -> ScaledArray:
     """`scale = source.scale`, added up in float32; the operand only says where."""
     axes = windowed_axes(ctx, **params)
-    arrays = [uniform_over(source, axes), uniform_over(operand, axes)]
+    source = uniform_over(source, axes)
     shapes = [aval.shape for aval in ctx.in_avals]
     compute = dtypes.compute_dtype(ctx.out_dtype)
+    arrays = source, comparable(operand, axes)
     data = [filled(dtypes.cast(x.data, compute), s) for x, s in zip(arrays, shapes, strict=True)]
-    return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), arrays[0].scale)
+    return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), source.scale)
 
 
 @register_scale_rule(lax.complex_p)

@@ -15,6 +15,7 @@ from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.multiplying import multiply
 from jax_scalify.registry import RuleContext, register_scale_rule
+from jax_scalify.rules.along_axes import varying_axes
 from jax_scalify.rules.common import Terms, filled, finish, growth, uniform_over
 
 
@@ -35,9 +36,35 @@ def _largest(ctx: RuleContext, scale: Scale, params: dict[str, Any]) -> Scale:
 
 
 def _at_one_scale(ctx: RuleContext, x: ScaledArray, params: dict[str, Any]) -> tuple[Any, Scale]:
-    x = uniform_over(ScaledArray(filled(x.data, ctx.in_avals[0].shape), x.scale))
+    """Bring an array's data to the scale that all devices share, one for what is mixed."""
+    x = ScaledArray(filled(x.data, ctx.in_avals[0].shape), x.scale)
+    x = uniform_over(x, _mixed_axes(ctx, params))
     scale = _largest(ctx, x.scale, params)
     return multiply(x.data, x.scale / scale), scale
+
+
+def _mixed_axes(ctx: RuleContext, params: dict[str, Any]) -> Any:
+    """The array's axes along which a collective moves elements; None for all."""
+    name, tiled = ctx.primitive.name, params.get("tiled", False)
+    positional = any(isinstance(a, int) for a in params.get("axes", ()))
+    if positional or (name == "all_to_all" and not tiled):
+        return None
+    if name == "all_to_all":
+        return params["split_axis"], params["concat_axis"]
+    if name == "reduce_scatter":
+        return (params["scatter_dimension"],)
+    return ()
+
+
+def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
+    """The scale of a result that has an axis more, one for each device, or an axis less."""
+    if params.get("tiled", True):
+        return scale
+    if "all_gather_dimension" in params:
+        return scale.map(lambda s: lax.expand_dims(s, (params["all_gather_dimension"],)))
+    if "scatter_dimension" in params:
+        return scale.map(lambda s: lax.squeeze(s, (params["scatter_dimension"],)))
+    return scale
 
 
 @register_scale_rule(
@@ -45,9 +72,14 @@ def _at_one_scale(ctx: RuleContext, x: ScaledArray, params: dict[str, Any]) -> t
     "pbroadcast",
 )  # fmt: skip
 def gathering_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
-    """`scale` = the largest of all devices."""
+    """`scale` = the largest of all devices, or, along the axis that is gathered, theirs."""
+    if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
+        data = filled(x.data, ctx.in_avals[0].shape)
+        scale = ctx.table.atom(ctx.bind(x.scale.array, **params))
+        return ScaledArray(ctx.bind(data, **params), scale)
     data, scale = _at_one_scale(ctx, x, params)
-    return ScaledArray(ctx.bind(dtypes.cast(data, ctx.out_dtype), **params), scale)
+    out = ctx.bind(dtypes.cast(data, ctx.out_dtype), **params)
+    return ScaledArray(out, _moved(scale, params))
 
 
 @register_scale_rule("psum", "psum_invariant", "reduce_scatter")
@@ -60,17 +92,17 @@ def psum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     names = _axis_names(params)
     count = lax.psum(1, names, axis_index_groups=groups) if names else 1
     count *= math.prod(ctx.in_avals[0].shape[a] for a in positional)
-    return finish(ctx, total, scale, growth(ctx, count, Terms.of(ctx.inputs[0])))
+    factor = growth(ctx, count, Terms.of(ctx.inputs[0]))
+    return finish(ctx, total, _moved(scale, params), factor)
 
 
 @register_scale_rule("ppermute")
 def ppermute_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """The scale travels with the data; where nothing arrives both are 0."""
-    x = uniform_over(ScaledArray(filled(x.data, ctx.in_avals[0].shape), x.scale))
-    scale = x.scale
+    data, scale = filled(x.data, ctx.in_avals[0].shape), x.scale
     if not scale.is_static:
         scale = ctx.table.atom(ctx.bind(scale.array, **params))
-    return ScaledArray(ctx.bind(x.data, **params), scale)
+    return ScaledArray(ctx.bind(data, **params), scale)
 
 
 @register_scale_rule("ragged_all_to_all")

@@ -10,7 +10,8 @@ from jax_scalify import dtypes
 from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
 from jax_scalify.registry import RuleContext, register_scale_rule, sub_jaxprs
-from jax_scalify.rules.common import filled, uniform_over
+from jax_scalify.rules.common import filled
+from jax_scalify.rules.scattering import scatter
 
 
 def _evaluate(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any], wide: bool) -> list:
@@ -71,16 +72,11 @@ register_scale_rule(
 def scatter_mul_rule(
     ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any
 ) -> ScaledArray:
-    """The operand's scale, which must be uniform; updates are plain numbers."""
-    x = uniform_over(x)
+    """The operand's scale; updates are plain numbers."""
     compute = dtypes.compute_dtype(x.dtype)
-    out = lax.scatter_mul(
-        filled(dtypes.cast(x.data, compute), ctx.in_avals[0].shape),
-        indices,
-        filled(dtypes.cast(ctx.dequantise(updates), compute), ctx.in_avals[2].shape),
-        params["dimension_numbers"],
-        indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=params["unique_indices"],
-        mode=params["mode"],
-    )
+    plain = dtypes.cast(ctx.dequantise(updates), compute)
+    data = [dtypes.cast(x.data, compute), plain]
+    shapes = ctx.in_avals[0].shape, ctx.in_avals[2].shape
+    data = [filled(d, shape) for d, shape in zip(data, shapes, strict=True)]
+    out = scatter(ctx, data[0], indices, data[1], params)
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), x.scale)

@@ -13,14 +13,15 @@ from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import split, takes_deferred
 from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import bring_together, same_dtype, shared_scale, uniform_over
+from jax_scalify.rules.along_axes import comparable
+from jax_scalify.rules.common import bring_together, same_dtype, shared_scale
 
 
 @register_scale_rule(lax.argmax_p, lax.argmin_p)
 @takes_deferred
 def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
-    """`out = f(data)`, a plain output; one scale over the axes that are searched."""
-    data, _ = split(uniform_over(x, params["axes"]))
+    """`out = f(data)`, a plain output; one scale over the axes that are searched, in float32."""
+    data, _ = split(comparable(x, params["axes"]))
     return ctx.bind(data, **params)
 
 

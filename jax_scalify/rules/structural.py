@@ -6,20 +6,21 @@ axes that the primitive mixes.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_scalify import dtypes
-from jax_scalify.algebra import ONE
+from jax_scalify.algebra import ONE, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import can_defer, defer, split, takes_deferred
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.rules.common import filled, uniform_over, windowed_axes
+from jax_scalify.rules.along_axes import comparable, scale_of
+from jax_scalify.rules.common import filled, same_dtype, uniform_over, windowed_axes
 
 
 def structural_rule(
@@ -29,23 +30,41 @@ def structural_rule(
 
     Args:
         mixed_axes: `(ctx, **params)` -> axes over which the scale has to be uniform; None for all.
-        move_scale: `(scale, ctx, **params)` -> the scale of the result, by default the same.
+        move_scale: `(scale, *others, ctx, **params)` -> the scale of the result, by default the
+            same. A primitive of several results has a list of them.
     """
 
     def rule(ctx: RuleContext, x: ScaledArray, *others: Any, **params: Any) -> Any:
         if x.scale.ndim:
             x = uniform_over(x, None if mixed_axes is None else mixed_axes(ctx, **params))
-        scale = x.scale
-        if move_scale is not None:
-            scale = scale.map(functools.partial(move_scale, ctx=ctx, **params))
+        scale: Any = x.scale
+        if move_scale is not None and scale.ndim:
+            scale = move_scale(scale.array, *others, ctx=ctx, **params)
+            if isinstance(scale, list):
+                scale = [_scale(ctx, *s) for s in zip(scale, ctx.out_avals, strict=True)]
+            else:
+                scale = _scale(ctx, scale, ctx.out_avals[0])
         data, exponent = split(x)
         out = ctx.bind(data, *others, **params)
-        if ctx.primitive.multiple_results:
-            return [defer(o, exponent, scale) if dtypes.is_scalable(o.dtype) else o for o in out]
-        return defer(out, exponent, scale)
+        if not ctx.primitive.multiple_results:
+            return defer(out, exponent, scale)
+        scales = scale if isinstance(scale, list) else [scale] * len(out)
+        return [
+            defer(o, exponent, s) if dtypes.is_scalable(o.dtype) else o
+            for o, s in zip(out, scales, strict=True)
+        ]
 
     rule.__doc__ = "`out = f(data)`, scale unchanged."
     return takes_deferred(rule)
+
+
+def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
+    """The scale of a result; along an axis of one index it stays that of this index.
+
+    The gradient of a slice pads it with zeros, which do not get this scale then.
+    """
+    own = math.prod(array.shape) == 1 and 1 in aval.shape
+    return ctx.table.atom(array) if own else scale_of(ctx.table, array)
 
 
 def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
@@ -60,20 +79,20 @@ register_scale_rule(
 )(structural_rule(no_axes))  # fmt: skip
 
 
-def _moved_axes(ctx: RuleContext, *, axes: Any = None, dimensions: Any = None, **_: Any) -> Any:
-    return dimensions if axes is None else axes
-
-
 register_scale_rule(lax.transpose_p)(
-    structural_rule(no_axes, lambda s, ctx, *, permutation, **_: lax.transpose(s, permutation))
+    structural_rule(no_axes, lambda s, *, permutation, **_: lax.transpose(s, permutation))
 )
 register_scale_rule(lax.squeeze_p)(
-    structural_rule(no_axes, lambda s, ctx, *, dimensions, **_: lax.squeeze(s, dimensions))
+    structural_rule(no_axes, lambda s, *, dimensions, **_: lax.squeeze(s, dimensions))
 )
-register_scale_rule(lax.rev_p)(structural_rule(_moved_axes))
+register_scale_rule(lax.rev_p)(
+    structural_rule(no_axes, lambda s, *, dimensions, **_: lax.rev(s, dimensions))
+)
 
 
-def _broadcast_scale(scale: Any, ctx: RuleContext, *, broadcast_dimensions: Any, **_: Any) -> Any:
+def _broadcast_scale(
+    scale: Any, *_: Any, ctx: RuleContext, broadcast_dimensions: Any, **__: Any
+) -> Any:
     shape = [1] * ctx.out_avals[0].ndim
     for size, dim in zip(scale.shape, broadcast_dimensions, strict=True):
         shape[dim] = size
@@ -83,13 +102,44 @@ def _broadcast_scale(scale: Any, ctx: RuleContext, *, broadcast_dimensions: Any,
 register_scale_rule(lax.broadcast_in_dim_p)(structural_rule(no_axes, _broadcast_scale))
 
 
-def _sliced_axes(ctx: RuleContext, **_: Any) -> list[int]:
-    before, after = ctx.in_avals[0].shape, ctx.out_avals[0].shape
-    return [a for a, (b, c) in enumerate(zip(before, after, strict=True)) if b != c]
+def _slice_scale(
+    scale: Any, *, start_indices: Any, limit_indices: Any, strides: Any, **_: Any
+) -> Any:
+    strides = strides or [1] * scale.ndim
+    taken = zip(scale.shape, start_indices, limit_indices, strides, strict=True)
+    bounds = [(0, 1, 1) if size == 1 else own for size, *own in taken]
+    return lax.slice(scale, *zip(*bounds, strict=True))
 
 
-register_scale_rule(lax.slice_p, lax.dynamic_slice_p, "split")(structural_rule(_sliced_axes))
-register_scale_rule(lax.top_k_p, "tile", "unstack")(structural_rule())
+def _dynamic_slice_scale(scale: Any, *starts: Any, slice_sizes: Any, **_: Any) -> Any:
+    varies = [size != 1 for size in scale.shape]
+    starts = tuple(s if v else np.zeros((), s.dtype) for s, v in zip(starts, varies, strict=True))
+    sizes = [size if v else 1 for size, v in zip(slice_sizes, varies, strict=True)]
+    return lax.dynamic_slice(scale, starts, sizes)
+
+
+def _split_scale(scale: Any, *, sizes: Any, axis: int, **_: Any) -> list[Any]:
+    if scale.shape[axis] == 1:
+        return [scale] * len(sizes)
+    return list(lax.split(scale, sizes, axis))
+
+
+def _unstack_scale(scale: Any, *, ctx: RuleContext, axis: int, **_: Any) -> list[Any]:
+    count = len(ctx.out_avals)
+    if scale.shape[axis] == 1:
+        return [lax.squeeze(scale, (axis,))] * count
+    return [lax.index_in_dim(scale, i, axis, keepdims=False) for i in range(count)]
+
+
+def _tile_scale(scale: Any, *, reps: Any, **_: Any) -> Any:
+    return jnp.tile(scale, [1 if n == 1 else r for n, r in zip(scale.shape, reps, strict=True)])
+
+
+register_scale_rule(lax.slice_p)(structural_rule(no_axes, _slice_scale))
+register_scale_rule(lax.dynamic_slice_p)(structural_rule(no_axes, _dynamic_slice_scale))
+register_scale_rule("split")(structural_rule(no_axes, _split_scale))
+register_scale_rule("unstack")(structural_rule(no_axes, _unstack_scale))
+register_scale_rule("tile")(structural_rule(no_axes, _tile_scale))
 
 
 @register_scale_rule(lax.reshape_p)
@@ -97,13 +147,15 @@ register_scale_rule(lax.top_k_p, "tile", "unstack")(structural_rule())
 def reshape_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`out = reshape(data)`; a scale lies along the axes that an axis of it becomes.
 
-    Where each element would have a scale of its own, there is one for all.
+    Where each element would have a scale of its own, there is one for all, but of float16, in
+    which small elements would be lost.
     """
     if x.scale.ndim:
         groups = _reshaped_groups(x.shape, ctx.out_avals[0].shape)
         varies = [any(x.scale.shape[a] != 1 for a in axes) for axes, _ in groups]
         size = math.prod(math.prod(sizes) for (_, sizes), v in zip(groups, varies) if v)
-        if not x.size or math.prod(x.scale.shape) < size == x.size:  # a scale for every element
+        every = math.prod(x.scale.shape) < size == x.size  # a scale for every element
+        if not x.size or every and not dtypes.has_short_range(x.dtype):
             x = uniform_over(x)
     if not x.scale.ndim:
         data, exponent = split(x)
@@ -138,20 +190,28 @@ def _reshaped_groups(
     return groups
 
 
-def _reduced_scale(scale: Any, ctx: RuleContext, *, axes: Any, **_: Any) -> Any:
+def _reduced_scale(scale: Any, *, axes: Any, **_: Any) -> Any:
     return lax.squeeze(scale, axes)
 
 
 register_scale_rule(lax.reduce_max_p, lax.reduce_min_p)(
-    structural_rule(_moved_axes, _reduced_scale)
+    structural_rule(lambda ctx, *, axes, **_: axes, _reduced_scale)
 )
 register_scale_rule(lax.cummax_p, lax.cummin_p)(structural_rule(lambda ctx, *, axis, **_: (axis,)))
 register_scale_rule(lax.reduce_window_max_p, lax.reduce_window_min_p)(
     structural_rule(windowed_axes)
 )
-register_scale_rule("approx_top_k")(
-    structural_rule(lambda ctx, *, reduction_dimension, **_: (reduction_dimension,))
-)
+
+
+@register_scale_rule(lax.top_k_p, "approx_top_k")
+@takes_deferred
+def top_k_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> list[Any]:
+    """`out = f(data)`, one scale along the axis that is searched, compared in float32."""
+    axis = params.get("axis", params.get("reduction_dimension", -1)) % x.ndim
+    x = comparable(x, (axis,))
+    data, exponent = split(x)
+    values, indices = ctx.bind(data, **params)
+    return [defer(dtypes.cast(values, ctx.out_dtype), exponent, x.scale), indices]
 
 
 @register_scale_rule("select_and_gather_add")
@@ -160,11 +220,11 @@ def select_and_gather_add_rule(
 ) -> ScaledArray:
     """`scale = tangents.scale`; the operand only says which of them."""
     axes = windowed_axes(ctx, **params)
-    arrays = uniform_over(tangents, axes), uniform_over(operand, axes)
+    tangents = uniform_over(tangents, axes)
     shape = ctx.in_avals[0].shape
-    return ScaledArray(
-        ctx.bind(*(filled(x.data, shape) for x in arrays), **params), arrays[0].scale
-    )
+    data = [filled(x.data, shape) for x in (tangents, comparable(operand, axes))]
+    out = ctx.bind(*same_dtype(*data), **params)
+    return ScaledArray(dtypes.cast(out, ctx.out_dtype), tangents.scale)
 
 
 @register_scale_rule(lax.reduce_precision_p)
@@ -173,12 +233,10 @@ def reduce_precision_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Sc
     return ScaledArray(ctx.bind(x.data, **params), x.scale)
 
 
-@register_scale_rule("optimization_barrier", "device_put", lax.sort_p)
+@register_scale_rule("optimization_barrier", "device_put")
 @takes_deferred
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
-    if ctx.primitive is lax.sort_p:
-        args = tuple(uniform_over(x) if isinstance(x, ScaledArray) else x for x in args)
     shapes = [v.shape for v in ctx.in_avals]
     data = [split(x) if isinstance(x, ScaledArray) else (x, 0) for x in args]
     exponents = [exponent for _, exponent in data]
@@ -186,10 +244,25 @@ def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     out = ctx.bind(*data, **params)
     out = out if ctx.primitive.multiple_results else [out]
     out = [
-        defer(o, exponent, x.scale) if isinstance(x, ScaledArray) else o
-        for o, x, exponent in zip(out, args, exponents, strict=True)
+        defer(dtypes.cast(o, aval.dtype), exponent, x.scale) if isinstance(x, ScaledArray) else o
+        for o, aval, x, exponent in zip(out, ctx.out_avals, args, exponents, strict=True)
     ]
     return out if ctx.primitive.multiple_results else out[0]
+
+
+@register_scale_rule(lax.sort_p)
+@takes_deferred
+def sort_rule(
+    ctx: RuleContext, *args: Any, dimension: int, num_keys: int, **params: Any
+) -> list[Any]:
+    """`out = f(data)`, one scale along the sorted axis for each operand; keys in float32."""
+    args = tuple(
+        x
+        if not isinstance(x, ScaledArray)
+        else (comparable if i < num_keys else uniform_over)(x, (dimension,))
+        for i, x in enumerate(args)
+    )
+    return operandwise_rule(ctx, *args, dimension=dimension, num_keys=num_keys, **params)
 
 
 @register_scale_rule(lax.convert_element_type_p, family="convert")

@@ -1,0 +1,260 @@
+"""Scatters of arrays whose scales lie along axes, and scatters that apply a function."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat, algebra, dtypes
+from jax_scalify.abstract import CALLS
+from jax_scalify.algebra import Scale
+from jax_scalify.array import ScaledArray
+from jax_scalify.registry import RuleContext, sub_jaxprs
+from jax_scalify.rules.along_axes import (
+    Windows,
+    own_scales,
+    scale_array,
+    scale_of,
+    varying_axes,
+)
+from jax_scalify.rules.common import align, filled, multiply, promote, uniform_over
+from jax_scalify.values import Value
+
+_SCATTERS = {
+    lax.scatter_p: lax.scatter,
+    lax.scatter_add_p: lax.scatter_add,
+    lax.scatter_sub_p: lax.scatter_sub,
+    lax.scatter_mul_p: lax.scatter_mul,
+    lax.scatter_min_p: lax.scatter_min,
+    lax.scatter_max_p: lax.scatter_max,
+}
+
+
+def scatter(ctx: RuleContext, x: Any, indices: Any, updates: Any, params: dict[str, Any]) -> Any:
+    """Scatter data in any dtype: an equation's own computation is for its own."""
+    return _SCATTERS[ctx.primitive](
+        x,
+        indices,
+        updates,
+        params["dimension_numbers"],
+        indices_are_sorted=params["indices_are_sorted"],
+        unique_indices=params["unique_indices"],
+        mode=params["mode"],
+    )
+
+
+def scatter_along_axes(
+    ctx: RuleContext,
+    x: ScaledArray,
+    indices: Any,
+    updates: ScaledArray,
+    factor: Scale,
+    params: dict[str, Any],
+    dtype: Any,
+) -> tuple[Any, Scale]:
+    """Scatter where scales differ along axes; returns the data, in some dtype, and its scale.
+
+    Each scale of the result is `factor` times the largest of those that meet there: the array's
+    and those of the updates that are written to elements of this scale. In `x.at[rows].add(u)`,
+    with a scale a row of x, these are `scale.at[rows].max(u.scale)`, and u is brought to
+    `scale[rows]`. Where an update replaces all elements of a scale, theirs does not count.
+    """
+    shape, rank = x.shape, updates.ndim
+    dims = params["dimension_numbers"]
+    windows = Windows.scattered(dims, x.ndim, ctx.in_avals[2].shape)
+    partial = windows.partial_axes(ctx.in_avals[0].shape)
+    axes = _axes_of_result(x, updates, windows, partial)
+    if not _is_worth_it(x, axes):
+        whole = [d for d, a in zip(windows.dims, windows.axes, strict=True) if a not in partial]
+        updates = uniform_over(updates, [d for d in range(rank) if d not in whole])
+        axes = _axes_of_result(x, updates, windows, partial)
+        if not _is_worth_it(x, axes):
+            updates = uniform_over(updates)
+            axes = varying_axes(x.scale)
+    own = own_scales(ctx, {0: x, 2: updates})
+    replaces = False
+    if not partial & set(axes):
+        scale = algebra.join(own[0], own[2].map(windows.on_operand)) * factor
+        there = scale.map(lambda s: windows.on_windows(s, rank))
+    else:
+        inner, columns = windows.along(axes, indices)
+        old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
+        kept = lax.squeeze(old, [a for a in range(x.ndim) if a not in axes])
+        new = windows.collect(
+            scale_array(ctx.table, own[2], _wide(own[2], rank)), axes, updates.shape
+        )
+        replaces = ctx.primitive is lax.scatter_p and partial <= set(axes)
+        if replaces:
+            kept = inner.write(lax.scatter, kept, columns, jnp.zeros_like(new), params["mode"])
+        joined = inner.write(lax.scatter_max, kept, columns, new, params["mode"])
+        taken = windows.spread(inner.take(joined, columns), axes, rank)
+        scale = scale_of(ctx.table, lax.reshape(joined, old.shape)) * factor
+        there = scale_of(ctx.table, taken) * factor
+    targets = {0: own[0] if replaces else scale, 2: there}
+    data = [
+        filled(align(ctx, i, a, targets[i], dtype), ctx.in_avals[i].shape)
+        for i, a in ((0, x), (2, updates))
+    ]
+    return scatter(ctx, data[0], indices, data[1], params), scale
+
+
+def _wide(scale: Scale, rank: int) -> tuple[int, ...]:
+    return scale.shape or (1,) * rank
+
+
+def _axes_of_result(
+    x: ScaledArray, updates: ScaledArray, windows: Windows, partial: set[int]
+) -> list[int]:
+    """The array's axes along which its scale, or that of updates as they lie there, differs."""
+    axes = set(varying_axes(x.scale))
+    batch = {b: a for a, b in windows.batch}
+    inside = dict(zip(windows.dims, windows.axes, strict=True))
+    apart = [dim for dim in range(updates.ndim) if dim not in inside]
+    for dim in varying_axes(updates.scale):
+        if dim in inside:
+            axes.add(inside[dim])
+        elif apart.index(dim) in batch:
+            axes.add(batch[apart.index(dim)])
+        else:
+            axes |= partial - set(batch.values())
+    return sorted(axes)
+
+
+def _is_worth_it(x: ScaledArray, axes: list[int]) -> bool:
+    """Tell whether a scale along some axes is no larger than the array, or than its scale is."""
+    given = len(axes) == len(varying_axes(x.scale))
+    return given or x.ndim == 1 or math.prod(x.shape[a] for a in axes) < math.prod(x.shape)
+
+
+def applies_function(params: dict[str, Any]) -> bool:
+    """Tell whether a scatter is `x.at[i].apply(f)`, which replaces elements by a function of them.
+
+    A plain scatter replaces them by the updates.
+    """
+    jaxpr = params["update_jaxpr"]
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return jaxpr is not None and jaxpr.outvars[0] is not jaxpr.invars[1]
+
+
+def apply_function(
+    ctx: RuleContext, x: ScaledArray, indices: Any, updates: Any, params: dict[str, Any]
+) -> ScaledArray:
+    """`x.at[i].apply(f)`: f of plain values, in at least float32, as often as an index occurs.
+
+    The scale is the larger of the array's and of that which the rules give f of it.
+    """
+    jaxpr, consts = params["update_jaxpr"], params["update_consts"]
+    closed = _compat.close_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), consts)
+    scale = algebra.join(x.scale, _scale_of_function(ctx, closed, x))
+    shape = ctx.in_avals[0].shape
+    compute = dtypes.compute_dtype(x.dtype)
+    plain = filled(ctx.dequantise(x, compute), shape)
+    dims = params["dimension_numbers"]
+    known = {k: params[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
+    size = ctx.in_avals[2].shape
+
+    def applied(operand: Any, function: Any) -> Any:
+        return lax.scatter_apply(operand, indices, function, dims, update_shape=size, **known)
+
+    try:
+        out = applied(plain, functools.partial(_evaluate_wide, closed))
+    except TypeError:  # it holds a function of its own, which is for its dtype
+        function = jex_core.jaxpr_as_fun(closed)
+        out = applied(dtypes.cast(plain, x.dtype), lambda v: function(v, v)[0])
+    marks = jnp.zeros(shape, bool)
+    touched = lax.scatter(marks, indices, jnp.ones(size, bool), dims, **known)
+    new = multiply(out, scale**-1, ctx.out_dtype)
+    old = filled(align(ctx, 0, x, scale, ctx.out_dtype), shape)
+    return ScaledArray(lax.select(touched, filled(new, shape), old), scale)
+
+
+def _scale_of_function(ctx: RuleContext, closed: Any, x: ScaledArray) -> Scale:
+    """The scale that the rules give a function of each element, by one element of each scale."""
+    if 0 in x.shape:
+        return x.scale
+    element = filled(x.data, ctx.in_avals[0].shape)
+    shape = x.scale.shape or (1,) * x.ndim
+    element = lax.reshape(lax.slice(element, (0,) * x.ndim, shape), x.scale.shape)
+    function = jex_core.jaxpr_as_fun(closed)
+    for _ in x.scale.shape:
+        function = jax.vmap(function)
+    aval = jax.ShapeDtypeStruct(element.shape, element.dtype)
+    mapped = jax.make_jaxpr(function)(aval, aval)
+    inputs = [Value.of(ScaledArray(element, x.scale)), Value.of(jnp.zeros_like(element))]
+    (value,) = ctx.scale_jaxpr(mapped, inputs)
+    return promote(value, ctx.table, full=True).scale
+
+
+def _evaluate_wide(closed: Any, value: Any) -> Any:
+    """Evaluate a function of one number, and of one that it ignores, in a wider dtype.
+
+    Raises:
+        TypeError: if it holds a function that it does not call, branch to or repeat.
+    """
+    narrow, wide = closed.jaxpr.invars[0].aval.dtype, value.dtype
+
+    def widened(x: Any) -> Any:
+        return lax.convert_element_type(x, wide) if x.dtype == narrow else x
+
+    def function(closed: Any) -> Callable[..., list[Any]]:
+        return functools.partial(
+            run, getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        )
+
+    def run(jaxpr: Any, consts: Any, *args: Any) -> list[Any]:
+        env = dict(zip(jaxpr.constvars, map(jnp.asarray, consts), strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            if isinstance(atom, jex_core.Literal):
+                aval: Any = atom.aval
+                return widened(np.asarray(atom.val, aval.dtype))
+            return widened(env[atom])
+
+        for eqn in jaxpr.eqns:
+            out = equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, out, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(eqn: Any, args: list[Any]) -> list[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in CALLS:
+            return function(params.get("jaxpr", params.get("call_jaxpr")))(*args)
+        if name == "cond":
+            return lax.switch(args[0], [function(b) for b in params["branches"]], *args[1:])
+        if name == "while":
+            first = params["cond_nconsts"]
+            start = first + params["body_nconsts"]
+            proceed, body = function(params["cond_jaxpr"]), function(params["body_jaxpr"])
+            return lax.while_loop(
+                lambda carry: proceed(*args[:first], *carry)[0],
+                lambda carry: body(*args[first:start], *carry),
+                args[start:],
+            )
+        if name == "scan":
+            first, count = _compat.scan_counts(params)
+            step, start = function(params["jaxpr"]), first + count
+
+            def body(carry: Any, xs: Any) -> Any:
+                out = step(*args[:first], *carry, *xs)
+                return out[:count], out[count:]
+
+            length, reverse = params["length"], params["reverse"]
+            carry, ys = lax.scan(body, args[first:start], args[start:], length, reverse)
+            return [*carry, *ys]
+        if sub_jaxprs(params):
+            raise TypeError(f"`{name}` holds a function for arrays of its own dtype.")
+        if params.get("new_dtype") == narrow:
+            params = {**params, "new_dtype": wide}
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
+        return out if eqn.primitive.multiple_results else [out]
+
+    return function(closed)(value, value)[0]
