@@ -33,6 +33,15 @@ MOVEMENT = frozenset(
     reduce_and cummax cummin expand_dims""".split()
 )
 
+# Primitives whose first operand is the value, and others speak of its scale.
+_SCALES = frozenset(
+    "set_scaling rebalance_scale match_scale dynamic_rescale delayed_rescale".split()
+)
+# Primitives that say where an array lies, and leave it as it is.
+PLACEMENT = frozenset(
+    """device_put sharding_constraint reshard layout_constraint relayout pvary pbroadcast""".split()
+)
+
 _NONNEGATIVE = frozenset(
     """square exp exp2 abs logistic sqrt rsqrt erfc cosh acos acosh igamma igammac bessel_i0e
     regularized_incomplete_beta random_gamma""".split()
@@ -48,22 +57,25 @@ _KEEPS_NONNEGATIVE = (
     | frozenset(
         """reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated reduce_prod cumprod
         dynamic_slice gather concatenate pad dynamic_update_slice scatter scatter-add scatter_add
+        scatter-mul scatter_mul scatter-min scatter_min scatter-max scatter_max
         sort split stack unstack tile ragged_dot_general select_and_scatter_add
-        set_scaling rebalance_scale dynamic_rescale delayed_rescale on_backward saturating_cast
-        stochastic_cast top_k reduce_window_max reduce_window_min select_and_gather_add
-        approx_top_k device_put psum psum_invariant all_gather all_to_all ppermute reduce_scatter
-        pmax pmin pvary""".split()
+        stop_scaling on_backward saturating_cast stochastic_cast top_k approx_top_k
+        reduce_window_max reduce_window_min select_and_gather_add psum psum_invariant pmax pmin
+        all_gather all_gather_invariant all_gather_reduced all_to_all ragged_all_to_all ppermute
+        reduce_scatter""".split()
     )
+    | PLACEMENT
 )
 
 
 # Equations whose results are what was given, elsewhere, in another dtype, or at another scale.
 _AS_GIVEN = frozenset(
-    """reshape squeeze transpose rev slice dynamic_slice expand_dims split unstack concatenate stack
-    convert_element_type copy copy_p neg reduce_precision optimization_barrier name stop_gradient
-    device_put sharding_constraint set_scaling rebalance_scale stop_scaling dynamic_rescale
-    delayed_rescale match_scale on_backward saturating_cast stochastic_cast""".split()
-)
+    """reshape squeeze transpose rev slice dynamic_slice gather tile sort top_k expand_dims split
+    unstack concatenate stack convert_element_type copy copy_p neg reduce_precision
+    optimization_barrier name stop_gradient stop_scaling on_backward saturating_cast
+    stochastic_cast all_gather all_gather_invariant all_gather_reduced all_to_all
+    ppermute""".split()
+).union(PLACEMENT, _SCALES)
 
 _SUMS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum")
 
@@ -246,6 +258,8 @@ def _with_constant(facts: Facts, array: Any) -> Facts:
 
 def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
     """What is known of the elements of an equation's results."""
+    if eqn.primitive.name in _SCALES:
+        inputs = inputs[:1]
     return Facts(
         is_nonnegative(eqn, inputs),
         _is_computed(eqn, inputs),
@@ -256,20 +270,45 @@ def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
 
 
 def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
-    """Tell whether no element of an equation's outputs can be negative."""
+    """Tell whether no element of an equation's outputs can be negative.
+
+    Of integers only casts are looked at: sums and products wrap around, and some casts do.
+    """
     name, params = eqn.primitive.name, eqn.params
-    numbers = [v for v in inputs if v.is_scalable or name == "convert_element_type"]
+    if name == "convert_element_type":
+        return inputs[0].nonneg and not _may_wrap(inputs[0].dtype, eqn.outvars[0].aval.dtype)
+    if not any(jnp.issubdtype(_dtype(v), jnp.floating) for v in eqn.outvars):
+        return False
+    if name in _SCALES:
+        return inputs[0].nonneg
+    # Of several results, one may be an operand of integers: a barrier's, or sorted along.
+    numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
     if name in _NONNEGATIVE:
-        return not any(jnp.issubdtype(v.dtype, jnp.complexfloating) for v in numbers)
+        return True
     if name == "integer_pow" and params["y"] % 2 == 0:
         return True
     if name == "mul" and eqn.invars[0] is eqn.invars[1]:
         return True
     if name == "max":
         return any(v.nonneg for v in numbers)
+    if name == "gather" and (params["fill_value"] or 0) < 0:
+        return False
+    if name == "scatter" and params["update_jaxpr"] is not None:  # any function of the elements
+        return False
     if name in _KEEPS_NONNEGATIVE or name == "integer_pow":
         return bool(numbers) and all(v.nonneg for v in numbers)
     return False
+
+
+def _dtype(var: Any) -> Any:
+    return getattr(var.aval, "dtype", np.dtype(bool))  # a reference or token has none
+
+
+def _may_wrap(before: Any, after: Any) -> bool:
+    """Tell whether a cast may make a negative number of one that is not: floats saturate."""
+    if not jnp.issubdtype(before, jnp.integer) or not jnp.issubdtype(after, jnp.integer):
+        return False
+    return jnp.iinfo(after).max < jnp.iinfo(before).max
 
 
 def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
@@ -307,7 +346,8 @@ def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
     """The negative constant of a maximum, or the positive one of a minimum."""
     name = eqn.primitive.name
     if name not in ("max", "min"):
-        return inputs[0].facts.bound if name in ("convert_element_type", "copy") else None
+        keeps = name in ("convert_element_type", "copy") or name in PLACEMENT or name in _SCALES
+        return inputs[0].facts.bound if keeps else None
     numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
     beyond_zero = [n for n in numbers if (n < 0 if name == "max" else n > 0)]
     return beyond_zero[0] if beyond_zero else None
