@@ -331,3 +331,99 @@ def test_a_branch_that_is_not_taken_does_not_flush_the_other(factor):
     x = ScaledArray(jnp.float16([1.0, 3.0]), jnp.float32(2.0**-10))
     out = jax.jit(jsa.scalify(f))(x, jnp.float32(factor))
     np.testing.assert_array_equal(jsa.asarray(out, jnp.float32), x.to_array(jnp.float32))
+
+
+def _constrained(x):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+class TestWhatIsKnownOfElements:
+    """A sum of n terms that are not negative grows by n, one of given terms by sqrt(n)."""
+
+    x = ScaledArray(jnp.ones((4, 1024)), 1.0)
+
+    @pytest.mark.parametrize(
+        "move",
+        [
+            lambda x: _constrained(x),
+            lambda x: jax.device_put(x, jax.devices()[0]),
+            lambda x: jsa.match_scales(x, jnp.ones(x.shape)),
+            lambda x: jsa.set_scaling(x, 4.0),
+            lambda x: jsa.stop_scaling(x) * 1.0,
+            lambda x: jnp.tile(x, (2, 1)),
+            lambda x: x[np.array([0, 2])],
+            lambda x: x.at[np.array([0, 9])].get(mode="fill", fill_value=0),
+            lambda x: x.at[0].max(x[1]),
+            lambda x: jnp.sort(x, 1),
+        ],
+        ids="constraint device_put match set stop tile rows fill max sort".split(),
+    )
+    def test_squares_that_are_moved_are_not_negative(self, move):
+        def fun(x):
+            # The scale of the terms and that of their sum.
+            terms = move(x * x)
+            scales = [jsa.get_data_and_scale(v)[1] for v in (terms, terms.sum(1))]
+            return scales[1] / scales[0]
+
+        assert float(jsa.asarray(jsa.scalify(fun)(self.x))) == 1024
+
+    @pytest.mark.parametrize(
+        "move",
+        [
+            lambda x: _constrained(x),
+            lambda x: jnp.tile(x, (2, 1)),
+            lambda x: x[np.array([0, 2])],
+            lambda x: jnp.sort(x, 1),
+            lambda x: jax.lax.top_k(x, 1024)[0],
+        ],
+        ids="constraint tile rows sort top_k".split(),
+    )
+    def test_what_is_moved_is_as_given(self, move):
+        assert jsa.scalify(lambda x: move(x).sum(1))(self.x).scale == 32
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+    def test_a_negative_fill_value_is_negative(self, dtype):
+        def fun(x):
+            filled = abs(x).at[np.array([1, 9])].get(mode="fill", fill_value=-1000.0)
+            return jnp.minimum(filled, 2.0**-10)
+
+        for scale in (1.0, jnp.float32(1)):
+            out = jsa.scalify(fun)(scaled([1.0, 2.0, 3.0], 1.0, dtype))
+            np.testing.assert_array_equal(value(out), [2.0**-10, jnp.asarray(-1000.0, dtype)])
+            out = jsa.scalify(fun)(ScaledArray(jnp.ones(3, dtype), scale))
+            np.testing.assert_array_equal(value(out), [2.0**-10, jnp.asarray(-1000.0, dtype)])
+
+    @pytest.mark.parametrize(
+        "negative",
+        [
+            lambda i: i.astype(jnp.uint8).astype(jnp.int8),
+            lambda i: (i.astype(jnp.int32) + 200).astype(jnp.int8),
+            lambda i: jnp.square(i.astype(jnp.int8)),
+            lambda i: jnp.sort(-i),
+            lambda i: jax.lax.sort((abs(jnp.sin(i.astype(jnp.float32))), -i))[1],
+            lambda i: jax.lax.optimization_barrier((i.astype(jnp.float32) ** 2, -i))[1],
+        ],
+        ids="unsigned narrow square sort along barrier".split(),
+    )
+    @pytest.mark.parametrize("dtype", ["float16", "float32"])
+    def test_integers_may_be_negative(self, negative, dtype):
+        """A minimum with a bound has the bound's scale if no number is negative."""
+
+        def fun(x, i):
+            return jnp.minimum(negative(i).astype(x.dtype), 2.0**-10) + 0 * x
+
+        integers = np.array([200, 140, 130])
+        expected = np.asarray(fun(jnp.ones(3), jnp.asarray(integers)))
+        assert np.any(expected < -1)
+        out = jsa.scalify(fun)(scaled(np.ones(3), 1.0, dtype), jnp.asarray(integers))
+        np.testing.assert_array_equal(value(out), expected)
+
+    def test_a_cast_that_holds_all_numbers_keeps_the_sign(self):
+        def fun(x, i):
+            wide = i.astype(jnp.uint8).astype(jnp.int32).astype(x.dtype)
+            return jnp.broadcast_to(wide, x.shape).sum(1) + 0 * x[:, 0]
+
+        out = jsa.scalify(fun)(self.x, np.ones((4, 1024), np.int32))
+        assert out.scale == 1024
