@@ -185,7 +185,7 @@ UPDATES = {
     ),
     "grad-roll": (
         lambda x, y: jax.grad(lambda v: jnp.sum(jnp.roll(v, 1, 1) * jnp.roll(y, 1, 1)))(x),
-        "columns rows both",
+        "columns rows",
     ),
     "grad-where-concatenate": (
         lambda x, y: jax.grad(lambda v: jnp.sum(jnp.concatenate([v, y], 1)[:, :6] * y))(x),

@@ -22,6 +22,7 @@ from jax_scalify.rules.along_axes import (
     gathered_scale,
     largest,
     least_scales,
+    lies_along,
     own_scales,
     scale_array,
     scale_of,
@@ -192,8 +193,7 @@ def concatenate_rule(
     """
     args = tuple(x if x.size else uniform_over(x) for x in args)
     operands = dict(enumerate(args))
-    # A scale of the only index of the axis lies along it as well.
-    if not any(x.scale.ndim and x.scale.shape[dimension] == x.shape[dimension] for x in args):
+    if not any(lies_along(x, dimension) for x in args):
         data, scale, exponent = _brought_together(ctx, operands)
         return defer(ctx.bind(*data, dimension=dimension, **params), exponent, scale)
     axes = {dimension, *varying_axes(*(x.scale for x in args))}
@@ -234,8 +234,7 @@ def pad_rule(
     number = ctx.inputs[1].constant
     scale = shared_scale(ctx, {0: x, 1: value})
     data = filled(align(ctx, 0, x, scale, ctx.out_dtype), ctx.in_avals[0].shape)
-    along = [n == m for n, m in zip(scale.shape, x.shape, strict=True)]
-    own = [tuple(c) if a else (0, 0, 0) for c, a in zip(padding_config, along, strict=True)]
+    own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(padding_config)]
     if any(c != (0, 0, 0) for c in own):
         new = scale_array(ctx.table, ZERO if number == 0 else largest(scale))
         scale = scale_of(ctx.table, lax.pad(scale.array, new, own))

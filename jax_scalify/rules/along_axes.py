@@ -31,6 +31,12 @@ def varying_axes(*scales: Scale) -> list[int]:
     return sorted({a for scale in scales for a, n in enumerate(scale.shape) if n != 1})
 
 
+def lies_along(x: ScaledArray, axis: int) -> bool:
+    """Tell whether an array has a scale for each index of an axis: one, if it is the only index."""
+    count, shape = x.shape[axis], x.scale.shape
+    return bool(shape) and shape[axis] == count and (count != 1 or math.prod(shape) == 1)
+
+
 def scale_of(table: ScaleTable, array: Any) -> Scale:
     """Make a scale of an array; one for all elements is a scalar, and 0 if there are none."""
     if 0 in array.shape:
