@@ -11,10 +11,15 @@ from typing import Any
 
 import jax
 
+from jax_scalify.array import is_scaled
+
 
 def _stops(nnx: Any) -> Callable[[Any], bool]:
-    """The nodes at which to look for objects; a state is an ordinary tree."""
-    return lambda x: isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
+    """The nodes at which to look for objects; a state is an ordinary tree.
+
+    A `ScaledArray` is a leaf: inside of a function an array stands in its place.
+    """
+    return lambda x: is_scaled(x) or isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
 
 
 def _is_object(x: Any, nnx: Any) -> bool:
