@@ -111,6 +111,11 @@ def compile_with_names() -> Iterator[None]:
         yield
 
 
+def weakly_typed(x: jax.Array) -> jax.Array:
+    """Return an array of the same dtype, weakly typed, as JAX makes it of a Python number."""
+    return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
 def is_unspecified_sharding(sharding: Any) -> bool:
     """Tell whether a `jit` sharding parameter was left unspecified."""
     return type(sharding).__name__ in ("UnspecifiedValue", "AUTO", "NoneType")

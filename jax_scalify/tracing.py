@@ -29,7 +29,7 @@ class Traced:
         operands: the arrays and `ScaledArray`s among the arguments, in the jaxpr's order.
         paths: their key paths in `(args, kwargs)`.
         out_tree: the structure of the results.
-        static_results: the strings and callables among the results, by their place.
+        static_results: the strings, callables and Python ints among the results, by their place.
         finish: takes the results, writes into the objects among the arguments, returns the rest.
     """
 
@@ -51,9 +51,11 @@ class Traced:
 
 
 def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
-    """Trace a function; strings, callables, bools and `None` among its arguments are static.
+    """Trace a function; strings, callables, bools, ints and `None` among its arguments are static.
 
-    So are strings and callables among its results, as an Equinox model has them.
+    A Python int may be a shape or an exponent; `jax.jit` has made an array of it if it is to be
+    traced. Python ints, strings and callables among the results, as an Equinox model has them, are
+    static as well.
 
     Raises:
         TypeError: if `fun` uses or returns a `ScaledArray` that was no argument.
@@ -81,7 +83,11 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
         if any(map(is_scaled, out)):
             raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
         static_results.clear()
-        static_results.update((i, leaf) for i, leaf in enumerate(out) if is_static_result(leaf))
+        static_results.update(
+            (i, leaf)
+            for i, leaf in enumerate(out)
+            if is_static_result(leaf) or isinstance(leaf, int)
+        )
         return [leaf for i, leaf in enumerate(out) if i not in static_results]
 
     # Errors of JAX name the user's function and its line, and arguments as `args[0]['w']`.
@@ -119,7 +125,7 @@ def flat_function(
 
 
 def _is_dynamic(leaf: Any) -> bool:
-    return is_scaled(leaf) or (not isinstance(leaf, bool) and dtypes.leaf_dtype(leaf) is not None)
+    return is_scaled(leaf) or (not isinstance(leaf, int) and dtypes.leaf_dtype(leaf) is not None)
 
 
 def is_static_result(leaf: Any) -> bool:

@@ -58,16 +58,17 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
 
     Args:
         fun: a traceable function. Its arguments may be any pytrees; `ScaledArray` leaves are
-            scaled, other arrays plain, and strings, callables, Python bools and `None` static.
-            What it writes into Flax NNX modules, optimizers and streams of random numbers comes
-            back, as under `nnx.jit`, which goes around.
+            scaled, other arrays plain, and strings, callables, Python bools and ints and `None`
+            static. What it writes into Flax NNX modules, optimizers and streams of random numbers
+            comes back, as under `nnx.jit`, which goes around.
         config: options; by default those of the enclosing `with ScalifyConfig(...)`.
 
     Returns:
         A function of the same arguments. An output that depends on a scaled value is a
         `ScaledArray`, of a dynamic scale if any scaled argument had one. With plain arguments
-        only (and no `set_scaling` inside) it computes exactly what `fun` does. Strings and
-        callables among the results, as an Equinox model has them, stay as they are.
+        only (and no `set_scaling` inside) it computes exactly what `fun` does. Results have the
+        dtypes and weak types of those of `fun`, and buffers of their own, as under `jax.jit`.
+        Strings, callables and Python ints among them, as an Equinox model has, stay as they are.
 
     Raises:
         TypeError: if `fun` is not callable or `config` not a `ScalifyConfig`; when called, for a
@@ -106,6 +107,9 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
         else:
             call = functools.partial(_scale_call, config=active)
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
+        out = [_typed(x, aval) for x, aval in zip(out, closed.out_avals, strict=True)]
+        if not _compat.is_staging():
+            out = _own_buffers(out, (operands, closed.consts))
         return traced.unflatten(out)
 
     return scalified
@@ -128,7 +132,7 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
     splits_scalars = not (keep_static and _keeps_wide_scales(closed.jaxpr))
     if not _compat.is_staging():
         table = ScaleTable(config.scale_dtype, splits_scalars=splits_scalars)
-        return _own_scales(interpret(table, operands), operands)
+        return interpret(table, operands)
 
     leaves, tree = jax.tree.flatten(list(operands))
     variable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -173,17 +177,25 @@ def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _own_scales(outputs: list[Any], operands: Sequence[Any]) -> list[Any]:
-    """Give each result a scale buffer of its own: one that is shared cannot be donated."""
-    seen = {id(x.scale) for x in operands if is_scaled(x)}
-    owned = []
-    for x in outputs:
-        if is_scaled(x) and isinstance(x.scale, jax.Array) and not _compat.is_traced(x.scale):
-            if id(x.scale) in seen:
-                x = ScaledArray(x.data, jnp.array(x.scale))
-            seen.add(id(x.scale))
-        owned.append(x)
-    return owned
+def _typed(x: Any, aval: Any) -> Any:
+    """A result as a JAX array, of the weak type that the plain function's has."""
+    if is_scaled(x):
+        return ScaledArray(_typed(x.data, aval), x.scale)
+    x = x if isinstance(x, jax.Array) else jnp.array(x, aval.dtype)
+    return _compat.weakly_typed(x) if aval.weak_type and not x.weak_type else x
+
+
+def _own_buffers(outputs: list[Any], given: Any) -> list[Any]:
+    """Give each result buffers of its own, as `jax.jit` does: a shared one cannot be donated."""
+    seen = {id(leaf) for leaf in jax.tree.leaves(given)}
+
+    def owned(x: Any) -> Any:
+        if isinstance(x, jax.Array) and not _compat.is_traced(x):
+            x = jnp.array(x) if id(x) in seen else x
+            seen.add(id(x))
+        return x
+
+    return jax.tree.map(owned, outputs)
 
 
 def _enter(operand: Any, table: ScaleTable) -> Value:
@@ -194,7 +206,9 @@ def _enter(operand: Any, table: ScaleTable) -> Value:
         if operand.is_static
         else table.atom(align_scale(operand.scale, operand.ndim).astype(table.dtype))
     )
-    return Value.of(ScaledArray(jnp.asarray(operand.data), scale))
+    # A copy: JAX may keep the memory of a NumPy array, which the user writes to.
+    data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
+    return Value.of(ScaledArray(data, scale))
 
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:

@@ -232,6 +232,17 @@ def test_objects_among_the_results(jit):
     np.testing.assert_array_equal(others["new"].embed.kernel.get_value(), expected)
 
 
+def test_what_is_written_has_buffers_of_its_own():
+    def write(model, mean):
+        model.norm.mean[...] = mean
+        return model.norm.mean[...], mean
+
+    model, mean = make_net(), jsa.as_scaled_array(jnp.full_like(make_net().norm.mean[...], 2.0))
+    results = jsa.scalify(write)(model, mean)
+    leaves = jax.tree.leaves((model.norm.mean, results, mean))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
 def test_an_exception_leaves_the_module_unharmed():
     def fails(model, x):
         model.norm.mean[...] += 1

@@ -286,6 +286,55 @@ def test_no_scale_buffer_is_shared(name):
     assert len(set(pointers)) == len(pointers)
 
 
+ALIASING = {
+    "itself": lambda x: x,
+    "twice": lambda x: (x, x),
+    "scale-alone": lambda x: {"p": x, "ema": x * 0.5},
+    "of-one-sum": lambda x: (lambda y: (y, 4 * y, y.T))(x + x),
+    "times-one": lambda x: (x * 1, x + 0),
+    "constants": lambda x: (x * 2, INDICES, KEY),
+}
+INDICES, KEY = jnp.arange(3), jax.random.key(0)
+KINDS = {
+    "dynamic": lambda x: jsa.as_scaled_array(x, 2.0),
+    "axis": lambda x: jsa.as_scaled_array(x[None], "max", axis=1),
+    "frozen": lambda x: jsa.freeze_scales(jsa.as_scaled_array(x, 2.0)),
+    "plain": lambda x: x,
+    "numpy": lambda x: ScaledArray(np.array(x), 2.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ALIASING)
+def test_results_share_no_buffer(name, kind, wrap, dtype):
+    """Neither with arguments, nor with constants, nor with each other: as `jax.jit` has it."""
+    x = KINDS[kind](jnp.array([1.5, -2.0, 3.0], dtype))
+    out = wrap(jsa.scalify(ALIASING[name]))(x)
+    before = [np.asarray(leaf) for leaf in jsa.tree.leaves(jsa.asarray((x, INDICES)))]
+    jax.jit(lambda tree: tree, donate_argnums=0)(out)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(out))
+    for leaf, was in zip(jsa.tree.leaves((x, INDICES)), before, strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), was)
+    assert jax.random.key_data(KEY).shape == (2,)
+
+
+def test_what_is_beside_scaled_values_has_buffers_of_its_own():
+    x, plain = jsa.as_scaled_array(jnp.ones(3)), jnp.arange(3.0)
+    out = jsa.scalify(lambda x, p, i: (p, p, p + x, i))(x, plain, INDICES)
+    assert len(set(buffers((out, plain, INDICES)))) == len(buffers((out, plain, INDICES)))
+
+
+def test_the_memory_of_a_numpy_array_is_not_kept():
+    memory = np.zeros(1024 + 16, np.float32)
+    start = -(memory.ctypes.data // 4) % 16  # JAX takes over what is aligned to 64 bytes
+    x = memory[start : start + 1024]
+    results = jsa.scalify(lambda s, p: (s, p))(ScaledArray(x, 2.0), x)
+    x[:] = 1
+    assert not any(np.any(np.asarray(out)) for out in results)
+
+
 # What compiles again, and what does not.
 
 

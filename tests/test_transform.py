@@ -105,6 +105,47 @@ def test_strings_and_callables_among_the_results():
     np.testing.assert_array_equal(plain["y"], 2 * X)
 
 
+RESULTS = {
+    "integers": lambda x: (jnp.full(2, 3), jnp.where(x > 1, 1, 0), jnp.argmax(x), jnp.asarray(3)),
+    "floats": lambda x: (0.5, jnp.full(2, 2.0), jnp.where(x > 1, 1.0, 0.0) * 2, jnp.asarray(2.0)),
+    "numpy": lambda x: (np.int32(3), np.arange(3), np.float32(2.0), np.ones(2, np.float16)),
+    "complex": lambda x: (1j, x + 1j, jnp.asarray(1j)),
+    "loops": lambda x: (_loop(0), _loop(0.5), _loop(x)),
+    "branches": lambda x: lax.cond(x[0] > 0, lambda: (1.0, x), lambda: (2.0, -x)),
+    "promotion": lambda x: (x * 2, jnp.where(x > 1, 1.0, 0.0) * x, jnp.sum(x), x.astype(int)),
+}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "plain"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_arrays_of_the_types_of_the_plain_function(name, dtype, wrap, kind):
+    """Weak types too: a constant among the results does not widen what is computed with it."""
+    plain = jnp.asarray(X, dtype)
+    x = plain if kind == "plain" else scaled(X, 1.0, dtype)
+    x = jsa.freeze_scales(x) if kind == "static" else x
+    out = jsa.tree.leaves(wrap(scalify(RESULTS[name]))(x))
+    out = [leaf.data if isinstance(leaf, ScaledArray) else leaf for leaf in out]
+    assert all(isinstance(leaf, jax.Array) for leaf in out)
+    expected = jax.jit(RESULTS[name])(plain)
+    assert list(map(jax.typeof, out)) == [jax.typeof(x) for x in jax.tree.leaves(expected)]
+
+
+@pytest.mark.parametrize("x", [scaled(X, 4.0), jsa.freeze_scales(scaled(X, 4.0)), jnp.asarray(X)])
+def test_python_ints_are_what_they_are_to_the_plain_function(x):
+    def fun(x, n, *, axis):
+        return jnp.broadcast_to(x, (n, 3)) ** n, {"n": n, "more": n + 1, "flag": n > 1}, axis
+
+    out, rest, axis = scalify(fun)(x, 2, axis=-1)
+    assert (type(rest["n"]), rest, axis) == (int, {"n": 2, "more": 3, "flag": True}, -1)
+    expected = np.broadcast_to(np.asarray(x), (2, 3)) ** 2
+    np.testing.assert_array_equal(np.asarray(out), expected)
+    out = jax.jit(scalify(fun), static_argnums=1, static_argnames="axis")(x, 2, axis=-1)
+    np.testing.assert_array_equal(np.asarray(out[0]), expected)
+    assert jax.typeof(out[1]["n"]).weak_type and int(out[2]) == -1
+
+
 def test_an_output_that_is_an_input():
     x = scaled(X, 4.0)
     out, plain = scalify(lambda v, p: (v, p))(x, jnp.asarray(X))
