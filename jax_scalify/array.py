@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -19,6 +20,10 @@ from jax_scalify import _compat, dtypes
 class ScaledArray:
     """A tensor `data * scale`, with `scale` a power of two.
 
+    Arithmetic is refused, since it belongs under `scalify`. Comparisons (`==`, `<`, ...) have no
+    scale to lose: they speak of values, element by element, in at least float32, and a Python
+    number is first rounded to the precision of `dtype`, as JAX does. Hashes speak of identity.
+
     Attributes:
         data: array of any floating dtype, best close to unit RMS.
         scale: power of two, or 0 ("the data is zero, any scale will do"). Shape `()`; or the rank
@@ -27,8 +32,9 @@ class ScaledArray:
             A Python float is a *static* scale: it is part of the tree's structure, so that `jit`
             specialises on it. An array is a *dynamic* scale, a leaf.
 
-    Nothing is validated here, since tree functions put placeholders in both fields:
-    `scaled_array` and `as_scaled_array` validate.
+    Nothing is validated here, since tree functions put placeholders in both fields: `scaled_array`
+    and `as_scaled_array` validate, and so does every function that takes one. What `jit` traces
+    cannot be looked at: there, a dynamic scale that is no power of two is not refused.
 
     Example:
         >>> x = ScaledArray(jnp.array([1.0, -0.5], jnp.float16), jnp.float32(2.0**20))
@@ -82,6 +88,7 @@ class ScaledArray:
 
     def to_array(self, dtype: Any = None) -> jax.Array:
         """Return `data * scale`, multiplied in at least float32 and cast once to `dtype`."""
+        _check_form(self)
         data = jnp.asarray(self.data)
         compute = dtypes.compute_dtype(data.dtype)
         if not self.is_static or self.scale != 1:
@@ -96,6 +103,7 @@ class ScaledArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("A ScaledArray has no buffer of its values: `copy` cannot be False.")
+        _check_form(self)
         data = np.asarray(self.data)
         wide = np.promote_types(np.dtype(dtypes.compute_dtype(data.dtype)), np.float32)
         scale = along_leading_axes(np.asarray(self.scale), data.ndim)
@@ -104,6 +112,9 @@ class ScaledArray:
 
     def __float__(self) -> float:
         return float(self.__array__(np.float64))
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec) if spec else str(self)
@@ -127,7 +138,6 @@ _REFUSED = {
     **{f"__{name}__": symbol for symbol, name in _OPERATORS.items()},
     **{f"__r{name}__": symbol for symbol, name in _OPERATORS.items()},
     **{"__neg__": "-", "__pos__": "+", "__abs__": "abs", "__round__": "round"},
-    **{"__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="},
     **{"__getitem__": "[]", "__setitem__": "[]"},
 }
 
@@ -141,6 +151,38 @@ def _refusal(symbol: str) -> Any:
 
 for _name, _symbol in _REFUSED.items():
     setattr(ScaledArray, _name, _refusal(_symbol))
+
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
+    def compared(self: ScaledArray, other: Any) -> Any:
+        if not (_has_values(self) and _has_values(other)):
+            return NotImplemented  # so `==` is identity
+        return compare(_comparable(self, None), _comparable(other, self.dtype))
+
+    return compared
+
+
+def _has_values(x: Any) -> bool:
+    """Whether it is an array or a number, or a `ScaledArray` that holds no placeholder."""
+    if is_scaled(x):
+        return isinstance(x.data, (jax.Array, np.ndarray, np.generic))
+    return dtypes.leaf_dtype(x) is not None
+
+
+def _comparable(x: Any, dtype: Any) -> Any:
+    """The value in at least float32; a Python number rounded to the bits of a dtype."""
+    if is_scaled(x):
+        _check_form(x)
+        return x.to_array(dtypes.compute_dtype(x.dtype))
+    if type(x) not in (int, float) or not math.isfinite(x):
+        return x
+    mantissa, exponent = np.frexp(np.float64(x))
+    mantissa = np.asarray(mantissa, dtypes.real_dtype(dtype)).astype(np.float64)
+    return float(np.ldexp(mantissa, exponent))
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(ScaledArray, f"__{_name}__", _comparison(getattr(operator, _name)))
 
 
 def _flatten_with_keys(array: ScaledArray) -> tuple[tuple, float | None]:
@@ -187,14 +229,69 @@ def is_packed(leaf: Any) -> bool:
     return is_scaled(leaf) and not leaf.is_static and getattr(leaf.scale, "dtype", None) == PACKED
 
 
-def check_unpacked(tree: Any, name: str = "tree") -> None:
-    """Raise a `TypeError` that names the leaf whose scale is packed for storage."""
+def check_scaled(tree: Any, name: str = "tree", *, any_scale: bool = False) -> None:
+    """Refuse a tree with a `ScaledArray` that is none, naming the leaf.
+
+    Its data must be a floating array, its scale of a shape that fits, not packed for storage, and
+    where it is concrete a power of two, or 0 with data that is zero. `any_scale` is for products,
+    which are right for any scale.
+    """
     for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
-        if is_packed(leaf):
-            raise TypeError(
-                f"`{name}{tree_util.keystr(path)}` has a scale that is packed for storage "
-                f"({PACKED}). Unpack the state first: `state = jsa.unpack_scales(state)`."
-            )
+        if is_scaled(leaf):
+            where = f"{name}{tree_util.keystr(path)}"
+            _check_form(leaf, f"{where}.")
+            if not any_scale:
+                _check_powers(leaf, where)
+
+
+def _check_form(x: ScaledArray, prefix: str = "") -> None:
+    """Refuse fields that no `ScaledArray` can have, whatever their values are."""
+    data, scale = x.data, x.scale
+    if not hasattr(data, "dtype") or is_scaled(data):
+        raise TypeError(
+            f"`{prefix}data` must be an array, got {type(data).__name__}. "
+            "`jsa.scaled_array(data, scale)` takes numbers and lists."
+        )
+    if not dtypes.is_scalable(data.dtype):
+        raise TypeError(
+            f"`{prefix}data` must have a floating dtype, got {data.dtype}. What is no float has no "
+            "scale: put the array itself in the place of its ScaledArray."
+        )
+    if not hasattr(scale, "shape") or hasattr(scale, "dtype"):  # the scales of rules have no dtype
+        _check_real(scale, f"{prefix}scale")
+    _check_shape(getattr(scale, "shape", ()), data.shape, f"{prefix}scale")
+
+
+def _check_powers(x: ScaledArray, where: str) -> None:
+    """Refuse a concrete scale that is no power of two."""
+    if is_packed(x):
+        raise TypeError(
+            f"`{where}` has a scale that is packed for storage ({PACKED}). Unpack the state "
+            "first: `state = jsa.unpack_scales(state)`."
+        )
+    if not may_be_powers_of_two(x.scale):
+        raise ValueError(
+            f"`{where}.scale` must be a power of two or 0, got {x.scale!r}. "
+            "`jsa.as_scaled_array(jsa.asarray(x))` is of the same value, with such a scale."
+        )
+    if _is_known(x.scale) and _is_known(x.data) and np.any(np.asarray(x.scale) == 0):
+        data = jnp.asarray(x.data)
+        zero = along_leading_axes(np.asarray(x.scale) == 0, x.ndim)
+        if jnp.any(jnp.isfinite(data) & (data != 0) & zero):
+            raise ValueError(f"`{where}.scale` 0 needs data that is zero, got data that is not.")
+
+
+def _is_known(x: Any) -> bool:
+    """Whether the values can be looked at: neither traced nor on devices of other processes."""
+    return not _compat.is_traced(x) and getattr(x, "is_fully_addressable", True)
+
+
+def may_be_powers_of_two(scale: Any) -> bool:
+    """Tell whether a number or array is of powers of two and 0, as far as it can be looked at."""
+    if not _is_known(scale):
+        return True
+    values = np.asarray(scale, np.float64)
+    return bool(np.all((values == 0) | (np.frexp(values)[0] == 0.5)))
 
 
 def along_leading_axes(scale: Any, ndim: int) -> Any:
@@ -209,30 +306,36 @@ def align_scale(scale: Any, ndim: int) -> jax.Array:
 
 def check_scale(scale: Any, data: Any, name: str = "scale") -> None:
     """Refuse a scale that cannot belong to the data; a traced one is checked for its shape."""
-    kind = dtypes.leaf_dtype(scale)
-    if kind is None or not (
-        jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-    ):
-        raise TypeError(f"`{name}` must be a real number or array, got {type(scale).__name__}.")
+    _check_real(scale, name)
     shape, data_shape = np.shape(scale), np.shape(data)
-    full = shape + (1,) * (len(data_shape) - len(shape))
-    fits = len(shape) <= len(data_shape) and all(
-        s in (1, d) for s, d in zip(full, data_shape, strict=True)
-    )
-    if shape and not fits:
-        raise ValueError(
-            f"`{name}` of shape {shape} does not fit data of shape {data_shape}: it must have "
-            "shape (), or its rank with every dim 1 or equal, or match its leading axes."
-        )
+    _check_shape(shape, data_shape, name)
     if _compat.is_traced(scale):
         return
     values = np.asarray(scale, np.float64)
     if not np.all(np.isfinite(values)) or np.any(values < 0):
         raise ValueError(f"`{name}` must be finite and not negative, got {scale!r}.")
     if np.any(values == 0) and not _compat.is_traced(data):
-        zero_where = np.broadcast_to(values.reshape(full), data_shape) == 0 if shape else True
+        values = along_leading_axes(values, len(data_shape))
+        zero_where = np.broadcast_to(values, data_shape) == 0 if shape else True
         if np.any(np.asarray(data)[zero_where] != 0):
             raise ValueError(f"`{name}` 0 needs data that is zero, got data that is not.")
+
+
+def _check_real(scale: Any, name: str) -> None:
+    kind = dtypes.leaf_dtype(scale)
+    if kind is None or not (
+        jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
+    ):
+        raise TypeError(f"`{name}` must be a real number or array, got {type(scale).__name__}.")
+
+
+def _check_shape(shape: tuple[int, ...], data_shape: tuple[int, ...], name: str) -> None:
+    leading = data_shape[: len(shape)]
+    if len(shape) > len(data_shape) or any(s not in (1, d) for s, d in zip(shape, leading)):
+        raise ValueError(
+            f"`{name}` of shape {shape} does not fit data of shape {data_shape}: it must have "
+            "shape (), or its rank with every dim 1 or equal, or match its leading axes."
+        )
 
 
 def check_scale_dtype(scale_dtype: Any) -> Any:

@@ -23,7 +23,14 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat, dtypes, pow2, storage
-from jax_scalify.array import PACKED, ScaledArray, along_leading_axes, is_packed, is_scaled
+from jax_scalify.array import (
+    PACKED,
+    ScaledArray,
+    along_leading_axes,
+    check_scaled,
+    is_packed,
+    is_scaled,
+)
 from jax_scalify.statistics import statistic
 
 __all__ = ["from_storable", "restore", "save", "to_storable"]
@@ -66,6 +73,8 @@ def save(
     """
     ocp = _orbax()
     stored = to_storable(state, pack=pack)
+    if not stored:
+        raise ValueError("`state` must have an array with elements, or a number: there is none.")
     path = Path(path).absolute()
     exists = path.exists()
     if exists and not (overwrite and _is_checkpoint(path)):
@@ -146,6 +155,7 @@ def to_storable(state: Any, *, pack: bool = True) -> dict[str, Any]:
         w/data float32 (2,)
         w/scale float8_e8m0fnu ()
     """
+    check_scaled(state, "state", any_scale=True)
     stored = {}
     for name, leaf in _flatten(storage.pack_scales(state) if pack else state).items():
         if _compat.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):

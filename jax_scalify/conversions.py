@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,7 +19,7 @@ from jax_scalify.array import (
     align_scale,
     check_scale,
     check_scale_dtype,
-    check_unpacked,
+    check_scaled,
     is_scaled,
     rescale_data,
 )
@@ -26,10 +27,19 @@ from jax_scalify.objects import map_states
 from jax_scalify.statistics import statistic
 
 
-def _keepdims_axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+def _own_axes(axis: Any) -> tuple[int, ...]:
+    """The axes that `axis` names."""
+    if axis is None:
+        return ()
+    try:
+        return tuple(map(operator.index, axis if isinstance(axis, Iterable) else [axis]))
+    except TypeError:
+        raise TypeError(f"`axis` must be an int or a sequence of ints, got {axis!r}.") from None
+
+
+def _keepdims_axes(own: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     """The axes that share a scale, given those that have their own."""
-    own = () if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-    own = {a % ndim for a in own if -ndim <= a < ndim}
+    own = tuple(a % ndim for a in own if -ndim <= a < ndim)
     return tuple(a for a in range(ndim) if a not in own)
 
 
@@ -154,7 +164,8 @@ def as_scaled_array(
 
     Raises:
         TypeError: for an array of objects or strings, naming the leaf; for a `dtype` that is not
-            floating point; for a `scale_dtype` that cannot hold the exponents of float32.
+            floating point; for a `scale_dtype` that cannot hold the exponents of float32; for an
+            `axis` that is no int.
         ValueError: for a `scale` that is negative, nan, infinite, of a shape that does not fit,
             or 0 where the leaf is not zero; for an unknown statistic.
 
@@ -170,20 +181,23 @@ def as_scaled_array(
     if dtype is not None:
         dtype = dtypes.as_floating(dtype, "dtype")
     scale_dtype = check_scale_dtype(scale_dtype)
+    check_scaled(tree)
     convert = functools.partial(
-        _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=axis
+        _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=_own_axes(axis)
     )
+
+    return _map_leaves(convert, tree)
+
+
+def _map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
+    """Convert each leaf, given with its path."""
 
     def of_pytree(tree: Any) -> Any:
         return tree_util.tree_map_with_path(
-            lambda p, leaf: convert(leaf, p), tree, is_leaf=is_scaled
+            lambda path, leaf: convert(leaf, path), tree, is_leaf=is_scaled
         )
 
     return map_states(of_pytree, tree)
-
-
-def _map_leaves(convert: Any, tree: Any) -> Any:
-    return map_states(functools.partial(jax.tree.map, convert, is_leaf=is_scaled), tree)
 
 
 def asarray(tree: Any, dtype: Any = None) -> Any:
@@ -200,8 +214,9 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
         >>> print(asarray(x, jnp.float32))
         [0.00119209]
     """
+    check_scaled(tree, any_scale=True)
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: Any, path: tuple) -> Any:
         if is_scaled(leaf):
             return leaf.to_array(dtype)
         kind = dtypes.leaf_dtype(leaf)
@@ -217,19 +232,29 @@ def freeze_scales(tree: Any) -> Any:
 
     A step that is traced with static scales has no scale arithmetic left for them. Scales that
     are not scalar stay dynamic. A leaf of scale 0 has none to keep: it takes that of its first
-    value, so freeze a state of zeros after its first steps, or the step compiles once more.
+    value, so freeze a state of zeros after its first steps, or the step compiles once more. The
+    arrays of data are those of `tree`, not copies.
+
+    Raises:
+        TypeError: for a scale that is traced or packed for storage.
+        ValueError: for a scale that is no power of two or does not fit its data.
 
     Example:
         >>> state = jsa.as_scaled_array({"w": jnp.ones(2)}, scale=4.0)
         >>> print(jsa.freeze_scales(state)["w"].scale)
         4.0
     """
-    check_unpacked(tree)
+    check_scaled(tree)
 
-    def freeze(leaf: Any) -> Any:
-        if is_scaled(leaf) and not leaf.is_static and np.ndim(leaf.scale) == 0:
-            return ScaledArray(leaf.data, float(leaf.scale))
-        return leaf
+    def freeze(leaf: Any, path: tuple) -> Any:
+        if not is_scaled(leaf) or leaf.is_static or np.ndim(leaf.scale):
+            return leaf
+        if _compat.is_traced(leaf.scale):
+            raise TypeError(
+                f"`tree{tree_util.keystr(path)}.scale` must be concrete: what is traced has no "
+                "value yet. Call `freeze_scales` outside of `jit`, on the state between two steps."
+            )
+        return ScaledArray(leaf.data, float(leaf.scale))
 
     return _map_leaves(freeze, tree)
 
@@ -242,8 +267,9 @@ def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:
         >>> jsa.thaw_scales(state)["w"].scale
         Array(4., dtype=float32)
     """
+    check_scaled(tree)
 
-    def thaw(leaf: Any) -> Any:
+    def thaw(leaf: Any, path: tuple) -> Any:
         if is_scaled(leaf) and leaf.is_static:
             return ScaledArray(leaf.data, jnp.array(leaf.scale, scale_dtype or jnp.float32))
         return leaf

@@ -328,6 +328,7 @@ def stop_scaling(x: Any, dtype: Any = None) -> Any:
 
 def rescale_leaf(x: Any, stat: str = "rms", target: float = 1.0) -> Any:
     """Move the data's statistic to `target`: the rule of `dynamic_rescale` for one array."""
+    array_lib.check_scaled(x, "x")
     return _rescale_leaf(checked_array(x) if not array_lib.is_scaled(x) else x, stat, target)[0]
 
 
@@ -383,6 +384,7 @@ def dynamic_rescale(
     check_statistic(stat)
     if not pow2.is_power_of_two(target):
         raise ValueError(f"`target` must be a power of two, got {target!r}.")
+    array_lib.check_scaled(tree)
     leaves, structure = jax.tree.flatten(tree, is_leaf=array_lib.is_scaled)
     leaves = [_rescale_leaf(leaf, stat, float(target)) for leaf in leaves]
     tree = structure.unflatten(leaf for leaf, _ in leaves)
@@ -420,6 +422,8 @@ def match_scales(tree: Any, like: Any) -> Any:
             return leaf
         return match_scale_p.bind(checked_array(leaf), checked_array(partner))
 
+    array_lib.check_scaled(tree)
+    array_lib.check_scaled(like, "like")
     return jax.tree.map(match, tree, like, is_leaf=array_lib.is_scaled)
 
 

@@ -16,7 +16,13 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat, algebra, chains, dtypes, observing, pow2, primitives, scale_table
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
 from jax_scalify.algebra import Scale
-from jax_scalify.array import ScaledArray, align_scale, check_unpacked, is_scaled
+from jax_scalify.array import (
+    ScaledArray,
+    align_scale,
+    check_scaled,
+    is_scaled,
+    may_be_powers_of_two,
+)
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.deferred import is_given_deferred, settled, with_scale
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
@@ -72,8 +78,10 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
 
     Raises:
         TypeError: if `fun` is not callable or `config` not a `ScalifyConfig`; when called, for a
-            scale that is packed for storage.
-        ValueError: when called, if `fun` changes the structure of an NNX object.
+            `ScaledArray` of integers or lists, or whose scale is packed for storage.
+        ValueError: when called, for a scale that does not fit its data or is no power of two
+            (which cannot be seen of a dynamic one under `jit`); if `fun` changes the structure of
+            an NNX object.
         MissingRuleError: when called, for a primitive without a rule, if so configured.
 
     Source: Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
@@ -97,8 +105,8 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
         active = config or current_config()
-        check_unpacked(args, "args")
-        check_unpacked(kwargs, "kwargs")
+        check_scaled(args, "args")
+        check_scaled(kwargs, "kwargs")
         traced = trace(fun, args, kwargs)
         closed, operands = traced.closed, traced.operands
         used = {eqn.primitive for eqn in all_equations(closed.jaxpr)}
@@ -474,6 +482,11 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             values.append(o)
             continue
         if isinstance(o, ScaledArray) and not isinstance(o.scale, Scale) and table is not None:
+            if not may_be_powers_of_two(o.scale):
+                raise ValueError(
+                    f"The scale rule of {describe(eqn, inputs)} returned a scale that is no power "
+                    f"of two, {o.scale!r}. Round it down, and multiply the data by the rest."
+                )
             static = type(o.scale) in (float, int)
             scale = Scale.of(o.scale) if static else table.atom(align_scale(o.scale, o.ndim))
             o = ScaledArray(o.data, scale)

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import operator
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -279,8 +281,6 @@ class TestRefusals:
             lambda x: x**2,
             lambda x: -x,
             lambda x: round(x, 3),
-            lambda x: x < 0.5,
-            lambda x: 0.5 <= x,
             lambda x: x[0],
             lambda x: list(x),
             lambda x: sum([x, x]),
@@ -318,6 +318,160 @@ class TestRefusals:
         ):
             with pytest.raises(TypeError, match="`dtype` must be floating point"):
                 convert()
+
+
+class TestComparisons:
+    """They speak of values, as those of `jax.Array` do."""
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**10])
+    @pytest.mark.parametrize("static", [False, True])
+    @pytest.mark.parametrize("compare", [operator.eq, operator.ne, operator.lt, operator.le])
+    def test_with_numbers_arrays_and_each_other(self, compare, static, scale, dtype):
+        plain = jnp.asarray([[0.7, -2.0], [jnp.nan, jnp.inf]], dtype)
+        x = jsa.as_scaled_array(plain, scale)
+        x = jsa.freeze_scales(x) if static else x
+        for other in (0.7, 1, -2.0, jnp.inf, jnp.nan, jnp.asarray(0.7, dtype), plain, plain[0]):
+            np.testing.assert_array_equal(compare(x, other), compare(plain, other))
+            if not isinstance(other, np.ndarray):
+                np.testing.assert_array_equal(compare(other, x), compare(other, plain))
+        y = jsa.as_scaled_array(plain.T, 4.0)
+        np.testing.assert_array_equal(compare(x, y), compare(plain, plain.T))
+        assert isinstance(compare(x, y), jax.Array)
+
+    def test_a_loss(self):
+        loss, lost = (jsa.as_scaled_array(jnp.float16(v), 2.0**-4) for v in (0.7, jnp.nan))
+        assert loss == 0.7 and loss != 0.5 and loss < 1 and 1 >= loss and not loss > loss
+        assert lost != lost and not lost == lost
+        assert jsa.scalify(lambda x: x == 0.7)(loss)
+        assert loss and not jsa.as_scaled_array(jnp.float32(0))
+
+    def test_what_has_an_axis_of_scales(self):
+        x = ScaledArray(jnp.ones((2, 2)), jnp.float32([2, 8]))
+        np.testing.assert_array_equal(x == 8, [[False, False], [True, True]])
+        with pytest.raises(ValueError, match="ambiguous"):
+            bool(x == x)
+
+    def test_values_outside_the_range_of_the_data(self):
+        x = ScaledArray(jnp.float16(1.5), jnp.float32(2.0**40))
+        y = ScaledArray(jnp.float16(1.5), jnp.float32(2.0**-40))
+        assert x != jnp.inf and x > 1e6 and x == 1.5 * 2.0**40 and y and y != 0
+
+    def test_under_jit(self):
+        x = jsa.as_scaled_array(jnp.float32([1.0, 3.0]), 2.0)
+        np.testing.assert_array_equal(jax.jit(lambda x: x > 2)(x), [False, True])
+
+    @pytest.mark.parametrize("other", [None, "text", object(), [1.0, 1.0], {}])
+    def test_with_what_is_no_array(self, other):
+        x = jsa.as_scaled_array(jnp.ones(2))
+        assert not x == other and x != other
+        with pytest.raises(TypeError, match="not supported between"):
+            x < other  # noqa: B015
+
+    def test_placeholders_are_compared_by_identity(self):
+        axes, other = ScaledArray(0, None), ScaledArray(0, None)
+        assert axes == axes and axes != other and axes != jsa.as_scaled_array(jnp.ones(2))
+
+    def test_integers_as_data(self):
+        with pytest.raises(TypeError, match="`data` must have a floating dtype"):
+            ScaledArray(jnp.arange(2), 1.0) == 1.0  # noqa: B015
+
+    def test_trees_hashes_and_containers_still_tell_arrays_apart(self):
+        x, y = (jsa.as_scaled_array(jnp.ones(2)) for _ in range(2))
+        assert len({x, y, x}) == 2 and {x: 1, y: 2}[x] == 1 and x in [x, y]
+        assert jax.tree.structure(x) == jax.tree.structure(y)
+        chex.assert_trees_all_equal({"w": x}, {"w": y})
+        chex.assert_trees_all_close({"w": x}, {"w": y})
+        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), x, y))
+        assert jsa.tree.check_same_structure({"w": x}, {"w": y})["w"] is x
+
+
+AXES = np.ones((2, 3), np.float32)
+FORMS = {  # no `ScaledArray`, and what is said of it
+    "a longer scale": (AXES, np.ones(3, np.float32), ValueError, "scale` of shape .* not fit"),
+    "more axes": (AXES, np.ones((2, 3, 1), np.float32), ValueError, "scale` of shape .* not fit"),
+    "integers": (np.arange(3), np.float32(1), TypeError, "data` must have a floating dtype"),
+    "bools": (AXES > 0, 1.0, TypeError, "data` must have a floating dtype"),
+    "a list": ([1.0, 2.0], np.float32(1), TypeError, "data` must be an array, got list"),
+    "a number": (2.0, np.float32(1), TypeError, "data` must be an array, got float"),
+    "no data": (None, np.float32(1), TypeError, "data` must be an array, got NoneType"),
+    "no scale": (AXES, None, TypeError, "scale` must be a real number or array, got NoneType"),
+    "a list of scales": (AXES, [1.0, 1.0], TypeError, "scale` must be .*, got list"),
+    "a bool": (AXES, np.bool_(True), TypeError, "scale` must be a real number or array"),
+    "complex": (AXES, np.complex64(2), TypeError, "scale` must be a real number or array"),
+    "nested": (ScaledArray(AXES, 1.0), 2.0, TypeError, "data` must be an array, got ScaledArray"),
+}
+SCALES = [3.0, -2.0, float("nan"), float("inf"), 0.0]
+DOORS = {
+    "scalify": lambda t: jsa.scalify(lambda t: jax.tree.map(jnp.sin, t))(t),
+    "keyword": lambda t: jsa.scalify(lambda *, t: jax.tree.map(jnp.sin, t))(t=t),
+    "as_scaled_array": jsa.as_scaled_array,
+    "freeze_scales": jsa.freeze_scales,
+    "thaw_scales": jsa.thaw_scales,
+    "dynamic_rescale": jsa.dynamic_rescale,
+    "dynamic_rescale_l2": lambda t: jsa.ops.dynamic_rescale_l2(t["w"]),
+    "match_scales": lambda t: jsa.match_scales(t, t),
+    "set_scaling": lambda t: jsa.set_scaling(t["w"], 2.0),
+    "rebalance_scale": lambda t: jsa.rebalance_scale(t["w"], 2.0),
+}
+PRODUCTS = {
+    "asarray": jsa.asarray,
+    "to_array": lambda t: t["w"].to_array(),
+    "numpy": lambda t: np.asarray(t["w"]),
+}
+
+
+class TestDoors:
+    """Nothing is validated in `ScaledArray` itself; where one is taken, everything is."""
+
+    @pytest.mark.parametrize("door", [*DOORS, *PRODUCTS])
+    @pytest.mark.parametrize("form", FORMS)
+    def test_fields_that_no_array_has(self, form, door):
+        data, scale, error, message = FORMS[form]
+        with pytest.raises(error, match=message):
+            (DOORS | PRODUCTS)[door]({"w": ScaledArray(data, scale)})
+
+    @pytest.mark.parametrize("door", ["scalify", "asarray", "freeze_scales", "dynamic_rescale"])
+    def test_the_leaf_is_named(self, door):
+        with pytest.raises(TypeError, match=r"`.*\['w'\]\.data` must have a floating dtype"):
+            (DOORS | PRODUCTS)[door]({"w": ScaledArray(np.arange(2), 1.0), "v": 1.0})
+
+    @pytest.mark.parametrize("door", DOORS)
+    @pytest.mark.parametrize("kind", [float, jnp.float32, lambda s: jnp.float32([[1.0], [s]])])
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_scales_that_are_no_power_of_two(self, scale, kind, door):
+        x = ScaledArray(jnp.ones((2, 3)), kind(scale))
+        message = "scale` 0 needs data that is zero" if scale == 0 else "must be a power of two"
+        with pytest.raises(ValueError, match=message):
+            DOORS[door]({"w": x})
+
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_a_product_is_right_for_any_scale(self, scale):
+        data = jnp.asarray([1.5, -2.0])
+        for kind in (float, jnp.float32):
+            x = ScaledArray(data, kind(scale))
+            for out in (jsa.asarray({"w": x})["w"], x.to_array(), np.asarray(x)):
+                np.testing.assert_array_equal(out, data * np.float32(scale))
+
+    def test_a_static_scale_is_looked_at_under_jit(self):
+        with pytest.raises(ValueError, match=r"`args\[0\].scale` must be a power of two or 0"):
+            jax.jit(jsa.scalify(jnp.sin))(ScaledArray(jnp.ones(2), 3.0))
+
+    def test_zeros_and_infinities_of_scale_zero(self):
+        x = ScaledArray(jnp.asarray([0.0, jnp.inf, jnp.nan]), jnp.float32(0))
+        assert jsa.scalify(lambda x: x)(x).shape == (3,)
+
+    def test_freezing_what_is_traced(self):
+        with pytest.raises(TypeError, match=r"`tree\['w'\].scale` must be concrete.* outside of"):
+            jax.jit(jsa.freeze_scales)({"w": jsa.as_scaled_array(jnp.ones(2))})
+
+    @pytest.mark.parametrize("axis", ["a", 0.5, ("a", 0), [None]])
+    def test_an_axis_that_is_no_int(self, axis):
+        with pytest.raises(TypeError, match="`axis` must be an int or a sequence of ints, got "):
+            jsa.as_scaled_array(jnp.ones((2, 2)), axis=axis)
+
+    def test_an_axis_of_numpy(self):
+        assert jsa.as_scaled_array(jnp.ones((2, 3)), axis=np.int64(1)).scale.shape == (1, 3)
 
 
 class TestAsArray:

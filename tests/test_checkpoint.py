@@ -524,6 +524,13 @@ def test_states_that_cannot_be_saved(tmp_path):
         save(tmp_path / "x", {"w": np.array(["x"])})
     with pytest.raises(ValueError, match=r"scale of `tree\['w'\]` must be a power of two"):
         save(tmp_path / "x", {"w": ScaledArray(jnp.ones(2), jnp.float32(jnp.nan))})
+    for empty in ({}, {"w": jnp.zeros(0), "v": ScaledArray(jnp.zeros((0, 2)), 2.0)}, [None, len]):
+        with pytest.raises(ValueError, match="`state` must have an array with elements"):
+            save(tmp_path / "x", empty)
+    with pytest.raises(TypeError, match=r"`state\['w'\].data` must have a floating dtype"):
+        save(tmp_path / "x", {"w": ScaledArray(jnp.arange(2), 2.0)})
+    with pytest.raises(ValueError, match=r"`state\['w'\].scale` of shape \(3,\) does not fit"):
+        save(tmp_path / "x", {"w": ScaledArray(jnp.ones((2, 3)), jnp.ones(3))})
     assert not list(tmp_path.iterdir())
     with pytest.raises(TypeError, match="`dtype` must be a real floating dtype, got int8"):
         from_storable({}, {}, dtype=jnp.int8)

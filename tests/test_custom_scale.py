@@ -553,7 +553,7 @@ DEFINITIONS = {
     "keywords": (lambda: with_scale(lambda **k: k["x"], 2.0)(x=X), r"cannot take arrays by `k`"),
     "not-a-power": (
         lambda: jsa.scalify(with_scale(jnp.tanh, 3.0))(scaled(X)),
-        r"must be a power of two or 0, got 3.0",
+        r"must return a scale that is a power of two or 0, got 3.0",
     ),
 }
 
@@ -584,6 +584,16 @@ def test_results_of_rules_that_are_refused(name, call):
     with pytest.raises(TypeError, match=message) as error:
         jsa.scalify(lambda x: call(function)(x))(scaled(np.stack([X] * 3)))
     assert "`silu`" in str(error.value) and "test_custom_scale.py:" in str(error.value.__notes__)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("scale", [3.0, -2.0, np.nan, np.inf])
+@pytest.mark.parametrize("kind", [float, np.float32, np.array])
+def test_scales_of_rules_that_are_no_power_of_two(kind, scale, jit):
+    function = jsa.custom_scale(silu)
+    function.defscale(lambda x: ScaledArray(x.data, kind(scale)))
+    with pytest.raises(ValueError, match=r"rule of `silu` must return a scale that is a power"):
+        jit(jsa.scalify(function))(scaled(X))
 
 
 @pytest.mark.parametrize("scales", [(4.0, 0.5), (0.5, 4.0), (np.float32(0.5), 4.0)])

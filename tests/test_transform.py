@@ -524,6 +524,17 @@ def test_a_registered_rule():
         jsa.register_scale_rule()
 
 
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("kind", [float, np.float32, lambda s: np.full((3,), s)])
+@pytest.mark.parametrize("scale", [3.0, -2.0, np.nan, np.inf])
+def test_scales_of_rules_that_are_no_power_of_two(scale, kind, jit):
+    primitive = jax.extend.core.Primitive("triple")
+    primitive.def_abstract_eval(lambda x: x)
+    jsa.register_scale_rule(primitive)(lambda ctx, x: ScaledArray(x.data, kind(scale)))
+    with pytest.raises(ValueError, match="rule of primitive `triple` .* is no power of two"):
+        jit(jsa.scalify(lambda x: primitive.bind(x)))(scaled(X, 4.0))
+
+
 # Configuration.
 
 

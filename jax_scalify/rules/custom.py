@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_scalify import dtypes
 from jax_scalify.algebra import Scale
-from jax_scalify.array import ScaledArray, align_scale, is_scaled
+from jax_scalify.array import ScaledArray, align_scale, is_scaled, may_be_powers_of_two
 from jax_scalify.custom_scale import AppliedRule, custom_scale_p
 from jax_scalify.deferred import Deferred, is_given_deferred, with_scale
 from jax_scalify.multiplying import multiply, within_range
@@ -112,6 +112,11 @@ def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[A
             raise TypeError(
                 f"The scale rule of `{applied.name}` must return a scale of shape () or one that "
                 f"fits {list(shape)}, got {list(scale)}."
+            )
+        if not isinstance(x.scale, Scale) and not may_be_powers_of_two(x.scale):
+            raise ValueError(
+                f"The scale rule of `{applied.name}` must return a scale that is a power of two or "
+                f"0, got {x.scale!r}. Round it down, and multiply the data by the rest."
             )
 
 
