@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -109,8 +110,8 @@ def low_precision(
 
     Raises:
         TypeError: if `optimizer` is none, or for another dtype.
-        ValueError: for an unknown policy; when called, for "gradient" outside `scalify`, and for
-            `round_updates` without parameters.
+        ValueError: for an unknown policy; when called, for "gradient" outside `scalify`, for
+            `round_updates` without parameters, and for trees that do not match.
 
     Example:
         >>> import optax
@@ -172,6 +173,19 @@ def low_precision(
             raise ValueError(
                 "`round_updates` needs the parameters: `update(grads, state, params)`."
             )
+        try:
+            return _updated(grads, state, params, extra_args)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            problem = _mismatch(optimizer.init, grads, state, params)
+            if problem is None:
+                raise
+            raise ValueError(
+                f"{problem}: `update` takes gradients and parameters of the same structure and "
+                "shapes, and the state that `init` has made of them."
+            ) from error
+
+    def _updated(grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
+        olds = jax.tree.leaves(state, is_leaf=is_scaled)
         weights = params
         grads, state, params = _widen((grads, state, params))
         roles = find_roles(grads, state, params, extra_args)
@@ -191,6 +205,30 @@ def low_precision(
     if not hasattr(optimizer, "_replace"):
         return Optimizer(init, update)
     return optimizer._replace(init=init, update=update)
+
+
+def _mismatch(init: Callable[[Any], Any], grads: Any, state: Any, params: Any) -> str | None:
+    """Where two trees do not match; None if they do."""
+    found = None if params is None else _first_difference("grads", grads, "params", params)
+    if found is None:
+        like = jax.eval_shape(init, _widen(grads if params is None else params))
+        found = _first_difference("state", state, "init(params)", like)
+    return found
+
+
+def _first_difference(name: str, tree: Any, like_name: str, like: Any) -> str | None:
+    shapes = [
+        {
+            jax.tree_util.keystr(path): jnp.shape(leaf.data if is_scaled(leaf) else leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(t, is_leaf=is_scaled)
+        }
+        for t in (tree, like)
+    ]
+    for path in {**shapes[0], **shapes[1]}:
+        one, other = (f"of shape {s[path]}" if path in s else "missing" for s in shapes)
+        if one != other:
+            return f"`{name}{path}` is {one}, `{like_name}{path}` is {other}"
+    return None
 
 
 def _is_stored(x: Any, role: Role) -> bool:

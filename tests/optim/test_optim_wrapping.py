@@ -201,3 +201,24 @@ def test_state_bytes_per_parameter():
     e4m3 = jnp.float8_e4m3fn
     assert bytes_per_parameter(first_moment_dtype=e4m3) == pytest.approx(5, abs=1e-3)
     assert bytes_per_parameter(dtype=jnp.float32) == pytest.approx(10, abs=1e-3)
+
+
+W, B = jnp.ones(3), jnp.ones((2, 2))
+MISMATCHES = {  # gradients, the parameters of `init` and of `update`, and what is said
+    "missing": ({"w": W}, {"w": W, "b": B}, {"w": W, "b": B}, r"`grads\['b'\]` is missing"),
+    "left over": ({"w": W, "b": B}, {"w": W}, {"w": W}, r"`params\['b'\]` is missing"),
+    "shape": ({"w": W[:2]}, {"w": W}, {"w": W}, r"`grads\['w'\]` is of shape \(2,\), `params\['w'"),
+    "parameters": ({"w": W, "b": B}, {"w": W, "b": B}, {"w": W}, r"`params\['b'\]` is missing"),
+    "state": ({"w": W}, {"w": W, "b": B}, {"w": W}, r"`init\(params\)\[0\].mu\['b'\]` is missing"),
+    "no parameters": ({"w": W}, {"v": W}, None, r"`init\(params\)\[0\].mu\['v'\]` is missing"),
+}
+
+
+@pytest.mark.parametrize("scalified", [False, True])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_trees_that_do_not_match(name, scalified):
+    grads, start, params, message = MISMATCHES[name]
+    opt = low(optax.adam(0.1))
+    update = jsa.scalify(opt.update) if scalified else opt.update
+    with pytest.raises(ValueError, match=message + ".*: `update` takes gradients"):
+        update(grads, opt.init(start), params)
