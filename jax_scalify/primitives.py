@@ -266,7 +266,7 @@ def set_scaling(x: Any, scale: Any) -> Any:
 def rebalance_scale(x: Any, factor: Any) -> Any:
     """Multiply the scale of a value by a power of two and divide its data by it.
 
-    Inside `scalify`: `(data / factor, scale * factor)`. Without: `x`.
+    Inside `scalify`: `(data / factor, scale * factor)`, a factor 0 being read as 1. Without: `x`.
 
     Raises:
         ValueError: if a concrete `factor` is negative, nan or infinite, or its shape does not fit.

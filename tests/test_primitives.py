@@ -335,3 +335,22 @@ def test_a_requested_scale_stays_within_the_range():
     out = jsa.scalify(lambda x: jsa.set_scaling(x, 2.0**-130))(jsa.as_scaled_array(jnp.ones(2)))
     assert float(out.scale) == 2.0**-126
     np.testing.assert_array_equal(np.asarray(out), 1)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_factor_zero_is_read_as_one(static, dtype, jit):
+    x = jsa.as_scaled_array(jnp.asarray([[1.0, 2.0, -4.0]] * 2, dtype), 2.0)
+    x = jsa.freeze_scales(x) if static else x
+    factors = jnp.float32([[0.0], [4.0]])
+    rebalance = jsa.rebalance_scale
+    for out, scale in (
+        (jit(jsa.scalify(lambda x: rebalance(x, 0.0)))(x), 2.0),
+        (jit(jsa.scalify(rebalance))(x, jnp.float32(0)), 2.0),
+        (jit(jsa.scalify(rebalance))(x, factors), [[2.0], [8.0]]),
+        (jit(jsa.scalify(lambda x: rebalance(x, factors)))(x), [[2.0], [8.0]]),
+        (rebalance(x, 0.0), 2.0),
+    ):
+        np.testing.assert_array_equal(jsa.asarray(out), jsa.asarray(x))
+        np.testing.assert_array_equal(out.scale, scale)

@@ -94,8 +94,11 @@ def stochastic_cast_rule(ctx: RuleContext, x: ScaledArray, bits: Any, *, dtype: 
 @register_scale_rule(primitives.rebalance_scale_p)
 @takes_deferred
 def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
-    """`data / factor`, `scale * factor`."""
+    """`data / factor`, `scale * factor`; a factor 0 is read as 1."""
     factor = _requested_scale(ctx, 1)
+    if not factor.is_nonzero:
+        array = jnp.asarray(factor.array, ctx.table.dtype)
+        factor = ctx.table.atom(jnp.where(array == 0, 1, array)) if factor.factors else algebra.ONE
     raw, exponent = split(x)
     raw = filled(raw, ctx.out_avals[0].shape)
     return times(raw, Scale(exponent) / factor, x.scale * factor, ctx.out_dtype)
