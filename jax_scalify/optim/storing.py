@@ -65,9 +65,13 @@ def scale_by_statistic(x: jax.Array, old: jax.Array, dtype: Any, *, wide: bool) 
 
     The data's RMS is in [1, 2), or if an element would leave the range then, its maximum near the
     top; so it is, too, in FP8 and in a `wide` leaf. A zero has scale 0; what is not
-    finite keeps the `old` scale, whose shape the result has.
+    finite keeps the `old` scale, whose shape the result has. If that is 0, the finite elements
+    choose: infinity at scale 0 would be nan.
     """
     axes = tuple(a for a in range(x.ndim) if old.shape[a] == 1) if old.ndim else None
+    finite = jnp.isfinite(x)
+    zero = jnp.where(jnp.all(finite, axes, keepdims=bool(old.ndim)), 0, np.array(1, old.dtype))
+    x = jnp.where(finite | (old != 0), x, 0)
     largest = statistic(x, "max", axes)
     top = min(pow2.floor_exponent(jnp.finfo(dtype).max) - 1, 14)
     power = pow2.round_down(largest, old.dtype)
@@ -75,14 +79,15 @@ def scale_by_statistic(x: jax.Array, old: jax.Array, dtype: Any, *, wide: bool) 
     if not (wide or dtypes.is_narrow_float(dtype)):
         rms = statistic(x, "rms", axes)
         scale = jnp.maximum(scale, pow2.round_down(rms, old.dtype))
-    scale = jnp.where(power == 0, 0, jnp.maximum(scale, _SMALLEST))
+    scale = jnp.where(power == 0, zero, jnp.maximum(scale, _SMALLEST))
     return jnp.where(jnp.isfinite(largest), scale, old)
 
 
 def scale_of_gradient(grad: ScaledArray, old: jax.Array, degree: int) -> jax.Array:
     """`2**j * s**degree` for a gradient of scale `s`; the `old` scale if it is 0 or not finite.
 
-    A step that is refused for an infinite gradient then leaves every bit as it was.
+    A step that is refused for an infinite gradient then leaves every bit as it was. An `old` scale
+    0 is none to keep.
     """
     scale = array_lib.align_scale(grad.scale, grad.ndim)
     if scale.ndim:  # one scale for what shares one in `old`
@@ -92,9 +97,9 @@ def scale_of_gradient(grad: ScaledArray, old: jax.Array, degree: int) -> jax.Arr
     exponent = GRADIENT_EXPONENTS[degree]
     limit = math.ldexp(1.0, (pow2.MAX_EXPONENT - abs(exponent)) // degree)
     followed = jnp.clip(scale, 1 / limit, limit) ** degree * math.ldexp(1.0, exponent)
+    keeps = ~jnp.all(jnp.isfinite(grad.data)) & (old != 0)
     old = jnp.where(old == 0, 1, old)
-    finite = jnp.all(jnp.isfinite(grad.data))
-    return jnp.where((scale == 0) | ~finite, old, followed.astype(old.dtype))
+    return jnp.where((scale == 0) | keeps, old, followed.astype(old.dtype))
 
 
 def stored(

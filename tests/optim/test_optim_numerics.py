@@ -82,6 +82,50 @@ def test_zero_and_not_finite():
     assert jnp.isinf(mu.data[0])
 
 
+GRADIENTS = {
+    "one": [[jnp.inf, 1e-3, -2e-3, 0.0], [1e-3, 1e-3, 1e-3, 1e-3]],
+    "all": [[-jnp.inf] * 4, [jnp.inf] * 4],
+    "beside zeros": [[jnp.inf, 0.0, 0.0, 0.0], [0.0] * 4],
+    "nan": [[jnp.nan, 1e-3, -2e-3, 0.0], [0.0] * 4],
+}
+FAMILY = {
+    "adam": lambda: optax.adam(1e-2),
+    "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
+    "lion": lambda: optax.lion(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-2),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("policy", ["statistic", "gradient", "outside"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "axis"])
+@pytest.mark.parametrize("name", FAMILY)
+def test_what_is_not_finite_at_first_is_what_the_optimizer_has(name, kind, policy, dtype):
+    """Infinity at scale 0, which a fresh state has, would be nan for ever."""
+    plain = FAMILY[name]()
+    params = jnp.float32([[1.0, 2.0, -3.0, 4.0], [1.0, 1.0, 1.0, 1.0]])
+    opt = low(plain, dtype, policy="statistic" if policy == "outside" else policy)
+    update = jax.jit(opt.update if policy == "outside" else jsa.scalify(opt.update))
+    weights = jsa.as_scaled_array(params, "rms", axis=0 if kind == "axis" else None)
+    scale = jnp.full((2, 1), 2.0**-10) if kind == "axis" else 2.0**-10
+    scale = jnp.float32(scale) if kind == "dynamic" else scale
+    weights = jsa.freeze_scales(weights) if kind == "static" else weights
+    for first in GRADIENTS.values():
+        want, state = plain.init(params), opt.init(params)
+        for step, grads in enumerate((jnp.float32(first), jnp.full((2, 4), 1e-3))):
+            want = plain.update(grads, want, params)[1]
+            scaled = ScaledArray(grads / scale, scale)
+            given = (grads, state, params) if policy == "outside" else (scaled, state, weights)
+            state = update(*given)[1]
+            for got, leaf in zip(jsa.tree.leaves(state), jax.tree.leaves(want), strict=True):
+                got = np.asarray(jsa.asarray(got, jnp.float32))
+                np.testing.assert_array_equal(np.isnan(got), np.isnan(leaf))
+                np.testing.assert_array_equal(got == np.inf, leaf == np.inf)
+                np.testing.assert_array_equal(got == -np.inf, leaf == -np.inf)
+                if step == 0:  # then, beside what is not finite, the scale stays
+                    np.testing.assert_allclose(got, leaf, rtol=1e-2, atol=1e-9)
+
+
 @pytest.mark.parametrize("scalified", [False, True])
 def test_a_refused_batch_changes_no_bit(scalified):
     opt = low(optax.apply_if_finite(optax.adam(0.01), 5))
