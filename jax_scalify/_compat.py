@@ -253,3 +253,11 @@ def hi_jaxprs(params: dict[str, Any]) -> list[Any]:
         return []
     found = [getattr(prim.params.get("traced"), "jaxpr", None), prim.params.get("jaxpr")]
     return [j for j in found if j is not None]
+
+
+def explicit_sharding(like: Any) -> Any:
+    """The sharding that is part of a type, on a mesh with explicit axes; else None."""
+    sharding = getattr(like, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    explicit = mesh is not None and jax.sharding.AxisType.Explicit in (mesh.axis_types or ())
+    return sharding if explicit else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,6 +13,7 @@ from jax_scalify import _compat, dtypes, pow2
 from jax_scalify.algebra import GIVEN_EXTENT, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import Deferred
+from jax_scalify.values import filled
 
 
 def multiply(
@@ -44,7 +46,11 @@ def _multiply(data: Any, factor: Scale) -> Any:
     if jnp.issubdtype(compute, jnp.complexfloating):
         number = lax.convert_element_type(number, compute)
     if number.ndim and number.shape != data.shape:  # either may have dims of size 1
-        data, number = jnp.broadcast_arrays(data, number)
+        shape = np.broadcast_shapes(data.shape, number.shape)
+        if data.shape == shape:
+            number = filled(number, jax.typeof(data))
+        else:
+            data, number = jnp.broadcast_arrays(data, number)
     return lax.mul(number, data)
 
 

@@ -47,6 +47,7 @@ from jax_scalify.values import (
     Facts,
     Value,
     facts_of,
+    filled,
     fold_constants,
 )
 
@@ -271,7 +272,7 @@ def _captured(const: Any) -> Value:
         return Value.of(const)
     values = np.asarray(const)
     if values.size and np.all(values == values.flat[0]):
-        return Value.filled(values.shape, values.flat[0])
+        return Value.filled(values, values.flat[0])
     finfo = jnp.finfo(values.dtype)
     wide = values.astype(np.complex128 if np.iscomplexobj(values) else np.float64)
     sizes = np.abs(wide)
@@ -376,16 +377,17 @@ def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
 
     In `full((2, 3), 3.0) * x` the operand `x` may have the shape `(1, 3)` or `()`.
     """
-    shape = eqn.outvars[0].aval.shape
+    aval = eqn.outvars[0].aval
+    shape = aval.shape
     arrays = [i for i, v in enumerate(inputs) if v.uniform is None and v.is_scalable]
     if not arrays or any(v.uniform is None and v.shape == shape for v in inputs):
         return inputs
     value = inputs[arrays[0]]
-    fill = functools.partial(jnp.broadcast_to, shape=shape)
+    fill = functools.partial(filled, like=aval)
     x = value.array
     x = with_scale(x, x.scale, fill) if isinstance(x, ScaledArray) else fill(x)
-    filled = dataclasses.replace(value, shape=shape, array=x)
-    return [filled if v is value else v for v in inputs]
+    wide = dataclasses.replace(value, shape=shape, array=x)
+    return [wide if v is value else v for v in inputs]
 
 
 def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
@@ -405,7 +407,7 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
             return inputs[0]
         if name.startswith(("reduce", "cum")) and 0 in inputs[0].shape:
             return None
-        return Value.filled(aval.shape, inputs[0].uniform, facts=inputs[0].facts)
+        return Value.filled(aval, inputs[0].uniform, facts=inputs[0].facts)
     if name not in ELEMENTWISE:
         return None
     symbolic = _symbolic_scale(eqn, inputs)
@@ -420,7 +422,7 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
         out = _bind_uniform(eqn, inputs)
     facts = facts_of(eqn, inputs)
     if aval.shape:
-        return Value.filled(aval.shape, out, facts=facts)
+        return Value.filled(aval, out, facts=facts)
     return Value.of(out, facts=facts, scale=symbolic)
 
 

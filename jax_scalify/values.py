@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
-from jax_scalify import dtypes
+from jax_scalify import _compat, dtypes
 from jax_scalify.abstract import Interpretation
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
@@ -150,6 +150,8 @@ class Value:
         facts: about its elements.
         scale: for a plain 0-d value that *is* a scale, that scale.
         depth: number of alignments that XLA may fuse into one kernel with the value's computation.
+        made_with: the sharding of a uniform value of which no array has been made, if it is
+            explicit.
     """
 
     shape: tuple[int, ...]
@@ -159,6 +161,7 @@ class Value:
     facts: Facts = NOTHING
     scale: Scale | None = None
     depth: int = 0
+    made_with: Any = None
 
     @classmethod
     def of(
@@ -194,18 +197,30 @@ class Value:
     @classmethod
     def filled(
         cls,
-        shape: tuple[int, ...],
+        like: Any,
         uniform: Any,
         *,
         facts: Facts = NOTHING,
     ) -> Value:
-        """A value whose elements are all equal; its array is made when somebody needs it."""
+        """A value whose elements are all equal; its array is made when somebody needs it.
+
+        It has the shape and sharding of `like`: an abstract value, a `Value`, an array.
+        """
         return cls(
-            shape=tuple(shape),
+            shape=tuple(like.shape),
             dtype=uniform.dtype,
             uniform=uniform,
             facts=_with_constant(facts, uniform),
+            made_with=_compat.explicit_sharding(like),
         )
+
+    @property
+    def sharding(self) -> Any:
+        """The sharding of its array, or of the one that would be made."""
+        if self.array is None:
+            return self.made_with
+        data = self.array.data if self.is_scaled else self.array
+        return getattr(jax.typeof(data), "sharding", None)
 
     @property
     def nonneg(self) -> bool:
@@ -241,7 +256,21 @@ class Value:
         """The value as a plain array; not for scaled values."""
         if self.array is not None:
             return self.array
-        return lax.broadcast(jnp.asarray(self.uniform), self.shape)
+        return filled(self.uniform, self)
+
+
+def filled(data: Any, like: Any) -> Any:
+    """Give the data of a constant or of a broadcast scalar its full shape, and sharding.
+
+    They are those of `like`: an abstract value, a `Value`, an array.
+    """
+    shape, sharding = tuple(like.shape), _compat.explicit_sharding(like)
+    if np.shape(data) == shape:
+        return data
+    if sharding is None:
+        return jnp.broadcast_to(data, shape)
+    dims = range(len(shape) - np.ndim(data), len(shape))
+    return lax.broadcast_in_dim(jnp.asarray(data), shape, dims, out_sharding=sharding)
 
 
 def _is_nonnegative_constant(array: Any) -> bool:

@@ -50,14 +50,14 @@ from jax_scalify.rules.scattering import (
 
 def _sum_rule(negate_rhs: bool) -> Rule:
     def rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
-        shape = ctx.out_avals[0].shape
+        out = ctx.out_avals[0]
         if ctx.inputs[1].constant == 0:
             data, exponent = split(lhs)
-            return defer(filled(data, shape), exponent, lhs.scale)
+            return defer(filled(data, out), exponent, lhs.scale)
         if ctx.inputs[0].constant == 0:
             data, exponent = split(rhs)
             data = lax.neg(data) if negate_rhs else data
-            return defer(filled(data, shape), exponent, rhs.scale)
+            return defer(filled(data, out), exponent, rhs.scale)
         scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True) * _growth(ctx)
         data, exponent = bring_together(ctx, {0: lhs, 1: rhs}, scale)
         operation = lax.sub if negate_rhs else lax.add
@@ -134,8 +134,8 @@ def clamp_rule(
         if numbers[0] > 0 or numbers[1] < 0:
             scale = algebra.join(scale, algebra.meet(*bounds))
     args, exponent = bring_together(ctx, {0: low, 1: x, 2: high}, scale)
-    shape = ctx.out_avals[0].shape
-    args = [a if i != 1 and not np.ndim(a) else filled(a, shape) for i, a in enumerate(args)]
+    out = ctx.out_avals[0]
+    args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
     out = ctx.bind(*same_dtype(*args), **params)
     return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
 
@@ -153,7 +153,7 @@ def _brought_together(
         floors = [constant_floor(abs(n), dtype) for n, dtype in numbers if n and np.isfinite(n)]
         scale = algebra.join(scale, *floors) if floors else scale
     data, exponent = bring_together(ctx, operands, scale, ctx.out_dtype)
-    data = [filled(d, ctx.in_avals[i].shape) for i, d in zip(operands, data, strict=True)]
+    data = [filled(d, ctx.in_avals[i]) for i, d in zip(operands, data, strict=True)]
     return data, scale, exponent
 
 
@@ -201,7 +201,7 @@ def concatenate_rule(
     data, pieces = [], []
     for i, x in operands.items():
         shape = ctx.in_avals[i].shape
-        data.append(filled(align(ctx, i, x, scales[i], ctx.out_dtype), shape))
+        data.append(filled(align(ctx, i, x, scales[i], ctx.out_dtype), ctx.in_avals[i]))
         along = [n if a in axes else 1 for a, n in enumerate(shape)]
         pieces.append(scale_array(ctx.table, scales[i], along))
     scale = scale_of(ctx.table, lax.concatenate(pieces, dimension))
@@ -233,7 +233,7 @@ def pad_rule(
         return defer(ctx.bind(*data, padding_config=padding_config, **params), exponent, scale)
     number = ctx.inputs[1].constant
     scale = shared_scale(ctx, {0: x, 1: value})
-    data = filled(align(ctx, 0, x, scale, ctx.out_dtype), ctx.in_avals[0].shape)
+    data = filled(align(ctx, 0, x, scale, ctx.out_dtype), ctx.in_avals[0])
     own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(padding_config)]
     if any(c != (0, 0, 0) for c in own):
         new = scale_array(ctx.table, ZERO if number == 0 else largest(scale))
@@ -270,7 +270,7 @@ def dynamic_update_slice_rule(
     kept = own[0] if partial <= set(axes) else scale
     targets = {0: kept, 1: scale_of(ctx.table, new)}
     data = [
-        filled(align(ctx, i, a, targets[i], ctx.out_dtype), ctx.in_avals[i].shape)
+        filled(align(ctx, i, a, targets[i], ctx.out_dtype), ctx.in_avals[i])
         for i, a in enumerate((x, update))
     ]
     return ScaledArray(ctx.bind(*data, *starts, **params), scale)
@@ -340,10 +340,11 @@ def select_and_scatter_add_rule(
     """`scale = source.scale`, added up in float32; the operand only says where."""
     axes = windowed_axes(ctx, **params)
     source = uniform_over(source, axes)
-    shapes = [aval.shape for aval in ctx.in_avals]
     compute = dtypes.compute_dtype(ctx.out_dtype)
     arrays = source, comparable(operand, axes)
-    data = [filled(dtypes.cast(x.data, compute), s) for x, s in zip(arrays, shapes, strict=True)]
+    data = [
+        filled(dtypes.cast(x.data, compute), v) for x, v in zip(arrays, ctx.in_avals, strict=True)
+    ]
     return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), source.scale)
 
 

@@ -37,7 +37,7 @@ def _largest(ctx: RuleContext, scale: Scale, params: dict[str, Any]) -> Scale:
 
 def _at_one_scale(ctx: RuleContext, x: ScaledArray, params: dict[str, Any]) -> tuple[Any, Scale]:
     """Bring an array's data to the scale that all devices share, one for what is mixed."""
-    x = ScaledArray(filled(x.data, ctx.in_avals[0].shape), x.scale)
+    x = ScaledArray(filled(x.data, ctx.in_avals[0]), x.scale)
     x = uniform_over(x, _mixed_axes(ctx, params))
     scale = _largest(ctx, x.scale, params)
     return multiply(x.data, x.scale / scale), scale
@@ -74,7 +74,7 @@ def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
 def gathering_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale` = the largest of all devices, or, along the axis that is gathered, theirs."""
     if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
-        data = filled(x.data, ctx.in_avals[0].shape)
+        data = filled(x.data, ctx.in_avals[0])
         scale = ctx.table.atom(ctx.bind(x.scale.array, **params))
         return ScaledArray(ctx.bind(data, **params), scale)
     data, scale = _at_one_scale(ctx, x, params)
@@ -99,7 +99,7 @@ def psum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 @register_scale_rule("ppermute")
 def ppermute_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """The scale travels with the data; where nothing arrives both are 0."""
-    data, scale = filled(x.data, ctx.in_avals[0].shape), x.scale
+    data, scale = filled(x.data, ctx.in_avals[0]), x.scale
     if not scale.is_static:
         scale = ctx.table.atom(ctx.bind(scale.array, **params))
     return ScaledArray(ctx.bind(data, **params), scale)
@@ -113,7 +113,7 @@ def ragged_all_to_all_rule(
     x, out = uniform_over(x), uniform_over(out)
     scale = _largest(ctx, algebra.join(x.scale, out.scale), params)
     data = [
-        filled(multiply(a.data, a.scale / scale, ctx.out_dtype), aval.shape)
+        filled(multiply(a.data, a.scale / scale, ctx.out_dtype), aval)
         for a, aval in zip((x, out), ctx.in_avals, strict=False)
     ]
     return ScaledArray(ctx.bind(*data, *sizes, **params), scale)

@@ -19,7 +19,7 @@ from jax_scalify.deferred import LARGEST_EXPONENT, Deferred, can_defer, defer
 from jax_scalify.multiplying import moved, multiply, within_range
 from jax_scalify.registry import RuleContext
 from jax_scalify.scale_table import ScaleTable
-from jax_scalify.values import Value
+from jax_scalify.values import Value, filled
 
 # A sum of n non-negative terms grows like n. For narrow data the factor stops at 2**10: beyond it
 # one confident logit in a softmax over 50,257 classes would give 65536 * 2**-16.
@@ -62,11 +62,6 @@ def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> ScaledArray:
     if factor.is_static and not factor.is_zero and can_defer(dtype):
         return defer(dtypes.cast(raw, dtype), factor.exponent, scale)
     return ScaledArray(multiply(raw, factor, dtype), scale)
-
-
-def filled(data: Any, shape: tuple[int, ...]) -> Any:
-    """Give the data of a constant or of a broadcast scalar its full shape."""
-    return data if np.shape(data) == shape else jnp.broadcast_to(data, shape)
 
 
 def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArray:
@@ -320,5 +315,5 @@ def promote(value: Value, table: ScaleTable, full: bool) -> ScaledArray:
         mantissa = math.ldexp(float(number), -exponent)
         data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
     if full and value.shape:
-        data = lax.broadcast(jnp.asarray(data), value.shape)
+        data = filled(data, value)
     return ScaledArray(data, scale)

@@ -19,7 +19,7 @@ from jax_scalify.rules.common import factors_in_range, filled, uniform_over
 
 def _matrix(ctx: RuleContext, index: int, x: ScaledArray) -> ScaledArray:
     x = uniform_over(x, (x.ndim - 2, x.ndim - 1)) if x.scale.ndim else x
-    return ScaledArray(filled(x.data, ctx.in_avals[index].shape), x.scale)
+    return ScaledArray(filled(x.data, ctx.in_avals[index]), x.scale)
 
 
 def _factor_rule(*degrees: int) -> Rule:
@@ -64,7 +64,7 @@ def cholesky_update_rule(
     r, w = uniform_over(r), uniform_over(w)
     scale = algebra.join(r.scale, w.scale)
     data = [
-        filled(multiply(x.data, algebra.alignment(x.scale, scale), x.dtype), aval.shape)
+        filled(multiply(x.data, algebra.alignment(x.scale, scale), x.dtype), aval)
         for x, aval in zip((r, w), ctx.in_avals, strict=True)
     ]
     return ScaledArray(ctx.bind(*data, **params), scale)
@@ -91,5 +91,5 @@ def tridiagonal_solve_rule(
     *diagonals, b = (uniform_over(x) for x in diagonals_and_b)
     joined = algebra.join(*(x.scale for x in diagonals))
     data = [multiply(x.data, algebra.alignment(x.scale, joined), x.dtype) for x in diagonals]
-    arrays = [filled(d, v.shape) for d, v in zip((*data, b.data), ctx.in_avals, strict=True)]
+    arrays = [filled(d, v) for d, v in zip((*data, b.data), ctx.in_avals, strict=True)]
     return ScaledArray(ctx.bind(*arrays, **params), b.scale / joined)

@@ -19,7 +19,7 @@ def _evaluate(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any], w
     for x, aval in zip(args, ctx.in_avals, strict=True):
         if dtypes.is_scalable(aval.dtype):
             dtype = dtypes.compute_dtype(aval.dtype) if wide else aval.dtype
-            x = filled(dtypes.cast(ctx.dequantise(x, dtype), dtype), aval.shape)
+            x = filled(dtypes.cast(ctx.dequantise(x, dtype), dtype), aval)
         plain.append(x)
     out = ctx.bind(*plain, **params)
     out = out if ctx.primitive.multiple_results else [out]
@@ -76,7 +76,7 @@ def scatter_mul_rule(
     compute = dtypes.compute_dtype(x.dtype)
     plain = dtypes.cast(ctx.dequantise(updates), compute)
     data = [dtypes.cast(x.data, compute), plain]
-    shapes = ctx.in_avals[0].shape, ctx.in_avals[2].shape
-    data = [filled(d, shape) for d, shape in zip(data, shapes, strict=True)]
+    avals = ctx.in_avals[0], ctx.in_avals[2]
+    data = [filled(d, aval) for d, aval in zip(data, avals, strict=True)]
     out = scatter(ctx, data[0], indices, data[1], params)
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), x.scale)

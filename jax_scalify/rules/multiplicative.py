@@ -46,7 +46,7 @@ def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
             continue
         if sign := _unit(ctx, index, x):
             data, exponent = split(other)
-            data = filled(data, ctx.out_avals[0].shape)
+            data = filled(data, ctx.out_avals[0])
             return defer(data if sign > 0 else lax.neg(data), exponent, scale)
         if other.shape == ctx.out_avals[0].shape:
             product = defer_constant(other, x.data, scale)
@@ -65,7 +65,7 @@ def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
     sign = _unit(ctx, 1, rhs)
     if sign:
         data, exponent = split(lhs)
-        data = filled(data, ctx.out_avals[0].shape)
+        data = filled(data, ctx.out_avals[0])
         return defer(data if sign > 0 else lax.neg(data), exponent, scale)
     *data, exponent = split_product(lhs, rhs, powers=(1, -1))
     return defer(ctx.bind(*data, **params), exponent, scale)

@@ -57,7 +57,7 @@ def match_scale_rule(ctx: RuleContext, x: ScaledArray, like: ScaledArray) -> Sca
 
 def _at_scale(ctx: RuleContext, x: ScaledArray, scale: Scale) -> ScaledArray:
     raw, exponent = split(x)
-    raw = filled(raw, ctx.out_avals[0].shape)
+    raw = filled(raw, ctx.out_avals[0])
     if x.scale.is_zero:
         return defer(raw, exponent, scale)
     if not scale.is_nonzero:  # "any scale will do": the value's own
@@ -81,13 +81,13 @@ def _moved(raw: Any, factor: Scale, scale: Scale) -> ScaledArray:
 @register_scale_rule(primitives.cast_p)
 def cast_rule(ctx: RuleContext, x: ScaledArray, *, dtype: Any) -> ScaledArray:
     """The data only, saturating; scale unchanged."""
-    return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0].shape), dtype), x.scale)
+    return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0]), dtype), x.scale)
 
 
 @register_scale_rule(primitives.stochastic_cast_p)
 def stochastic_cast_rule(ctx: RuleContext, x: ScaledArray, bits: Any, *, dtype: Any) -> ScaledArray:
     """The data only, saturating; scale unchanged."""
-    data = filled(x.data, ctx.out_avals[0].shape)
+    data = filled(x.data, ctx.out_avals[0])
     return ScaledArray(dtypes.round_stochastically(data, bits, dtype), x.scale)
 
 
@@ -100,7 +100,7 @@ def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArra
         array = jnp.asarray(factor.array, ctx.table.dtype)
         factor = ctx.table.atom(jnp.where(array == 0, 1, array)) if factor.factors else algebra.ONE
     raw, exponent = split(x)
-    raw = filled(raw, ctx.out_avals[0].shape)
+    raw = filled(raw, ctx.out_avals[0])
     return times(raw, Scale(exponent) / factor, x.scale * factor, ctx.out_dtype)
 
 
@@ -115,7 +115,7 @@ def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
 @register_scale_rule(primitives.get_data_and_scale_p)
 def get_data_and_scale_rule(ctx: RuleContext, x: ScaledArray, *, scale_dtype: Any) -> list[Value]:
     """Both fields, as plain values."""
-    x = uniform_over(ScaledArray(filled(x.data, ctx.out_avals[0].shape), x.scale))
+    x = uniform_over(ScaledArray(filled(x.data, ctx.out_avals[0]), x.scale))
     scale = jnp.asarray(x.scale.array, scale_dtype)
     return [
         Value.of(jnp.asarray(x.data), facts=ctx.inputs[0].facts),
@@ -134,8 +134,8 @@ def dynamic_rescale_rule(
     """
     examples = ctx.out_avals[1].shape
     if not value.is_scaled:
-        return [value, Value.filled(examples, np.bool_(True))]
-    x = ScaledArray(filled(value.array.data, value.shape), value.array.scale)
+        return [value, Value.filled(ctx.out_avals[-1], np.bool_(True))]
+    x = ScaledArray(filled(value.array.data, value), value.array.scale)
     wide = statistic(x.data, stat, _measured_axes(x, batch_ndim))
     finite = jnp.isfinite(wide)
     power = pow2.round_down(wide, ctx.table.dtype)
@@ -171,8 +171,8 @@ def delayed_rescale_rule(
     """
     examples = ctx.out_avals[2].shape
     if not value.is_scaled:
-        return [value, history, Value.filled(examples, np.bool_(True))]
-    x = ScaledArray(filled(value.array.data, value.shape), value.array.scale)
+        return [value, history, Value.filled(ctx.out_avals[-1], np.bool_(True))]
+    x = ScaledArray(filled(value.array.data, value), value.array.scale)
     seen = history.plain()
     amax, finite = _amax_exponent(ctx, x, seen.shape[1:])
     expected = jnp.max(seen, 0) if algorithm == "max" else seen[0]

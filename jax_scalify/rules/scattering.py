@@ -100,7 +100,7 @@ def scatter_along_axes(
         there = scale_of(ctx.table, taken) * factor
     targets = {0: own[0] if replaces else scale, 2: there}
     data = [
-        filled(align(ctx, i, a, targets[i], dtype), ctx.in_avals[i].shape)
+        filled(align(ctx, i, a, targets[i], dtype), ctx.in_avals[i])
         for i, a in ((0, x), (2, updates))
     ]
     return scatter(ctx, data[0], indices, data[1], params), scale
@@ -154,9 +154,9 @@ def apply_function(
     jaxpr, consts = params["update_jaxpr"], params["update_consts"]
     closed = _compat.close_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), consts)
     scale = algebra.join(x.scale, _scale_of_function(ctx, closed, x))
-    shape = ctx.in_avals[0].shape
+    aval = ctx.in_avals[0]
     compute = dtypes.compute_dtype(x.dtype)
-    plain = filled(ctx.dequantise(x, compute), shape)
+    plain = filled(ctx.dequantise(x, compute), aval)
     dims = params["dimension_numbers"]
     known = {k: params[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
     size = ctx.in_avals[2].shape
@@ -169,18 +169,18 @@ def apply_function(
     except TypeError:  # it holds a function of its own, which is for its dtype
         function = jex_core.jaxpr_as_fun(closed)
         out = applied(dtypes.cast(plain, x.dtype), lambda v: function(v, v)[0])
-    marks = jnp.zeros(shape, bool)
+    marks = jnp.zeros(aval.shape, bool)
     touched = lax.scatter(marks, indices, jnp.ones(size, bool), dims, **known)
     new = multiply(out, scale**-1, ctx.out_dtype)
-    old = filled(align(ctx, 0, x, scale, ctx.out_dtype), shape)
-    return ScaledArray(lax.select(touched, filled(new, shape), old), scale)
+    old = filled(align(ctx, 0, x, scale, ctx.out_dtype), aval)
+    return ScaledArray(lax.select(touched, filled(new, aval), old), scale)
 
 
 def _scale_of_function(ctx: RuleContext, closed: Any, x: ScaledArray) -> Scale:
     """The scale that the rules give a function of each element, by one element of each scale."""
     if 0 in x.shape:
         return x.scale
-    element = filled(x.data, ctx.in_avals[0].shape)
+    element = filled(x.data, ctx.in_avals[0])
     shape = x.scale.shape or (1,) * x.ndim
     element = lax.reshape(lax.slice(element, (0,) * x.ndim, shape), x.scale.shape)
     function = jex_core.jaxpr_as_fun(closed)

@@ -221,8 +221,8 @@ def select_and_gather_add_rule(
     """`scale = tangents.scale`; the operand only says which of them."""
     axes = windowed_axes(ctx, **params)
     tangents = uniform_over(tangents, axes)
-    shape = ctx.in_avals[0].shape
-    data = [filled(x.data, shape) for x in (tangents, comparable(operand, axes))]
+    aval = ctx.in_avals[0]
+    data = [filled(x.data, aval) for x in (tangents, comparable(operand, axes))]
     out = ctx.bind(*same_dtype(*data), **params)
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), tangents.scale)
 
@@ -237,10 +237,9 @@ def reduce_precision_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Sc
 @takes_deferred
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
-    shapes = [v.shape for v in ctx.in_avals]
     data = [split(x) if isinstance(x, ScaledArray) else (x, 0) for x in args]
     exponents = [exponent for _, exponent in data]
-    data = [filled(d, s) for (d, _), s in zip(data, shapes, strict=True)]
+    data = [filled(d, aval) for (d, _), aval in zip(data, ctx.in_avals, strict=True)]
     out = ctx.bind(*data, **params)
     out = out if ctx.primitive.multiple_results else [out]
     out = [

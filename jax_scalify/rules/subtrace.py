@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify import dtypes, pow2
+from jax_scalify import _compat, dtypes, pow2
 from jax_scalify.algebra import LARGEST_EXTENT, Scale
 from jax_scalify.array import ScaledArray, align_scale
 from jax_scalify.multiplying import within_range
@@ -48,6 +48,7 @@ class Form:
         scale_shape: of a dynamic scale: `()`, or the rank of the value with dims 1 or its own.
         extent: of a dynamic scale, as of an `Atom`.
         facts: about the elements.
+        sharding: if it is explicit, a part of types.
     """
 
     shape: tuple[int, ...]
@@ -58,10 +59,12 @@ class Form:
     scale_shape: tuple[int, ...] = ()
     extent: int = 0
     facts: Facts = NOTHING
+    sharding: Any = None
 
     @classmethod
     def of(cls, value: Value) -> Form:
         """The strongest form of a value."""
+        sharding = _compat.explicit_sharding(value)
         if value.is_scaled:
             scale = value.array.scale
             known = (
@@ -69,34 +72,45 @@ class Form:
                 if scale.is_static
                 else {"scale_shape": scale.shape, "extent": min(LARGEST_EXTENT, int(scale.span))}
             )
-            return cls(value.shape, value.dtype, "scaled", facts=value.facts, **known)
+            known |= {"facts": value.facts, "sharding": sharding}
+            return cls(value.shape, value.dtype, "scaled", **known)
         kind = "plain"
         if value.constant is not None:
             kind = "constant"
         elif value.uniform is not None and value.array is None:
             kind = "uniform"
-        return cls(value.shape, value.dtype, kind, value.constant, facts=value.facts)
+        known = dict(constant=value.constant, facts=value.facts, sharding=sharding)
+        return cls(value.shape, value.dtype, kind, **known)
 
     def key(self) -> tuple[Any, ...]:
         """What tells a form from others, hashable."""
         number = None if self.constant is None else self.constant.tobytes()
-        return self.shape, self.dtype, self.kind, number, self.facts, self.scale_shape, self.static
+        known = self.shape, self.dtype, self.kind, number, self.facts, self.scale_shape
+        return *known, self.static, self.sharding
 
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
-        return Form(self.shape, self.dtype, "scaled", extent=LARGEST_EXTENT, facts=self.facts)
+        known = dict(extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding)
+        return Form(self.shape, self.dtype, "scaled", **known)
 
     def slice(self) -> Form:
         """The form of one step of a scanned value."""
         rest = self.scale_shape[1:]
         rest = () if math.prod(rest) == 1 else rest
-        return dataclasses.replace(self, shape=self.shape[1:], scale_shape=rest)
+        sharding = self.sharding
+        if sharding is not None:
+            sharding = jax.sharding.NamedSharding(
+                sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:])
+            )
+        return dataclasses.replace(self, shape=self.shape[1:], scale_shape=rest, sharding=sharding)
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the arrays, a scale's dtype left to the table."""
         if self.kind == "constant":
             return []
-        return [jax.ShapeDtypeStruct(() if self.kind == "uniform" else self.shape, self.dtype)]
+        if self.kind == "uniform":
+            return [jax.ShapeDtypeStruct((), self.dtype)]
+        return [jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)]
 
     @property
     def has_scale(self) -> bool:
@@ -135,11 +149,9 @@ class Form:
     def unpack(self, arrays: Sequence[Any], table: ScaleTable | None) -> Value:
         """The value that arrays in this form stand for."""
         if self.kind == "constant":
-            return (
-                Value.filled(self.shape, self.constant) if self.shape else Value.of(self.constant)
-            )
+            return Value.filled(self, self.constant) if self.shape else Value.of(self.constant)
         if self.kind == "uniform":
-            return Value.filled(self.shape, arrays[0], facts=self.facts)
+            return Value.filled(self, arrays[0], facts=self.facts)
         if self.kind == "plain":
             return Value.of(arrays[0], facts=self.facts)
         if table is None:
@@ -158,11 +170,11 @@ def join(a: Form, b: Form) -> Form:
             return a
         # Two constants are scaled values, unless they are numbers whose exponent is their scale.
         kind = "scaled" if a.shape and dtypes.is_scalable(a.dtype) else "plain"
-        return Form(a.shape, a.dtype, kind, facts=facts)
+        return Form(a.shape, a.dtype, kind, facts=facts, sharding=a.sharding)
     if "scaled" in (a.kind, b.kind):
         return _join_scaled(a, b, facts)
     kind = "plain" if "plain" in (a.kind, b.kind) or not a.shape else "uniform"
-    return Form(a.shape, a.dtype, kind, facts=facts)
+    return Form(a.shape, a.dtype, kind, facts=facts, sharding=a.sharding)
 
 
 def _join_scaled(a: Form, b: Form, facts: Facts) -> Form:
@@ -170,10 +182,11 @@ def _join_scaled(a: Form, b: Form, facts: Facts) -> Form:
     others = [f for f in (a, b) if f.kind != "scaled"]
     zero = all(f.kind == "constant" and f.constant == 0 for f in others)
     if zero and None not in known and len(set(known)) == 1:
-        return Form(a.shape, a.dtype, "scaled", static=known[0], facts=facts)
+        return Form(a.shape, a.dtype, "scaled", static=known[0], facts=facts, sharding=a.sharding)
     shape = np.broadcast_shapes(a.scale_shape, b.scale_shape)
     extent = max(a.extent, b.extent)
-    return Form(a.shape, a.dtype, "scaled", scale_shape=shape, extent=extent, facts=facts)
+    rest = dict(scale_shape=shape, extent=extent, facts=facts, sharding=a.sharding)
+    return Form(a.shape, a.dtype, "scaled", **rest)
 
 
 def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct]:

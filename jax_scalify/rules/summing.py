@@ -81,7 +81,7 @@ def _full(ctx: RuleContext, *operands: Any) -> list[ScaledArray]:
         if not isinstance(x, ScaledArray)
         else x
         if x.shape == aval.shape
-        else ScaledArray(filled(x.data, aval.shape), x.scale)
+        else ScaledArray(filled(x.data, aval), x.scale)
         for x, aval in zip(operands, ctx.in_avals, strict=False)
     ]
 
