@@ -357,7 +357,7 @@ class _Rounds:
             parts.append(self._maxima([scales[n].terms for n in maxima], limits))
         if bounded:
             read = self._read([scales[n].terms[0] for n in bounded])
-            limits = np.float32([scales[n].limit for n in bounded])
+            limits = np.array([scales[n].limit for n in bounded], np.float32)
             parts.append(functools.partial(_bounded, read=read, limits=limits))
         for (degree, is_rest), group in roots.items():
             read = self._read([scales[n].terms[0] for n in group])
@@ -387,7 +387,7 @@ class _Rounds:
             values = read(exponents)
             if width > 1:
                 values = lax.reduce_max(_take(values, index), (1,))
-            return lax.min(values, np.broadcast_to(np.float32(limits), values.shape))
+            return lax.min(values, np.broadcast_to(np.array(limits, np.float32), values.shape))
 
         return maxima
 

@@ -67,7 +67,7 @@ class Form:
         sharding = _compat.explicit_sharding(value)
         if value.is_scaled:
             scale = value.array.scale
-            known = (
+            known: dict[str, Any] = (
                 {"static": scale}
                 if scale.is_static
                 else {"scale_shape": scale.shape, "extent": min(LARGEST_EXTENT, int(scale.span))}
@@ -79,8 +79,8 @@ class Form:
             kind = "constant"
         elif value.uniform is not None and value.array is None:
             kind = "uniform"
-        known = dict(constant=value.constant, facts=value.facts, sharding=sharding)
-        return cls(value.shape, value.dtype, kind, **known)
+        rest: dict[str, Any] = dict(constant=value.constant, facts=value.facts, sharding=sharding)
+        return cls(value.shape, value.dtype, kind, **rest)
 
     def key(self) -> tuple[Any, ...]:
         """What tells a form from others, hashable."""
@@ -90,7 +90,7 @@ class Form:
 
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
-        known = dict(extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding)
+        known: dict[str, Any] = dict(extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding)
         return Form(self.shape, self.dtype, "scaled", **known)
 
     def slice(self) -> Form:
@@ -185,7 +185,7 @@ def _join_scaled(a: Form, b: Form, facts: Facts) -> Form:
         return Form(a.shape, a.dtype, "scaled", static=known[0], facts=facts, sharding=a.sharding)
     shape = np.broadcast_shapes(a.scale_shape, b.scale_shape)
     extent = max(a.extent, b.extent)
-    rest = dict(scale_shape=shape, extent=extent, facts=facts, sharding=a.sharding)
+    rest: dict[str, Any] = dict(scale_shape=shape, extent=extent, facts=facts, sharding=a.sharding)
     return Form(a.shape, a.dtype, "scaled", **rest)
 
 
