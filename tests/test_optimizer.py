@@ -164,3 +164,42 @@ def test_float16_state_with_tiny_gradients():
         exact = 0.9 * exact + 0.1 * g
         error = np.linalg.norm(np.asarray(mu, np.float64) - exact) / np.linalg.norm(exact)
         assert error < 1e-3
+
+
+def _bert_like_loss(params, ids, mask, head_mask, labels):
+    """As Hugging Face's Flax BERT: masks of padding and of heads are integers, and in einsums."""
+    h = params["embedding"][ids]
+    h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-12)
+    q, k, v = (jnp.einsum("bld,dhk->blhk", h, params[n]) + params[f"{n}_bias"] for n in "qkv")
+    keep = mask[:, None, None, :]
+    zeros = jnp.full(keep.shape, 0.0).astype(h.dtype)
+    bias = jax.lax.select(keep > 0, zeros, jnp.full_like(zeros, jnp.finfo(h.dtype).min))
+    weights = jax.nn.softmax(jnp.einsum("bqhk,bvhk->bhqv", q / jnp.sqrt(2.0), k) + bias)
+    weights = jnp.einsum("...hqk,h->...hqk", weights, head_mask)
+    out = jnp.einsum("bhqv,bvhk->bqhk", weights, v)
+    logits = (out.reshape(h.shape) + h) @ params["embedding"].T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(losses * mask) / jnp.sum(mask)
+
+
+@pytest.mark.parametrize("kind", ["one", "rms", "frozen"])
+def test_a_step_with_integer_masks_is_the_plain_step(kind):
+    rng = np.random.default_rng(0)
+    shapes = {"embedding": (9, 4), **dict.fromkeys("qkv", (4, 2, 2))}
+    params = {n: jnp.asarray(rng.normal(size=s) * 0.1, jnp.float32) for n, s in shapes.items()}
+    params |= {f"{n}_bias": jnp.zeros((2, 2)) for n in "qkv"}
+    ids, labels = jnp.asarray(rng.integers(0, 9, (2, 3, 5)))
+    mask, head_mask = jnp.asarray([[1, 1, 1, 0, 0]] + [[1] * 5] * 2), jnp.asarray([1, 0])
+    optimizer = optax.adamw(1e-3)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(_bert_like_loss)(params, ids, mask, head_mask, labels)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss, grads
+
+    state = params, optimizer.init(params)
+    scaled = jsa.as_scaled_array(state, "rms" if kind == "rms" else None)
+    scaled = jsa.freeze_scales(scaled) if kind == "frozen" else scaled
+    got = jsa.asarray(jax.jit(jsa.scalify(step))(*scaled), jnp.float32)
+    chex.assert_trees_all_close(got, step(*state), rtol=1e-5, atol=1e-5)
