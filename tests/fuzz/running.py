@@ -1,0 +1,237 @@
+"""Runs a program plainly and scalified, and compares.
+
+The reference is the plain program in float64 on the values that the inputs hold. What is got is
+right where it is near to that. Near means within `_TOLERANCE` units of the dtype's epsilon, of the
+leaf's largest magnitude; of a gradient, also of 1e-3 of the largest gradient, where gradients are
+in units of their input. What is further off is looked at again:
+
+- It is right where it is as near to what *plain* JAX gives, in the program's dtypes and in
+  float32. So functions that read the dtype (`nan_to_num`) are compared with themselves.
+- It may be off by `_FACTOR` times what *plain* JAX is off, or what *noise* does to the reference:
+  every input and every result is changed at random by some units of its dtype's epsilon, in the
+  backward pass too. What is sensitive (sums that cancel, comparisons of equals, indices of a sort)
+  is so found to be, element by element. Integers and bools may be what noise makes of them.
+- A float16 array has one scale, so its noise has an absolute part also: `2**-14` of its largest
+  magnitude and `2**-24`, the smallest number at scale 1.
+- Where plain JAX or noise is not finite, what is not finite is right, and so is the true number;
+  a wrong finite number never is, nor nan where plain JAX is finite.
+
+The stored data is what counts: an input is its data times its scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_scalify as jsa
+from jax_scalify.array import is_scaled
+from tests.fuzz.programs import Program, check_plain, load
+
+_TOLERANCE = 64.0
+_FACTOR = 8.0
+_RUNS = 4
+_EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "": 0.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What is wrong with a program.
+
+    Attributes:
+        kind: "raises", "dtype" or "value".
+        detail: the message, for people.
+        leaf: number of the result.
+    """
+
+    kind: str
+    detail: str
+    leaf: int = 0
+
+
+def check(program: Program) -> Failure | None:
+    """Run a program, and return what is wrong with it.
+
+    Raises:
+        Discarded: if plain JAX refuses the program.
+    """
+    avals = check_plain(program)
+    try:
+        results = run_scalified(program)
+        got = jax.tree.leaves(jsa.asarray(results, jnp.float32))
+        got = [np.asarray(g) for g in got if g.dtype != jax.dtypes.float0]
+    except Exception as error:
+        message = re.sub(r"\s+", " ", str(error))[:500]
+        return Failure("raises", f"{type(error).__name__}: {message}")
+    leaves = jax.tree.leaves(results, is_leaf=is_scaled)
+    leaves = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
+    for k, (leaf, aval) in enumerate(zip(leaves, avals, strict=True)):
+        if leaf.shape != aval.shape or leaf.dtype != aval.dtype:
+            return Failure(
+                "dtype", f"{leaf.dtype}{leaf.shape}, plain JAX {aval.dtype}{aval.shape}", k
+            )
+    return _compare(program, got, avals)
+
+
+def run_scalified(program: Program) -> Any:
+    """The results of the scalified program."""
+    fun = jsa.scalify(load(program.definitions()))
+    return (jax.jit(fun) if program.jitted else fun)(*(i.argument() for i in program.inputs))
+
+
+def _leaves(result: Any) -> list[np.ndarray]:
+    arrays = [np.asarray(r) for r in jax.tree.leaves(result) if r.dtype != jax.dtypes.float0]
+    return [a if a.dtype.kind in "iub" else a.astype(np.float64) for a in arrays]
+
+
+def run_plain(program: Program, dtype: str = "") -> list[np.ndarray]:
+    """The results of the plain program in its own dtypes, or with floats of one dtype."""
+    source = program.definitions()
+    if dtype:
+        source = re.sub(r"jnp\.(float32|float16|bfloat16)\b", f"jnp.{dtype}", source)
+    with jax.enable_x64(dtype == "float64"):
+        values = [
+            jnp.asarray(i.value(), (dtype or i.dtype) if i.is_float else None)
+            for i in program.inputs
+        ]
+        return _leaves(load(source)(*values))
+
+
+def run_noisy(program: Program, run: int) -> list[np.ndarray]:
+    """The results in float64, with noise on every input and result."""
+    source = re.sub(
+        r"jnp\.(float32|float16|bfloat16)\b", "jnp.float64", program.definitions("noise")
+    )
+    dtypes = [i.dtype if i.is_float else "" for i in program.inputs]
+    dtypes += [s.dtype for s in program.statements]
+    reverse = program.wrapper in ("grad", "remat")
+    with jax.enable_x64(True):
+        noise = functools.partial(_noise, dtypes=dtypes, run=run, reverse=reverse)
+        values = [jnp.asarray(i.value()) for i in program.inputs]
+        return _leaves(load(source, noise=noise)(*values))
+
+
+def _noise(tree: Any, index: int, *, dtypes: list[str], run: int, reverse: bool) -> Any:
+    dtype = dtypes[index]
+    if not dtype:
+        return tree
+
+    def change(x: Any) -> Any:
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
+            return x
+        rng = np.random.default_rng((run, index))
+        draws = [rng.choice([-1.0, 1.0], x.shape) * rng.uniform(0.5, 1, x.shape) for _ in "12"]
+        relative = 1 + 2 * _EPS[dtype] * draws[0]
+        if dtype != "float16":
+            return x * relative
+
+        def perturb(x: Any) -> Any:
+            finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+            lost = 2.0**-14 * jnp.max(finite) + 2.0**-24
+            return jnp.where(x == 0, x, x * relative + lost * draws[1])
+
+        return (_both if reverse else _forward)(perturb)(x)
+
+    return jax.tree.map(change, tree)
+
+
+def _forward(perturb: Any) -> Any:
+    @jax.custom_jvp
+    def noisy(x):
+        return perturb(x)
+
+    noisy.defjvp(lambda p, t: (perturb(p[0]), t[0]))
+    return noisy
+
+
+def _both(perturb: Any) -> Any:
+    @jax.custom_vjp
+    def noisy(x):
+        return perturb(x)
+
+    noisy.defvjp(lambda x: (perturb(x), None), lambda _, ct: (perturb(ct),))
+    return noisy
+
+
+def _compare(program: Program, got: list[np.ndarray], avals: tuple[Any, ...]) -> Failure | None:
+    want = run_plain(program, "float64")
+    limits = _limits(program, want, avals)
+    wrong = [_off(g, w, limit) for g, w, limit in zip(got, want, limits, strict=True)]
+    if not any(np.any(w) for w in wrong):
+        return None
+    plain = [run_plain(program, "float32"), run_plain(program)]
+    noisy = [run_noisy(program, run) for run in range(_RUNS)]
+    for k, (g, w, limit) in enumerate(zip(got, want, limits)):
+        if not np.any(wrong[k]):
+            continue
+        still = wrong[k]
+        for p in plain:
+            still = still & _off(g, p[k], limit)
+        still = still & ~_excused(g, w, [p[k] for p in plain + noisy], limit)
+        if np.any(still):
+            return Failure("value", _told(g, w, plain[0][k], still), k)
+    return None
+
+
+def _limits(program: Program, want: list[np.ndarray], avals: tuple[Any, ...]) -> list[Any]:
+    """The absolute error allowed to each leaf."""
+    dtypes = [i.dtype for i in program.inputs if i.is_float]
+    dtypes += [s.dtype for s in program.statements if s.dtype]
+    eps = _TOLERANCE * max(_EPS[d] for d in dtypes)
+    sizes = [_largest(w) for w in want]
+    if program.wrapper in ("grad", "remat"):
+        units = [max(_largest(i.value()), 2.0**-60) for i in program.inputs if i.is_float]
+        whole = max(s * u for s, u in zip(sizes, units, strict=True))
+        sizes = [max(s, 1e-3 * whole / u) for s, u in zip(sizes, units)]
+    return [eps * s for s in sizes]
+
+
+def _largest(x: np.ndarray) -> float:
+    if x.dtype.kind in "iub":
+        return 0.0
+    return float(np.max(np.abs(x[np.isfinite(x)]), initial=0.0))
+
+
+def _off(got: np.ndarray, want: np.ndarray, limit: float) -> np.ndarray:
+    """Where two arrays differ."""
+    if want.dtype.kind in "iub":
+        return got != want
+    got = got.astype(np.float64)
+    with np.errstate(all="ignore"):
+        same = (got == want) | (np.isnan(got) & np.isnan(want))
+        near = np.isfinite(got) & np.isfinite(want) & (np.abs(got - want) <= limit)
+    return ~(same | near)
+
+
+def _excused(got: np.ndarray, want: np.ndarray, others: list[np.ndarray], limit: float) -> Any:
+    """Where other ways to compute it are as far off."""
+    excused = np.zeros(got.shape, bool)
+    if want.dtype.kind in "iub":
+        return functools.reduce(np.logical_or, [got == o for o in others], excused)
+    got = got.astype(np.float64)
+    with np.errstate(all="ignore"):
+        reach = [np.where(np.isfinite(o), np.abs(o - want), 0) for o in others]
+        spread = _FACTOR * np.max(np.stack(reach), axis=0) + limit
+        excused |= np.isfinite(got) & np.isfinite(want) & (np.abs(got - want) <= spread)
+        excused |= ~np.isfinite(got) & np.any(~np.isfinite(np.stack(others)), axis=0)
+        # Where the reference is not finite, a number that noise comes to is as good.
+        near = [np.abs(got - o) <= _FACTOR * np.abs(o) + limit for o in others]
+        excused |= ~np.isfinite(want) & np.any(np.stack(near), axis=0)
+        excused |= np.isinf(got) & (np.abs(want) > 3.4e38) & (np.sign(got) == np.sign(want))
+        excused |= (np.abs(got) < 2.0**-120) & (np.abs(want) < 2.0**-120)
+    return excused
+
+
+def _told(got: np.ndarray, want: np.ndarray, plain: np.ndarray, wrong: np.ndarray) -> str:
+    with np.printoptions(precision=6, threshold=24):
+        return (
+            f"got {got[wrong]} where float64 gives {want[wrong]} and plain float32 {plain[wrong]}; "
+            f"{int(wrong.sum())} of {wrong.size} elements"
+        )
