@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from tests.fuzz.programs import DTYPES, Program, generate
+from tests.fuzz.programs import DTYPES, Discarded, Program, generate
 from tests.fuzz.running import Failure, check
 from tests.fuzz.shrinking import shrink
 
@@ -86,7 +86,10 @@ def run_shard(folder: Path, options: argparse.Namespace) -> None:
         failed = []
         for index in range(start, start + CHUNK):
             program = generate(options.seed, index)
-            failure = check(program)
+            try:
+                failure = check(program)
+            except Discarded:
+                continue
             if failure is None:
                 continue
             text = report(options.seed, index, *shrink(program, failure))

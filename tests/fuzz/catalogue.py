@@ -289,7 +289,7 @@ PRODUCTS = [
     "jnp.vdot({v}, {w})",
     "jnp.vecdot({v}, {w})",
     "jnp.matvec({A}, {V})",
-    "jnp.vecmat({V}, jnp.transpose({A}))",
+    "jnp.vecmat({v}, jnp.outer({w}, {w}))",
     "jnp.inner({v}, {w})",
     "jnp.tensordot({A}, {B}, 1)",
     "jnp.cross({V3}, {V3})",
