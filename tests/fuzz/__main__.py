@@ -21,7 +21,7 @@ from tests.fuzz.running import Failure, check
 from tests.fuzz.shrinking import shrink
 
 ROOT = Path(".fuzz")
-CHUNK = 50
+CHUNK = 20
 CLEAR_EVERY = 500
 
 

@@ -1,4 +1,4 @@
-"""The statements that random programs are made of, and the public functions without one.
+"""The statements that random programs are made of, by family.
 
 A statement is the source of an expression. Its operands stand in braces, and are filled in from
 left to right with variables of the program or with new inputs:
@@ -48,7 +48,7 @@ ELEMENTWISE = [
         "tanh arcsinh asinh exp exp2 expm1 floor ceil trunc rint round around real conj conjugate "
         "deg2rad rad2deg degrees radians sinc i0 reciprocal nan_to_num angle imag copy array "
         "asarray isnan isinf isfinite isposinf isneginf signbit iscomplex isreal logical_not "
-        "nansum nanprod nan_to_num ravel atleast_1d atleast_2d atleast_3d ones_like zeros_like",
+        "nansum nanprod ravel atleast_1d atleast_2d atleast_3d ones_like zeros_like",
     ),
     *_each("jnp.FUN({p})", "sqrt log log2 log10 log1p"),
     *_each("jnp.FUN({u})", "arcsin asin arccos acos arctanh atanh"),
@@ -174,7 +174,7 @@ SHAPES = [
     "jnp.concatenate([{x}, {e}], axis=-1)",
     "jnp.concat([{x}, {e}], axis=0)",
     "jnp.concatenate([{x}, jnp.ones_like({x})], axis=-1)",
-    *_each("jnp.FUN([{x}, {e}])", "stack hstack vstack dstack column_stack append block"),
+    *_each("jnp.FUN([{x}, {e}])", "stack hstack vstack dstack column_stack block"),
     "jnp.append({x}, {y})",
     "jnp.array([{t}, {s}, 1.0])",
     "jnp.split({A}, 2, axis=1)",
@@ -230,8 +230,8 @@ INDEXING = [
     "jnp.take({a}, {n} + 2, axis=0)",
     "jnp.take({a}, {n}, axis=-1, mode='clip')",
     "jnp.take_along_axis({a}, jnp.argsort({a}, axis=-1), axis=-1)",
-    "jnp.choose({n}, [{V3}, {V3}, {V3}])",
-    "jnp.compress(jnp.array([True, False, True]), {S}, axis=0)",
+    "jnp.choose({n}, [{V3}, {V3}, {V3}], mode='clip')",
+    "jnp.compress(np.array([True, False, True]), {S}, axis=0, size=2)",
     "jnp.extract({b}, {a}, size=3, fill_value=0)",
     "jnp.nonzero({x}, size=2, fill_value=0)[0] if {x}.ndim else {x}",
     "jnp.flatnonzero({x}, size=2)",
@@ -315,7 +315,7 @@ PRODUCTS = [
     "jnp.polyint({v})",
     "jnp.polyfit(jnp.arange(4.0), {v4}, 1)",
     "jnp.poly({V3})",
-    "jnp.sort(jnp.abs(jnp.roots({V3}, strip_zeros=False)))",
+    "jnp.sort(jnp.abs(jnp.roots({V3}.astype(jnp.float32), strip_zeros=False)))",
 ]
 
 RANGES = [
@@ -346,17 +346,17 @@ LINALG = [
         "matrix_transpose tensorinv_",
     )[:-1],
     "jnp.linalg.cholesky({S} @ {S}.T + jnp.eye(3))",
-    "jnp.linalg.eigvalsh({S})",
-    "jnp.linalg.eigh({S} + {S}.T)[0]",
-    "jnp.abs(jnp.linalg.eigh({S} + {S}.T)[1])",
-    "jnp.sort(jnp.abs(jnp.linalg.eigvals({S})))",
-    "jnp.sort(jnp.abs(jnp.linalg.eig({S})[0]))",
-    "jnp.linalg.qr({A})[1] ** 2",
-    "jnp.linalg.qr({S})[0] ** 2",
-    "jnp.linalg.svd({A}, compute_uv=False)",
-    "jnp.abs(jnp.linalg.svd({A}, full_matrices=False)[0])",
+    "jnp.linalg.eigvalsh({S}.astype(jnp.float32))",
+    "jnp.linalg.eigh({S}.astype(jnp.float32) + {S}.astype(jnp.float32).T)[0]",
+    "jnp.abs(jnp.linalg.eigh({S}.astype(jnp.float32) + {S}.astype(jnp.float32).T)[1])",
+    "jnp.sort(jnp.abs(jnp.linalg.eigvals({S}.astype(jnp.float32))))",
+    "jnp.sort(jnp.abs(jnp.linalg.eig({S}.astype(jnp.float32))[0]))",
+    "jnp.linalg.qr({A}.astype(jnp.float32))[1] ** 2",
+    "jnp.linalg.qr({S}.astype(jnp.float32))[0] ** 2",
+    "jnp.linalg.svd({A}.astype(jnp.float32), compute_uv=False)",
+    "jnp.abs(jnp.linalg.svd({A}.astype(jnp.float32), full_matrices=False)[0])",
     "jnp.linalg.solve({S} + 4 * jnp.eye(3), {V3})",
-    "jnp.linalg.lstsq({A43}, {v4})[0]",
+    "jnp.linalg.lstsq({A43}.astype(jnp.float32), {v4}.astype(jnp.float32))[0]",
     "jnp.linalg.matrix_power({S}, 3)",
     "jnp.linalg.multi_dot([{A}, {B}, {V2}])",
     "jnp.linalg.norm({A})",
@@ -364,22 +364,22 @@ LINALG = [
     "jnp.linalg.norm({A}, axis=1)",
     "jnp.linalg.norm({v}, 1)",
     "jnp.linalg.norm({v}, jnp.inf)",
-    "jnp.linalg.norm({A}, 'nuc')",
+    "jnp.linalg.norm({A}.astype(jnp.float32), 'nuc')",
     "jnp.linalg.vector_norm({x})",
     "jnp.linalg.cross({V3}, {V3})",
     "jnp.linalg.matmul({A}, {B})",
     "jnp.linalg.outer({v}, {w})",
-    "jnp.linalg.tensordot({A}, {B}, 1)",
+    "jnp.linalg.tensordot({A}, {B}, axes=1)",
     "jnp.linalg.vecdot({v}, {w})",
     "jnp.linalg.tensorinv(({S} + 4 * jnp.eye(3)).reshape(3, 3, 1), 1)",
     "jnp.linalg.tensorsolve({S} + 4 * jnp.eye(3), {V3})",
 ]
 
 FFT = [
-    *_each("jnp.abs(jnp.fft.FUN({a}))", "fft ifft rfft ihfft fftn ifftn rfftn"),
-    *_each("jnp.fft.FUN({a}).real", "fft rfft ifft"),
+    *_each("jnp.abs(jnp.fft.FUN({a}.astype(jnp.float32)))", "fft ifft rfft ihfft fftn ifftn rfftn"),
+    *_each("jnp.fft.FUN({a}.astype(jnp.float32)).real", "fft rfft ifft"),
     *_each("jnp.fft.FUN({a})", "irfft hfft irfftn fftshift ifftshift"),
-    *_each("jnp.fft.FUN({A}).real", "fft2 ifft2 rfft2 irfft2"),
+    *_each("jnp.fft.FUN({A}.astype(jnp.float32)).real", "fft2 ifft2 rfft2 irfft2"),
     "jnp.fft.fftfreq(4, {t})",
     "jnp.fft.rfftfreq(4, {t})",
 ]
@@ -414,7 +414,7 @@ LAX = [
     *_each(
         "lax.FUN({x})",
         "abs neg sign square cbrt sin cos tan atan sinh cosh tanh asinh exp exp2 expm1 floor ceil "
-        "round logistic erf erfc is_finite real imag conj bessel_i0e bessel_i1e lgamma "
+        "round logistic erf erfc is_finite bessel_i0e bessel_i1e lgamma "
         "stop_gradient optimization_barrier reciprocal one_minus_square",
     ),
     *_each("lax.FUN({p})", "sqrt rsqrt log log1p log2 digamma"),
@@ -424,13 +424,14 @@ LAX = [
         "lax.FUN({x}, {e})",
         "add sub mul div max min rem atan2 nextafter eq ne lt le gt ge complex_",
     )[:-1],
-    "jnp.abs(lax.complex({x}, {e}))",
-    "lax.real(lax.conj(lax.complex({x}, {e})))",
+    "jnp.abs(lax.complex({x}.astype(jnp.float32), {e}.astype(jnp.float32)))",
+    "lax.real(lax.conj(lax.complex({x}.astype(jnp.float32), {e}.astype(jnp.float32))))",
+    "lax.imag(lax.complex({x}.astype(jnp.float32), {e}.astype(jnp.float32)))",
     "lax.pow({p}, {e})",
     "lax.pow({x}, 3)",
     "lax.integer_pow({x}, 3)",
     "lax.integer_pow({x}, -2)",
-    "lax.clamp({c}, {x}, {c})",
+    "lax.clamp(jnp.asarray({c}, {x}.dtype), {x}, jnp.asarray({c}, {x}.dtype))",
     "lax.clamp(-jnp.abs({x}), {e}, {g})",
     "lax.select({b}, {x}, {e})",
     "lax.select_n({b}, {x}, {e})",
@@ -459,7 +460,7 @@ LAX = [
     "lax.stack([{x}, {e}], 0)",
     "lax.unstack({a}, axis=0)",
     "lax.tile({a}, (2,) * {a}.ndim)",
-    "lax.pad({v}, {c}, ((1, 2, 0),))",
+    "lax.pad({v}, jnp.asarray({c}, {v}.dtype), ((1, 2, 0),))",
     "lax.pad({A}, {t}.astype({A}.dtype), ((1, -1, 0), (0, 1, 1)))",
     "lax.full_like({x}, {c})",
     "lax.full((3,), {t})",
@@ -502,8 +503,9 @@ LAX = [
     "dimension_numbers=('NHWC', 'HWIO', 'NHWC'))",
     "lax.conv_transpose({I}, {K}, (2, 2), 'SAME')",
     "lax.conv_general_dilated_patches({X}, (2, 2), (1, 1), 'VALID')",
-    "lax.conv_general_dilated_local({X}, jnp.ones((2, 8, 9), {X}.dtype), (1, 1), 'VALID', (2, 2))",
-    "lax.fft(lax.complex({v}, {v}), 'fft', ({v}.shape[0],)).real",
+    "lax.conv_general_dilated_local({X}, jnp.ones((2, 8, 3, 3), {X}.dtype), (1, 1), 'VALID', "
+    "(2, 2))",
+    "lax.fft(1j * {v}.astype(jnp.float32) + 2, 'fft', {v}.shape).imag",
     "lax.gather({v}, {n}[:, None], lax.GatherDimensionNumbers((), (0,), (0,)), (1,))",
     *_each(
         "lax.FUN({V3}, {n}[:, None], {V3}, lax.ScatterDimensionNumbers((), (0,), (0,)))",
@@ -525,6 +527,16 @@ LAX = [
     "lambda g, y: y / g(1.0))",
     "lax.custom_linear_solve(lambda y: 2 * y, {x}, lambda f, y: y / 2, lambda f, y: y / 2)",
     "lax.dce_sink({x}) or {x}",
+    *_each(
+        "jax.vmap(lambda x: lax.FUN(x, 'i'), axis_name='i')({a})",
+        "psum pmean pmax pmin all_gather",
+    ),
+    "jax.vmap(lambda x: x * lax.axis_index('i') / lax.axis_size('i'), axis_name='i')({a})",
+    "jax.vmap(lambda x: lax.ppermute(x, 'i', [(0, 1), (1, 2), (2, 0)]), axis_name='i')({S})",
+    "jax.vmap(lambda x: lax.pshuffle(x, 'i', [1, 2, 0]), axis_name='i')({S})",
+    "jax.vmap(lambda x: lax.all_to_all(x, 'i', 0, 0), axis_name='i')({S})",
+    "jax.vmap(lambda x: lax.pswapaxes(x, 'i', 0), axis_name='i')({S})",
+    "jax.vmap(lambda x: lax.psum_scatter(x, 'i'), axis_name='i')({S})",
     "jax.scipy.special.xlogy({x}, {p})",
     "jax.scipy.special.gammaln({p})",
     "jax.scipy.linalg.solve_triangular({S} + 4 * jnp.eye(3), {V3}, lower=True)",
@@ -544,8 +556,6 @@ TABLE: tuple[str, ...] = (
     *NN,
     *LAX,
 )
-
-NOT_COVERED = {}
 
 _NAME = re.compile(r"\b(jnp\.linalg|jnp\.fft|jnp|jax\.nn|jax\.ops|jax\.scipy\.\w+|lax)\.(\w+)")
 MODULES = {

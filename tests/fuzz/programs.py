@@ -123,7 +123,6 @@ def _power(scale: Any) -> str:
     return f"2.0**{exponent - 1}" if mantissa == 0.5 and abs(exponent) > 8 else f"{float(scale)!r}"
 
 
-_VARIABLE = re.compile(r"(?<![\w.])([xnmr]\d+(?:\[\d+\])?)")
 _BASE = re.compile(r"(?<![\w.])([xnmr]\d+)")
 
 
@@ -254,6 +253,13 @@ def generate(seed: int, index: int) -> Program:
     raise RuntimeError(f"No program of seed {seed} has the index {index}.")
 
 
+def is_taken(template: str, dtype: str, seed: int) -> bool:
+    """Tell whether JAX takes a statement with operands that are chosen at random."""
+    writer = _Writer(np.random.default_rng(seed), dtype)
+    writer.add(template)
+    return len(writer.statements) == 1
+
+
 _SHAPES = {
     "x": [(3, 4), (3, 4), (3, 4), (4,), (3,), (), (3, 3), (0, 4), (3, 1), (2, 3, 4)],
     "a": [(3, 4), (3, 4), (4,), (3,), (3, 3), (2, 3, 4)],
@@ -317,8 +323,7 @@ class _Writer:
         before = list(self.inputs)
         source = self.fill(template)
         target = f"r{len(self.statements)}"
-        used = [v for v in self.avals if v in set(_VARIABLE.findall(source))]
-        bases = sorted({v.split("[")[0] for v in used})
+        bases = sorted(set(_BASE.findall(source)))
         scope = {b: self.whole[b] if b in self.whole else self.avals[b] for b in bases}
         try:
             run = load(f"def g({', '.join(bases)}):\n    return {source}\n")

@@ -34,7 +34,7 @@ import jax_scalify as jsa
 from jax_scalify.array import is_scaled
 from tests.fuzz.programs import Discarded, Program, check_plain, load
 
-_TOLERANCE = 64.0
+_TOLERANCE = 8.0
 _FACTOR = 8.0
 _RUNS = 4
 _EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "": 0.0}
