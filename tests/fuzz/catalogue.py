@@ -543,6 +543,21 @@ LAX = [
     "jax.scipy.stats.norm.logpdf({x})",
 ]
 
+# Statements that move elements of one operand, whose channels keep their scales.
+MOVES = frozenset(
+    """{x}.T|jnp.transpose({x})|jnp.permute_dims({A}, (1, 0))|jnp.matrix_transpose({A})
+    jnp.swapaxes({A}, 0, 1)|jnp.moveaxis({A}, 0, 1)|jnp.rollaxis({A}, 1)|jnp.expand_dims({x}, 0)
+    jnp.flip({a})|jnp.flip({a}, 0)|jnp.fliplr({A})|jnp.flipud({A})|jnp.roll({a}, 1, axis=-1)
+    jnp.rot90({A})|jnp.unstack({a})|jnp.split({A}, 2, axis=1)|jnp.array_split({a}, 2)
+    jnp.hsplit({A}, 2)|{a}[0]|{a}[..., -1]|{a}[::2]|{a}[::-1]|{x}[None]|{A}[:, 1]|{A}[{n}]
+    {A}[:, {n}]|{a}[{k}]|jnp.take({a}, {n}, axis=0)|lax.transpose({A}, (1, 0))|lax.rev({a}, (0,))
+    lax.expand_dims({x}, (0,))|lax.slice({A}, (0, 1), (2, 2))|lax.index_in_dim({a}, 0)
+    lax.slice_in_dim({a}, 0, 2)|lax.dynamic_index_in_dim({a}, {k})|lax.unstack({a}, axis=0)
+    -{x}|jnp.abs({x})|jnp.negative({x})|lax.neg({x})|lax.abs({x})""".replace("\n    ", "|").split(
+        "|"
+    )
+)
+
 TABLE: tuple[str, ...] = (
     *ELEMENTWISE,
     *REDUCTIONS,

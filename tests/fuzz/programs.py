@@ -128,11 +128,17 @@ _BASE = re.compile(r"(?<![\w.])([xnmr]\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """`target = source`; the dtype is the narrowest of its floating results, or ""."""
+    """`target = source`.
+
+    Attributes:
+        dtype: the narrowest of its floating results, or "".
+        moves: whether elements of one operand are moved, and nothing is computed.
+    """
 
     target: str
     source: str
     dtype: str
+    moves: bool = False
 
     def uses(self) -> set[str]:
         """Names of the variables in the source."""
@@ -337,7 +343,7 @@ class _Writer:
             self.forget(before)
             return
         narrowest = min(floats, key=lambda d: jnp.finfo(d).nmant, default="")
-        self.statements.append(Statement(target, source, narrowest))
+        self.statements.append(Statement(target, source, narrowest, template in catalogue.MOVES))
         self.whole[target] = result
         self.avals.update(leaves)
 
@@ -474,7 +480,8 @@ class _Writer:
             shape = tuple(n if a == axis else 1 for a, n in enumerate(data.shape))
             if stacked:
                 shape = (2, *(n if rng.random() < 0.5 else 1 for n in data.shape[1:]))
-            return data, 2.0 ** rng.integers(-4, 5, size=shape), 0
+            widest = self.choose([4, 4, 20])
+            return data, 2.0 ** rng.integers(-widest, widest + 1, size=shape), 0
         if kind == "zero":
             return np.zeros_like(data), self.stack(0.0, stacked), 0
         if kind == "frozen" and not stacked:
@@ -482,7 +489,7 @@ class _Writer:
         if kind in ("large", "small"):
             return data, self.stack(2.0 ** (40 if kind == "large" else -40), stacked), 0
         if kind == "given":
-            sign = 40 if rng.random() < 0.5 else -40
+            sign = self.choose([-100, -40, -20, 20, 40, 100])
             return data, self.stack(2.0**sign, stacked), -sign
         if kind == "plain":
             return data, None, 0

@@ -5,7 +5,7 @@ import collections
 import jax.numpy as jnp
 import pytest
 
-from tests.fuzz.catalogue import MODULES, TABLE, names_in, statements
+from tests.fuzz.catalogue import MODULES, MOVES, TABLE, names_in, statements
 from tests.fuzz.not_covered import NOT_COVERED
 from tests.fuzz.programs import is_taken
 
@@ -35,6 +35,10 @@ def test_what_is_covered_is_not_listed():
 def test_every_statement_is_there_once():
     counts = collections.Counter(TABLE)
     assert [t for t, n in counts.items() if n > 1] == []
+
+
+def test_statements_that_move_elements_are_in_the_table():
+    assert sorted(MOVES - set(TABLE)) == []
 
 
 def test_this_version_of_jax_has_nearly_all_functions():
