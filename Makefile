@@ -31,7 +31,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: docs site package examples release-check demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup clean
+	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup fuzz fuzz-lowest clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -117,6 +117,15 @@ gpu-fp8: $(VENV)/.installed  ## matmuls and transformer layers in bfloat16 and F
 coverage: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## JAX's own test harnesses, and docs/coverage.md
 	status=0; for venv in $(VENV_LOWEST) $(VENV); do \
 		$$venv/bin/python benchmarks/coverage.py || status=1; done; exit $$status
+
+# Goes on where it was stopped; failures are kept as programs under .fuzz.
+N ?= 10000
+SEED ?= 0
+fuzz: $(VENV)/.installed  ## N random programs of a SEED, scalified and plain
+	$(VENV)/bin/python -m tests.fuzz --programs $(N) --seed $(SEED)
+
+fuzz-lowest: $(VENV_LOWEST)/.installed
+	$(VENV_LOWEST)/bin/python -m tests.fuzz --programs $(N) --seed $(SEED)
 
 $(VENV)/.installed: pyproject.toml
 	$(MAIN_PYTHON) -m venv $(VENV)

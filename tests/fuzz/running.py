@@ -6,7 +6,8 @@ leaf's largest magnitude; of a gradient, also of 1e-3 of the largest gradient, w
 in units of their input. What is further off is looked at again:
 
 - It is right where it is as near to what *plain* JAX gives, in float32 and, if they hold the values
-  of the inputs, in the program's dtypes. So functions that read the dtype (`nan_to_num`) are compared with themselves.
+  of the inputs, in the program's dtypes. So functions that read the dtype (`nan_to_num`) are
+  compared with themselves.
 - It may be off by `_FACTOR` times what *plain* JAX is off, or what *noise* does to the reference:
   every input and every result is changed at random by some units of its dtype's epsilon, in the
   backward pass too. What is sensitive (sums that cancel, comparisons of equals, indices of a sort)
@@ -200,7 +201,21 @@ def _limits(program: Program, want: list[np.ndarray], avals: tuple[Any, ...]) ->
         units = [max(_largest(i.value()), 2.0**-60) for i in program.inputs if i.is_float]
         whole = max(s * u for s, u in zip(sizes, units, strict=True))
         sizes = [max(s, 1e-3 * whole / u) for s, u in zip(sizes, units)]
-    return [eps * s for s in sizes]
+    moved = _moved(program)
+    return [0.0 if k in moved else eps * s for k, s in enumerate(sizes)]
+
+
+def _moved(program: Program) -> set[int]:
+    """The results whose elements are those of an input, each with the digits that it had."""
+    if program.wrapper not in ("plain", "jit", "vmap") or any("[" in o for o in program.outputs):
+        return set()
+    computed: set[str] = set()
+    for s in program.statements:
+        if not s.moves or s.uses() & computed:
+            computed.add(s.target)
+    # A statement with several results has more leaves than outputs.
+    single = len(program.outputs) == 1
+    return {0} if single and program.outputs[0] not in computed else set()
 
 
 def _largest(x: np.ndarray) -> float:
