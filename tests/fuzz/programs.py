@@ -489,7 +489,7 @@ class _Writer:
         if kind in ("large", "small"):
             return data, self.stack(2.0 ** (40 if kind == "large" else -40), stacked), 0
         if kind == "given":
-            sign = self.choose([-100, -40, -20, 20, 40, 100])
+            sign = self.choose([-60, -40, -20, 20, 40, 60])
             return data, self.stack(2.0**sign, stacked), -sign
         if kind == "plain":
             return data, None, 0
