@@ -558,6 +558,12 @@ MOVES = frozenset(
     )
 )
 
+# Functions whose results have scale 1 by law: float16 holds them from 2**-24 to 65504.
+UNSCALED = re.compile(
+    r"exp|cosh|sinh|gamma|zeta|betainc|pow|\*\*|prod|space\(|\bdet|slogdet|poly|\btan\(|sinc|\.i0|"
+    r"i0e|i1e|soft|silu|swish|elu|mish|rint|round|floor|ceil|trunc|mod|remainder|vander|frexp|ldexp"
+)
+
 TABLE: tuple[str, ...] = (
     *ELEMENTWISE,
     *REDUCTIONS,
