@@ -15,7 +15,7 @@ in units of their input. What is further off is looked at again:
 - Noise of float16 has an absolute part also, `2**-14` of the array's largest magnitude: one scale
   has to do for all its elements. Inputs hold what they hold, so theirs has none; statements that
   only move elements (`catalogue.MOVES`) make no noise.
-- What float16 has at scale 1 by law (`catalogue.UNSCALED`: exponentials and the like) may be 0 below
+- What float16 has at scale 1 by law (`catalogue.UNSCALED`: exponentials, ...) may be 0 below
   `2**-24` and inf above 65504, and what follows is what follows from that.
 - Where plain JAX or noise is not finite, inf is right, and so is the true number; nan is right
   where one of them is nan. A wrong finite number never is.
