@@ -9,12 +9,12 @@ in units of their input. What is further off is looked at again:
   of the inputs, in the program's dtypes. So functions that read the dtype (`nan_to_num`) are
   compared with themselves.
 - It may be off by `_FACTOR` times what *plain* JAX is off, or what *noise* does to the reference:
-  every input and every result is changed at random by some units of its dtype's epsilon, in the
+  every input and every result is changed at random by up to its dtype's epsilon, in the
   backward pass too. What is sensitive (sums that cancel, comparisons of equals, indices of a sort)
   is so found to be, element by element. Integers and bools may be what noise makes of them.
 - Noise of float16 has an absolute part also, `2**-14` of the array's largest magnitude: one scale
-  has to do for all its elements. Inputs hold what they hold, so theirs has none; statements that
-  only move elements (`catalogue.MOVES`) make no noise.
+  has to do for all its elements; what is less is 0 in every second run. Inputs hold what they
+  hold, so theirs has none; statements that only move elements (`catalogue.MOVES`) make no noise.
 - What float16 has at scale 1 by law (`catalogue.UNSCALED`: exponentials, ...) may be 0 below
   `2**-24` and inf above 65504, and what follows is what follows from that.
 - Where plain JAX or noise is not finite, inf is right, and so is the true number; nan is right
@@ -39,8 +39,8 @@ from jax_scalify.array import is_scaled
 from tests.fuzz import catalogue
 from tests.fuzz.programs import Discarded, Program, Statement, check_plain, load
 
-_TOLERANCE = 8.0
-_FACTOR = 8.0
+_TOLERANCE = 4.0
+_FACTOR = 4.0
 _RUNS = 5
 _EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "": 0.0}
 
@@ -148,7 +148,7 @@ def _noise(tree: Any, index: int, *, dtypes: list[str], run: int, reverse: bool)
             return x
         rng = np.random.default_rng((run, index))
         draws = [rng.choice([-1.0, 1.0], x.shape) * rng.uniform(0.5, 1, x.shape) for _ in "12"]
-        relative = 1 + 2 * _EPS[dtype] * draws[0]
+        relative = 1 + _EPS[dtype] * draws[0]
         if kind == "cut":
             return jnp.where(jnp.abs(x) > 65504, x * jnp.inf, jnp.where(jnp.abs(x) < 2**-24, 0, x))
         if kind == "stored" or dtype != "float16":
@@ -157,7 +157,10 @@ def _noise(tree: Any, index: int, *, dtypes: list[str], run: int, reverse: bool)
         def perturb(x: Any) -> Any:
             finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
             lost = 2.0**-14 * jnp.max(finite)
-            return jnp.where(x == 0, x, x * relative + lost * draws[1])
+            changed = x * relative + lost * draws[1]
+            if run % 2:
+                changed = jnp.where(jnp.abs(x) < lost, 0, changed)
+            return jnp.where(x == 0, x, changed)
 
         return (_both if reverse else _forward)(perturb)(x)
 
