@@ -138,6 +138,7 @@ def _kind(statement: Statement, run: int) -> str:
 
 
 def _noise(tree: Any, index: int, *, dtypes: list[str], run: int, reverse: bool) -> Any:
+    """Change the floating arrays of a tree, and independently their tangents or cotangents."""
     kind, _, dtype = dtypes[index].rpartition(" ")
     if not dtype:
         return tree
@@ -146,42 +147,46 @@ def _noise(tree: Any, index: int, *, dtypes: list[str], run: int, reverse: bool)
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
             return x
-        rng = np.random.default_rng((run, index))
-        draws = [rng.choice([-1.0, 1.0], x.shape) * rng.uniform(0.5, 1, x.shape) for _ in "12"]
-        relative = 1 + _EPS[dtype] * draws[0]
         if kind == "cut":
             return jnp.where(jnp.abs(x) > 65504, x * jnp.inf, jnp.where(jnp.abs(x) < 2**-24, 0, x))
-        if kind == "stored" or dtype != "float16":
-            return x * relative
-
-        def perturb(x: Any) -> Any:
-            finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-            lost = 2.0**-14 * jnp.max(finite)
-            changed = x * relative + lost * draws[1]
-            if run % 2:
-                changed = jnp.where(jnp.abs(x) < lost, 0, changed)
-            return jnp.where(x == 0, x, changed)
-
-        return (_both if reverse else _forward)(perturb)(x)
+        absolute = dtype == "float16" and kind != "stored"
+        perturb = functools.partial(_perturb, eps=_EPS[dtype], absolute=absolute)
+        return (_in_reverse if reverse else _forward)(perturb, (run, index))(x)
 
     return jax.tree.map(change, tree)
 
 
-def _forward(perturb: Any) -> Any:
+def _perturb(x: Any, seed: tuple[int, ...], *, eps: float, absolute: bool) -> Any:
+    rng = np.random.default_rng(seed)
+    relative, lost = (
+        rng.choice([-1.0, 1.0], x.shape) * rng.uniform(0.5, 1, x.shape) for _ in range(2)
+    )
+    changed = x * (1 + eps * relative)
+    if not absolute:
+        return changed
+    limit = 2.0**-14 * jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
+    changed = changed + limit * lost
+    if seed[0] % 2:
+        changed = jnp.where(jnp.abs(x) < limit, 0, changed)
+    return jnp.where(x == 0, x, changed)
+
+
+def _forward(perturb: Any, seed: tuple[int, ...]) -> Any:
     @jax.custom_jvp
     def noisy(x):
-        return perturb(x)
+        return perturb(x, seed)
 
-    noisy.defjvp(lambda p, t: (perturb(p[0]), t[0]))
+    # Linear in the tangent, so without an absolute part.
+    noisy.defjvp(lambda p, t: (noisy(*p), perturb(*t, (*seed, 1), absolute=False)))
     return noisy
 
 
-def _both(perturb: Any) -> Any:
+def _in_reverse(perturb: Any, seed: tuple[int, ...]) -> Any:
     @jax.custom_vjp
     def noisy(x):
-        return perturb(x)
+        return perturb(x, seed)
 
-    noisy.defvjp(lambda x: (perturb(x), None), lambda _, ct: (perturb(ct),))
+    noisy.defvjp(lambda x: (noisy(x), None), lambda _, ct: (perturb(ct, (*seed, 1)),))
     return noisy
 
 
