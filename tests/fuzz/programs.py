@@ -368,6 +368,9 @@ class _Writer:
             jnp.issubdtype(self.avals[v].dtype, jnp.floating) for v in loose
         ):
             raise Discarded
+        narrow = "float16" in [i.dtype for i in inputs] + [s.dtype for s in self.statements]
+        if narrow and any(i.shift for i in inputs):
+            raise Discarded  # cast to float16, data that is far from 1 is lost whatever its scale
         return Program(
             tuple(inputs),
             tuple(self.statements),
