@@ -31,7 +31,7 @@ CONSTANTS = {
     "-jnp.inf jnp.nan jnp.finfo(jnp.float32).min",
     "bfloat16": "0.0 1.0 -1.0 0.5 3.0 0.1 1e-8 -1e9 1e30 1e-30 2.0**70 2.0**-70 jnp.inf -jnp.inf "
     "jnp.nan",
-    "float16": "0.0 1.0 -1.0 0.5 3.0 0.1 2.0**-24 6.2e-5 -1e4 65504.0 1000.0 jnp.inf -jnp.inf "
+    "float16": "0.0 1.0 -1.0 0.5 3.0 0.1 2.0**-24 6.2e-5 -1e4 30000.0 1000.0 jnp.inf -jnp.inf "
     "jnp.nan",
 }
 EXPONENTS = "0 1 2 3 4 -1 -2 0.5 -0.5 1.5 0.0 2.0"
