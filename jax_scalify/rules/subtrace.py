@@ -90,7 +90,9 @@ class Form:
 
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
-        known: dict[str, Any] = dict(extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding)
+        known: dict[str, Any] = dict(
+            extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding
+        )
         return Form(self.shape, self.dtype, "scaled", **known)
 
     def slice(self) -> Form:
