@@ -22,7 +22,8 @@ from tests.fuzz.shrinking import shrink
 
 ROOT = Path(".fuzz")
 CHUNK = 20
-CLEAR_EVERY = 500
+# Chunks of a worker after which it forgets what it has compiled.
+CLEAR_EVERY = 20
 
 
 def main() -> int:
@@ -79,52 +80,65 @@ def repeat(seed: int, index: int) -> int:
 
 def run_shard(folder: Path, options: argparse.Namespace) -> None:
     """Run each chunk that is this worker's and was not run before."""
-    for start in range(0, options.programs, CHUNK):
-        done = folder / f"chunk{start}.json"
-        if start // CHUNK % options.workers != options.shard or done.exists():
+    for number, chunk in enumerate(_chunks(options.programs)):
+        done = _file_of(folder, chunk)
+        if number % options.workers != options.shard or done.exists():
             continue
-        failed = []
-        for index in range(start, start + CHUNK):
+        counts = {"programs": len(chunk), "failures": 0, "discarded": 0}
+        for index in chunk:
             program = generate(options.seed, index)
             try:
                 failure = check(program)
             except Discarded:
+                counts["discarded"] += 1
                 continue
-            if failure is None:
-                continue
-            text = report(options.seed, index, *shrink(program, failure))
-            (folder / f"failure{index}.py").write_text(text)
-            print(f"{text}\n", flush=True)
-            failed.append(index)
-        done.write_text(json.dumps(failed))
-        if (start // CHUNK // options.workers + 1) * CHUNK % CLEAR_EVERY == 0:
+            if failure is not None:
+                text = report(options.seed, index, *shrink(program, failure))
+                (folder / f"failure{index}.py").write_text(text)
+                print(f"{text}\n", flush=True)
+                counts["failures"] += 1
+        done.write_text(json.dumps(counts))
+        if (number // options.workers + 1) % CLEAR_EVERY == 0:
             jax.clear_caches()
+
+
+def _chunks(programs: int) -> list[range]:
+    return [range(s, min(s + CHUNK, programs)) for s in range(0, programs, CHUNK)]
+
+
+def _file_of(folder: Path, chunk: range) -> Path:
+    return folder / f"chunk{chunk.start}-{chunk.stop}.json"
 
 
 def run_all(folder: Path, options: argparse.Namespace) -> int:
     """Start the workers, tell how far they are, and return 1 if a program failed."""
-    command = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:]]
-    command = [c for c in command if c != "--fresh"]
+    command = [sys.executable, "-m", "tests.fuzz"]
+    command += [c for c in sys.argv[1:] if c != "--fresh"]
     workers = [subprocess.Popen([*command, "--shard", str(k)]) for k in range(options.workers)]
-    starts = range(0, options.programs, CHUNK)
-    before = sum((folder / f"chunk{s}.json").exists() for s in starts)
-    begin = time.monotonic()
+    before = _progress(folder, options.programs)["programs"]
+    begin = told = time.monotonic()
     while any(w.poll() is None for w in workers):
-        time.sleep(5)
-        done, failures = _progress(folder, starts)
-        if int(time.monotonic() - begin) % 30 < 5:
-            rate = (done - before) * CHUNK / (time.monotonic() - begin)
-            print(f"{done * CHUNK} programs, {failures} failures, {rate:.1f}/s", flush=True)
-    done, failures = _progress(folder, starts)
-    total = done * CHUNK
-    print(f"{total} programs, {failures} failures, seed {options.seed}, jax {jax.__version__}")
-    return int(failures > 0 or done < len(starts))
+        time.sleep(1)
+        if time.monotonic() - told > 30:
+            told = time.monotonic()
+            now = _progress(folder, options.programs)
+            rate = (now["programs"] - before) / (told - begin)
+            print(
+                f"{now['programs']} programs, {now['failures']} failures, {rate:.1f}/s", flush=True
+            )
+    end = _progress(folder, options.programs)
+    print(
+        f"{end['programs']} programs, {end['failures']} failures, seed {options.seed}, "
+        f"jax {jax.__version__} ({end['discarded']} that plain JAX could not run)"
+    )
+    return int(end["failures"] > 0 or end["programs"] < options.programs)
 
 
-def _progress(folder: Path, starts: range) -> tuple[int, int]:
-    files = [folder / f"chunk{s}.json" for s in starts]
+def _progress(folder: Path, programs: int) -> dict[str, int]:
+    """Sums of what the chunks counted."""
+    files = [_file_of(folder, chunk) for chunk in _chunks(programs)]
     found = [json.loads(f.read_text()) for f in files if f.exists()]
-    return len(found), sum(map(len, found))
+    return {k: sum(f[k] for f in found) for k in ("programs", "failures", "discarded")}
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def check(program: Program) -> Failure | None:
     """Run a program, and return what is wrong with it.
 
     Raises:
-        Discarded: if plain JAX refuses the program.
+        Discarded: if plain JAX refuses the program, or cannot run it in another dtype.
     """
     avals = check_plain(program)
     try:
@@ -85,7 +85,10 @@ def check(program: Program) -> Failure | None:
             return Failure(
                 "dtype", f"{leaf.dtype}{leaf.shape}, plain JAX {aval.dtype}{aval.shape}", k
             )
-    return _compare(program, got, avals)
+    try:
+        return _compare(program, got, avals)
+    except Exception as error:  # of the plain program: XLA refuses it in float64, for one
+        raise Discarded(str(error)) from error
 
 
 def run_scalified(program: Program) -> Any:
