@@ -12,9 +12,9 @@ in units of their input. What is further off is looked at again:
   every input and every result is changed at random by up to its dtype's epsilon, in the
   backward pass too. What is sensitive (sums that cancel, comparisons of equals, indices of a sort)
   is so found to be, element by element. Integers and bools may be what noise makes of them.
-- Noise of float16 has an absolute part also, `2**-14` of the array's largest magnitude: one scale
-  has to do for all its elements; what is less is 0 in every second run. Inputs hold what they
-  hold, so theirs has none; statements that only move elements (`catalogue.MOVES`) make no noise.
+- Noise of float16 has an absolute part also, `2**-14` of the array's largest magnitude: what is
+  computed with may get one scale for all its elements. What is less is 0 in every second run.
+  Inputs whose elements are only moved (`catalogue.MOVES`) hold what they hold: they have none.
 - What float16 has at scale 1 by law (`catalogue.UNSCALED`: exponentials, ...) may be 0 below
   `2**-24` and inf above 65504, and what follows is what follows from that.
 - An element of a loop's result that noise changes by more than itself is not compared.
@@ -124,8 +124,14 @@ def run_noisy(program: Program, run: int) -> list[np.ndarray]:
     source = re.sub(
         r"jnp\.(float32|float16|bfloat16)\b", "jnp.float64", program.definitions("noise")
     )
-    dtypes = [f"stored {i.dtype}" if i.is_float else "" for i in program.inputs]
-    dtypes += ["" if s.moves else _kind(s, run) for s in program.statements]
+    # Names whose elements are only moved on.
+    moved = {i.name for i in program.inputs} | {s.target for s in program.statements if s.moves}
+    moved -= set().union(*(s.uses() for s in program.statements if not s.moves))
+    dtypes = [
+        ("stored " if i.name in moved else " ") + i.dtype if i.is_float else ""
+        for i in program.inputs
+    ]
+    dtypes += ["" if s.target in moved else _kind(s, run) for s in program.statements]
     reverse = program.wrapper in ("grad", "remat")
     with jax.enable_x64(True):
         noise = functools.partial(_noise, dtypes=dtypes, run=run, reverse=reverse)
