@@ -52,7 +52,7 @@ ELEMENTWISE = [
     ),
     *_each("jnp.FUN({p})", "sqrt log log2 log10 log1p"),
     *_each("jnp.FUN({u})", "arcsin asin arccos acos arctanh atanh"),
-    *_each("jnp.FUN(1 + jnp.abs({x}))", "arccosh acosh"),
+    *_each("jnp.FUN(2 + jnp.abs({x}))", "arccosh acosh"),
     *_each(
         "jnp.FUN({x}, {y})",
         "add subtract multiply divide true_divide maximum minimum fmax fmin arctan2 atan2 hypot "
@@ -419,7 +419,7 @@ LAX = [
     ),
     *_each("lax.FUN({p})", "sqrt rsqrt log log1p log2 digamma"),
     *_each("lax.FUN({u})", "asin acos atanh erf_inv"),
-    "lax.acosh(1 + jnp.abs({x}))",
+    "lax.acosh(2 + jnp.abs({x}))",
     *_each(
         "lax.FUN({x}, {e})",
         "add sub mul div max min rem atan2 nextafter eq ne lt le gt ge complex_",
