@@ -558,10 +558,11 @@ MOVES = frozenset(
     )
 )
 
-# Functions whose results have scale 1 by law: float16 holds them from 2**-24 to 65504.
+# Functions that have scale 1 by law, or are dequantised: float16 holds 2**-24 to 65504 of them.
 UNSCALED = re.compile(
     r"exp|cosh|sinh|gamma|zeta|betainc|pow|\*\*|prod|space\(|\bdet|slogdet|poly|\btan\(|sinc|\.i0|"
-    r"i0e|i1e|soft|silu|swish|elu|mish|rint|round|floor|ceil|trunc|mod|remainder|vander|frexp|ldexp"
+    r"i0e|i1e|soft|silu|swish|elu|mish|rint|round|floor|ceil|trunc|mod|remainder|vander|frexp|ldexp|"
+    r"nextafter|bitcast|logsumexp|lax\.reduce\("
 )
 
 TABLE: tuple[str, ...] = (
