@@ -223,10 +223,12 @@ class ScaleTable:
             if together := self._together(*terms):
                 program, monomials = together
                 return self._computed(program.maximum(monomials, limit), **known), low
-            within = [t.bounded(limit)[0] if t.may_leave_range else t for t in terms]
+            within = [t.bounded()[0] if t.may_leave_range else t for t in terms]
             array = jnp.asarray(within[0].array, self.dtype)
             for term in within[1:]:
                 array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
+            if extent < max(t.span for t in terms):
+                array = lax.min(array, np.array(math.ldexp(1.0, limit), self.dtype))
             return self.atom(_compat.pin(array), **known), low
 
         # Maxima that differ by a power of two are one atom, which has the value of the first.

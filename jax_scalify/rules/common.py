@@ -155,10 +155,11 @@ def room(dtype: Any) -> Scale:
 
 
 def constant_scale(number: Any, dtype: Any) -> Scale:
-    """The scale of a constant beside constants: at most 1, or a mask would ask for 2**127."""
+    """The scale of a constant beside constants: at most 1, or a mask would ask for 2**127.
+
+    A mask keeps its value: what it is added to, later, may itself be large.
+    """
     floor = constant_floor(number, dtype)
-    if abs(float(number)) >= float(jnp.finfo(dtype).max):
-        return floor
     return Scale(max(floor.exponent, min(0, pow2.split_constant(number)[1])))
 
 
@@ -220,7 +221,8 @@ def align(ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any
         return moved(x, algebra.alignment(x.scale, scale), dtype, trusted=math.inf)
     if number == 0 or not np.isfinite(np.float64(number)):
         return x.data if dtype is None else dtypes.cast(x.data, dtype)
-    return align_constant(number, x.dtype, scale)
+    constant = align_constant(number, x.dtype, scale)
+    return constant if dtype is None else dtypes.cast(constant, dtype)
 
 
 def bring_together(

@@ -17,7 +17,7 @@ from jax import lax
 from jax_scalify import dtypes
 from jax_scalify.algebra import ONE, Scale
 from jax_scalify.array import ScaledArray
-from jax_scalify.deferred import can_defer, defer, split, takes_deferred
+from jax_scalify.deferred import can_defer, defer, split, takes_deferred, with_scale
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.along_axes import comparable, scale_of
 from jax_scalify.rules.common import filled, same_dtype, uniform_over, windowed_axes
@@ -144,12 +144,18 @@ register_scale_rule("tile")(structural_rule(no_axes, _tile_scale))
 
 @register_scale_rule(lax.reshape_p)
 @takes_deferred
-def reshape_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def reshape_rule(
+    ctx: RuleContext, x: ScaledArray, *, dimensions: Any = None, **params: Any
+) -> ScaledArray:
     """`out = reshape(data)`; a scale lies along the axes that an axis of it becomes.
 
     Where each element would have a scale of its own, there is one for all, but of float16, in
     which small elements would be lost.
     """
+    if dimensions is not None:  # the order in which the axes are read
+        scale = x.scale.map(lambda s: lax.transpose(s, dimensions))
+        x = with_scale(x, scale, lambda data: lax.transpose(data, dimensions))
+    params["dimensions"] = None
     if x.scale.ndim:
         groups = _reshaped_groups(x.shape, ctx.out_avals[0].shape)
         varies = [any(x.scale.shape[a] != 1 for a in axes) for axes, _ in groups]

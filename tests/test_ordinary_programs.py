@@ -1,0 +1,269 @@
+"""Programs that plain JAX computes, at scales and with operands that are not the usual ones."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_scalify as jsa
+
+DTYPES = ["float32", "bfloat16", "float16"]
+KINDS = ["dynamic", "frozen", "per_axis"]
+MASK = np.array([True, True, False])
+
+
+def scaled(values, scale=1.0, dtype="float32", kind="dynamic"):
+    """Make an array of some values at a scale, the data `values / scale`."""
+    values = np.asarray(values, np.float64)
+    if kind == "frozen":
+        return jsa.ScaledArray(jnp.asarray(values / scale, dtype), float(scale))
+    shape = np.shape(values)[:1] + (1,) * (values.ndim - 1) if kind == "per_axis" else ()
+    return jsa.ScaledArray(jnp.asarray(values / scale, dtype), jnp.full(shape, scale, jnp.float32))
+
+
+def value(x):
+    """Return what an array means, in float64."""
+    if not isinstance(x, jsa.ScaledArray):
+        return np.asarray(x, np.float64)
+    scale = np.asarray(x.scale, np.float64)
+    data = np.asarray(x.data, np.float64)
+    return data * scale.reshape(scale.shape + (1,) * (data.ndim - scale.ndim))
+
+
+def outcomes(function, *operands):
+    """Run a function as it is and jitted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for run in (jsa.scalify(function), jax.jit(jsa.scalify(function))):
+            yield jax.tree.map(value, run(*operands), is_leaf=lambda x: hasattr(x, "to_array"))
+
+
+def check(function, *operands, dtype="float32"):
+    """Compare with the plain function in float32: equal up to the rounding of the dtype."""
+    plain = [jsa.asarray(x, jnp.float32) for x in operands]
+    expected = jax.tree.leaves(function(*plain))
+    tolerance = 8 * float(jnp.finfo(dtype).eps)
+    for results in outcomes(function, *operands):
+        for got, want in zip(jax.tree.leaves(results), expected, strict=True):
+            np.testing.assert_allclose(got, np.asarray(want, np.float64), tolerance)
+
+
+# Powers of two are exact, at scales whose powers are beyond the range of scales.
+FAR = {
+    "fourth_power_beyond": (lambda x: x**4, [2.0**20], 2.0**33),
+    "fourth_power_of_small_data": (lambda x: x**4, [1.5], 2.0**32),
+    "square_beyond": (jnp.square, [2.0**60], 2.0**70),
+    "logarithm_of_a_square_beyond": (lambda x: jnp.log2(jnp.square(x)), [2.0**60], 2.0**70),
+    "fourth_power_above": (lambda x: x**4, [1.0, 2.0], 2.0**40),
+    "fourth_power_below": (lambda x: x**4, [1.0, 2.0], 2.0**-40),
+    "products_above": (lambda x: (x * x) * (x * x) * x, [1.0, 2.0], 2.0**40),
+    "products_below": (lambda x: (x * x) * (x * x) * x, [1.0, 2.0], 2.0**-40),
+    "matmuls": (lambda x: x @ x @ x @ x @ x, 2 * np.eye(3), 2.0**40),
+    "quotients": (lambda x: 1 / (x * x) / (x * x), [1.0, 2.0], 2.0**-40),
+    "gradient": (jax.grad(lambda x: jnp.sum(x**4)), [1.0, 2.0], 2.0**40),
+    "loop": (
+        lambda x: jax.lax.scan(lambda c, _: (c * x, c), x, None, length=5),
+        [1.0, 2.0],
+        2.0**40,
+    ),
+    "branches": (
+        lambda x: jax.lax.cond(x[0] > 0, lambda x: x**4, lambda x: x * x * x, x),
+        [1.0, 2.0],
+        2.0**-40,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAR)
+def test_what_float32_holds_comes_out_right_at_any_scale(name, dtype, kind):
+    function, values, scale = FAR[name]
+    if kind == "per_axis" and name == "matmuls":
+        pytest.skip("one scale a row cannot be carried through a contraction of rows")
+    check(function, scaled(values, scale, dtype, kind), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float16_data_of_ordinary_size_has_powers_beyond_the_range_of_scales(kind):
+    x = scaled([1.5 * 2.0**30, -(2.0**30)], 2.0**30, "float16", kind)
+    check(lambda x: x**4, x, dtype="float16")
+    x = scaled([1.5 * 2.0**40, 2.0**40], 2.0**40, "float16", kind)
+    for result in outcomes(lambda x: x**4, x):  # 2**160, which float32 does not hold
+        assert np.all(result >= 2.0**127)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_scales_far_from_each_other(dtype, kind):
+    x = scaled([1.0, 2.0], 2.0**40, dtype, kind)
+    y = scaled([1.0, 2.0], 2.0**-40, dtype, kind)
+    check(lambda x, y: x * x + y * y, x, y, dtype=dtype)
+    check(lambda x, y: x * x * x + y * y * y, x, y, dtype=dtype)
+    check(lambda x, y: (x * x + y * y) ** 2, x, y, dtype=dtype)
+    check(lambda x, y: jnp.exp(x * x / (y * y)), x, y, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "frozen"])
+def test_what_float32_makes_infinite_is_infinite(kind):
+    x = jsa.as_scaled_array(jnp.float32([1e30]), scale="rms")
+    x = jsa.freeze_scales(x) if kind == "frozen" else x
+    for function in (lambda x: jnp.isinf(x * x), lambda x: ~jnp.isfinite(x * x)):
+        for result in outcomes(function, x):
+            assert result.all()
+
+
+INFINITE = {
+    "softmax": lambda z: jax.nn.softmax(jnp.where(MASK, z, -jnp.inf)),
+    "logsumexp": lambda z: jax.nn.logsumexp(jnp.where(MASK, z, -jnp.inf)),
+    "add": lambda z: z + jnp.inf,
+    "maximum": lambda z: jnp.maximum(z, jnp.inf),
+    "minimum": lambda z: jnp.minimum(z, -jnp.inf),
+    "pad": lambda z: jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(1, 1)], constant_values=jnp.inf),
+    "concatenate": lambda z: jnp.concatenate([z, jnp.full_like(z, jnp.inf)], -1),
+    "set": lambda z: z.at[..., 0].set(jnp.inf),
+    "fill": lambda z: z.at[jnp.array([5])].get(mode="fill", fill_value=-jnp.inf),
+    "gradient": jax.grad(lambda z: jax.nn.softmax(jnp.where(MASK, z, -jnp.inf))[..., 0].sum()),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", INFINITE)
+def test_infinity_beside_zeros(name, dtype):
+    function = INFINITE[name]
+    zeros = jsa.as_scaled_array(jnp.zeros(3, dtype))
+    check(function, zeros, dtype=dtype)
+    check(function, jsa.freeze_scales(zeros), dtype=dtype)
+    rows = jnp.asarray([[0.0, 0.0, 0.0], [1.0, 2.0, 3.0]], dtype)
+    check(function, jsa.ScaledArray(rows, jnp.float32([[0.0], [2.0]])), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinity_beside_zeros_that_were_computed(dtype):
+    def function(x):
+        zeros = jsa.ops.dynamic_rescale_l2(x - x)
+        return jax.nn.softmax(jnp.where(MASK, zeros, -jnp.inf))
+
+    check(function, scaled([1.0, 2.0, 3.0], dtype=dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_constants_of_physics(dtype, kind):
+    def energy(t):
+        return (1.380649e-23 * t / 1.602176634e-19) ** 2
+
+    x = scaled([300.0], 1.0, dtype, kind)
+    check(energy, x, dtype=dtype)
+    check(jax.grad(lambda t: energy(t).sum()), x, dtype=dtype)
+    check(lambda t: 6.62607015e-34 * 299792458.0 / (t * 1e-9), x, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks_that_are_added_to_large_values(dtype, kind):
+    def function(x):
+        lowest = jnp.finfo(x.dtype).min
+        return jax.nn.softmax(x + jax.lax.select(MASK, jnp.zeros_like(x), jnp.full_like(x, lowest)))
+
+    for scale in (2.0**-10, 1.0, 2.0**10):
+        x = scaled(np.array([1.0, 1.5, 2.0]) * scale, scale, dtype, kind)
+        for result in outcomes(function, x):
+            assert result[2] == 0 and abs(result.sum() - 1) < 0.01
+
+
+@pytest.mark.parametrize("number", [-1e30, float(jnp.finfo(jnp.float32).min)])
+def test_masks_that_are_multiplied(number):
+    def function(x):
+        return jax.nn.softmax(x + (1 - MASK.astype(np.float32)) * number)
+
+    check(function, scaled([1.0, 2.0, 3.0]))
+    check(function, scaled([1.0, 2.0, 3.0], 2.0**10, kind="frozen"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_a_traced_number_asks_for_no_more_than_a_constant(dtype, kind):
+    x, n = scaled([1.0, 2.0, 3.0], 1.0, dtype, kind), jnp.asarray(1e30, dtype)
+    for result in outcomes(lambda x, n: jnp.where(MASK, x, n) ** 2, x, n):
+        np.testing.assert_array_equal(result[:2], [1.0, 4.0])
+        assert result[2] > float(jnp.finfo(jnp.float32).max)
+    check(lambda x, n: jnp.clip(x, -n, n) ** 2, x, n, dtype=dtype)
+    check(lambda x, n: jnp.maximum(x, -n) ** 2, x, n, dtype=dtype)
+    for result in outcomes(lambda x, n: jnp.pad(x, 1, constant_values=n)[1:-1] ** 2, x, n):
+        np.testing.assert_array_equal(result, [1.0, 4.0, 9.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hypot_keeps_its_digits(dtype, kind):
+    x, y = scaled([0.15, 0.4, 0.56], 1.0, dtype, kind), scaled([2.0, 3e-3, 8.0], 1.0, dtype, kind)
+    check(jnp.hypot, x, y, dtype=dtype)
+    plain = jsa.asarray(x), jsa.asarray(y)
+    check(lambda z, x, y: z * jnp.hypot(x, y), x, *plain, dtype=dtype)
+
+
+COUNTS = np.arange(1, 10).reshape(3, 3)
+INTEGERS = {
+    "float @ int": lambda x: x @ COUNTS,
+    "int @ float": lambda x: COUNTS @ x,
+    "bool @ float": lambda x: (x > 4) @ x,
+    "preferred_element_type": lambda x: jax.lax.dot(x, COUNTS, preferred_element_type=jnp.float32),
+    "head mask": lambda x: jnp.einsum("...hqk,h->...hqk", x[None, None], np.array([1])),
+    "gradient": jax.grad(lambda x: jnp.sum(x @ COUNTS) + jnp.sum(COUNTS @ x)),
+    "fp8": jsa.fp8_matmuls(lambda x: x @ COUNTS),
+    "repeat": lambda x: jnp.repeat(x, np.array([1, 2, 1]), axis=0, total_repeat_length=4),
+    "insert": lambda x: jnp.insert(x, jnp.array([1]), 0.0, axis=0),
+    "bincount": lambda x: jnp.bincount(jnp.array([1, 2, 1]), length=3) * x,
+    "segment_sum": lambda x: jax.ops.segment_sum(COUNTS[0], np.array([0, 1, 1]), 2).sum() * x,
+    "unique": lambda x: jnp.unique(jnp.array([1, 2, 1]), size=3) * x,
+    "scatter": lambda x: x * (jnp.zeros(3, int).at[0].max(2).at[1].min(-1).at[2].mul(3)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_among_floats(name, dtype, kind):
+    x = scaled(np.arange(1.0, 10).reshape(3, 3), 1.0, dtype, kind)
+    check(INTEGERS[name], x, dtype="float8_e4m3fn" if name == "fp8" else dtype)
+
+
+FILLED = {
+    "mul": lambda x, full: full(3.0) * x,
+    "div": lambda x, full: full(1.0) / x,
+    "sum": lambda x, full: full(1.0) / jnp.sum(x),
+    "softmax": lambda x, full: x * jax.nn.softmax(full(0.0)),
+    "add": lambda x, full: full(2.0) + x,
+    "sub": lambda x, full: full(0.0) - x,
+    "lt": lambda x, full: full(2.0) < x,
+    "eq": lambda x, full: full(0.0) == x,
+    "pow": lambda x, full: full(2.0) ** x,
+    "exponent": lambda x, full: x ** full(2.0),
+    "clip": lambda x, full: jnp.clip(full(2.5), 0.0, x),
+    "max": lambda x, full: jnp.maximum(full(2.0), x),
+    "where": lambda x, full: jnp.where(x > 1, full(2.0), x),
+    "atan2": lambda x, full: jnp.arctan2(full(2.0), x),
+    "rem": lambda x, full: full(2.0) % x,
+    "gradient": jax.grad(lambda x, full: jnp.sum(full(2.0) * x**2)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FILLED)
+def test_a_filled_constant_beside_dims_of_one(name, dtype):
+    function = functools.partial(FILLED[name], full=lambda n: jnp.full((2, 3), n))
+    for values in (3.0, [[1.0, 2.0, 3.0]], [[1.0], [2.0]], [[2.0]]):
+        for kind in KINDS if np.ndim(values) else KINDS[:2]:
+            check(function, scaled(values, 1.0, dtype, kind), dtype=dtype)
+
+
+def test_float0_results_under_jit():
+    def function(x):
+        return jax.jvp(lambda x: jnp.allclose(x, x), (x,), (x,))
+
+    _, tangent = jax.jit(jsa.scalify(function))(scaled([1.0, 2.0]))
+    assert tangent.dtype == jax.dtypes.float0
