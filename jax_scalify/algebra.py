@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_scalify import dtypes
 from jax_scalify.pow2 import MAX_EXPONENT, floor_exponent, is_power_of_two
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _MAX_FACTORS = 3
 # Nothing is wrong beyond, but float32 data that is as far from 1 may leave its range.
 GIVEN_EXTENT = 40
 LARGEST_EXTENT = 42
+NARROW_EXTENT = 20  # float16 data cannot be farther from 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,6 +249,11 @@ ONE = Scale(0)
 ZERO = Scale(-math.inf)
 
 
+def given_extent(dtype: Any) -> int:
+    """The extent of the scale of an array of a dtype that is given."""
+    return NARROW_EXTENT if dtypes.has_short_range(dtype) else GIVEN_EXTENT
+
+
 def as_operand(value: Any) -> Scale:
     """Read a `Scale` or a concrete power of two."""
     return value if isinstance(value, Scale) else Scale.of(value)
@@ -257,12 +264,13 @@ def sorted_factors(powers: dict[Atom, int]) -> tuple[tuple[Atom, int], ...]:
     return tuple(sorted(((a, p) for a, p in powers.items() if p), key=lambda f: f[0].index))
 
 
-def join(*scales: Scale, limit: int = MAX_EXPONENT) -> Scale:
+def join(*scales: Scale, narrow: bool | None = None) -> Scale:
     """Return the maximum: the power of two that `sqrt(a**2 + b**2)` rounds down to.
 
     Monomials that differ by a static factor are compared while tracing, and the maximum of the
-    same set is the same atom, so that it is computed once. Computed at run time, its exponent is
-    brought within `+-limit`.
+    same set is the same atom, so that it is computed once. If it is known that the data is not
+    narrow, an exponent that is computed at run time is at most `LARGEST_EXTENT`: float32 data takes
+    what is more.
     """
     largest: dict[tuple, float] = {}
     for scale in scales:
@@ -273,7 +281,7 @@ def join(*scales: Scale, limit: int = MAX_EXPONENT) -> Scale:
         return ZERO
     if len(terms) == 1:
         return terms[0]
-    return next(t for t in terms if t.factors).factors[0][0].table.maximum(terms, limit)
+    return next(t for t in terms if t.factors).factors[0][0].table.maximum(terms, narrow)
 
 
 def meet(*scales: Scale) -> Scale:

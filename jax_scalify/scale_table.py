@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import _compat, dtypes, pow2
-from jax_scalify.algebra import LARGEST_EXTENT, ONE, Atom, Scale, sorted_factors
+from jax_scalify.algebra import LARGEST_EXTENT, NARROW_EXTENT, ONE, Atom, Scale, sorted_factors
 from jax_scalify.pow2 import MAX_EXPONENT, exponent_layout, round_down
 from jax_scalify.scale_program import Monomial, ScaleProgram
 
@@ -207,8 +207,9 @@ class ScaleTable:
 
         return self._memoised(("alignment", ratio), make)
 
-    def maximum(self, terms: list[Scale], limit: int = MAX_EXPONENT) -> Scale:
+    def maximum(self, terms: list[Scale], narrow: bool | None = None) -> Scale:
         """Return the maximum of monomials of which none is known to dominate another."""
+        limit = LARGEST_EXTENT if narrow is False else MAX_EXPONENT
         common = Scale(0, _common_factors(terms))
         terms = sorted((t / common for t in terms), key=_monomial_key)
         members = _members(terms)
@@ -217,7 +218,7 @@ class ScaleTable:
                 return term * common
 
         def make() -> tuple[Scale, float]:
-            extent = min(limit, max(int(t.span) for t in terms))
+            extent = min(NARROW_EXTENT if narrow else limit, int(max(t.span for t in terms)))
             nonzero = any(t.is_nonzero for t in terms)
             known = dict(members=members, nonzero=nonzero, extent=extent, limit=limit)
             if together := self._together(*terms):
@@ -227,7 +228,7 @@ class ScaleTable:
             array = jnp.asarray(within[0].array, self.dtype)
             for term in within[1:]:
                 array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
-            if extent < max(t.span for t in terms):
+            if limit < max(t.span for t in terms):
                 array = lax.min(array, np.array(math.ldexp(1.0, limit), self.dtype))
             return self.atom(_compat.pin(array), **known), low
 

@@ -218,7 +218,10 @@ def _enter(operand: Any, table: ScaleTable) -> Value:
     scale = (
         Scale.of(operand.scale)
         if operand.is_static
-        else table.atom(align_scale(operand.scale, operand.ndim).astype(table.dtype))
+        else table.atom(
+            align_scale(operand.scale, operand.ndim).astype(table.dtype),
+            extent=algebra.given_extent(operand.dtype),
+        )
     )
     # A copy: JAX may keep the memory of a NumPy array, which the user writes to.
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)

@@ -204,7 +204,7 @@ def shared_scale(
     if not scales:
         return ZERO if all(n is None or n == 0 for n in numbers) else Scale(0)
     narrow = any(dtypes.has_short_range(x.dtype) for x in operands.values())
-    joined = algebra.join(*scales, limit=pow2.MAX_EXPONENT if narrow else algebra.LARGEST_EXTENT)
+    joined = algebra.join(*scales, narrow=narrow)
     return joined.or_one() if any(n is not None and not np.isfinite(n) for n in numbers) else joined
 
 
