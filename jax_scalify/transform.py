@@ -146,7 +146,7 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
     leaves, tree = jax.tree.flatten(list(operands))
     variable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     out_tree = None
-    float0s: dict[int, Any] = {}  # tangents of integers, which no jaxpr computes
+    float0s: dict[int, Any] = {}  # shapes of the tangents of integers, which no jaxpr computes
 
     def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
         nonlocal out_tree
@@ -154,7 +154,7 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
         for i, array in zip(variable, arrays, strict=True):
             full[i] = array
         out, out_tree = jax.tree.flatten(interpret(table, jax.tree.unflatten(tree, full)))
-        float0s.update((i, x) for i, x in enumerate(out) if x.dtype == jax.dtypes.float0)
+        float0s.update((i, x.shape) for i, x in enumerate(out) if x.dtype == jax.dtypes.float0)
         return [x for i, x in enumerate(out) if i not in float0s]
 
     arrays = [leaves[i] for i in variable]
@@ -163,7 +163,10 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
     call = observing.as_call(call) if observing.is_observing() else call
     rest = iter(call(*arrays))
     count = len(scaled.out_avals) + len(float0s)
-    out = [float0s[i] if i in float0s else next(rest) for i in range(count)]
+    out = [
+        np.zeros(float0s[i], jax.dtypes.float0) if i in float0s else next(rest)
+        for i in range(count)
+    ]
     return jax.tree.unflatten(out_tree, out)
 
 

@@ -267,3 +267,7 @@ def test_float0_results_under_jit():
 
     _, tangent = jax.jit(jsa.scalify(function))(scaled([1.0, 2.0]))
     assert tangent.dtype == jax.dtypes.float0
+    function = lambda x: jax.jvp(lambda x: x > 1, (x,), (x,))  # noqa: E731
+    result, tangent = jax.jit(jsa.scalify(function))(scaled([1.0, 2.0]))
+    assert tangent.dtype == jax.dtypes.float0 and tangent.shape == (2,)
+    np.testing.assert_array_equal(result, [False, True])
