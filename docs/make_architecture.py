@@ -47,8 +47,8 @@ LAYERS = (  # the lowest first
         "While tracing",
         "what is known of a value; the registry of rules",
         (
-            *("values", "abstract", "deferred", "chains", "registry", "tracing", "derivatives"),
-            "observing",
+            *("values", "abstract", "deferred", "multiplying", "chains", "registry", "tracing"),
+            *("derivatives", "observing"),
         ),
     ),
     Layer("Rules", "one file a family of primitives", ("rules",)),

@@ -141,6 +141,13 @@ def pin_constant(value: Any) -> Any:
     return lax.optimization_barrier(value) if keeps_barriers() else value
 
 
+def kept_apart(product: Any) -> Any:
+    """Keep XLA from making one constant of two that data is multiplied by: it might be infinite."""
+    if keeps_barriers() or jnp.issubdtype(product.dtype, jnp.complexfloating):
+        return lax.optimization_barrier(product)
+    return lax.max(product, jnp.full_like(product, -jnp.inf))
+
+
 def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
     """Give a jaxpr its constants; `ClosedJaxpr` is an alias of `Jaxpr` since JAX 0.12."""
     return jex_core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]

@@ -29,7 +29,7 @@ def multiply(
     limit = pow2.MAX_EXPONENT if factor.is_static else trusted
     while factor.span > limit and not factor.is_zero:
         within, factor = factor.bounded()
-        data = _multiply(data, within)
+        data = _compat.kept_apart(_multiply(data, within))
         limit = limit if factor.is_static else np.inf
     data = data if factor.is_one else _multiply(data, factor)
     return data if dtype is None else dtypes.cast(data, dtype)
@@ -70,7 +70,14 @@ def within_range(x: ScaledArray, limit: int = pow2.MAX_EXPONENT) -> ScaledArray:
     if not x.scale.may_leave_range and x.scale.span <= limit:
         return x
     within, rest = x.scale.bounded(limit)
-    return x if rest.is_one else ScaledArray(moved(x, rest, x.dtype), within)
+    return x if rest.is_one else ScaledArray(keep_infinity(x.data, moved(x, rest, x.dtype)), within)
+
+
+def keep_infinity(before: Any, after: Any) -> Any:
+    """Leave an infinity one, where a cast to FP8 would make it a number."""
+    if not dtypes.is_narrow_float(before.dtype) or not np.isinf(np.array(np.inf, before.dtype)):
+        return after
+    return lax.select(lax.is_finite(before), after, before)
 
 
 def to_plain(x: ScaledArray, dtype: Any) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import _compat, dtypes, pow2
+from jax_scalify import _compat, dtypes
 from jax_scalify.algebra import LARGEST_EXTENT, NARROW_EXTENT, ONE, Atom, Scale, sorted_factors
 from jax_scalify.pow2 import MAX_EXPONENT, exponent_layout, round_down
 from jax_scalify.scale_program import Monomial, ScaleProgram
@@ -119,27 +119,18 @@ class ScaleTable:
                 program, (monomial,) = together
                 within = self._computed(program.bounded(monomial, limit), **known)
                 return within, scale / within
-            exponents, is_zero = self._exponents(scale)
-            inside = jnp.clip(exponents, -limit, limit)
-            zero = np.zeros((), self.dtype)
-            within = jnp.where(is_zero, zero, pow2.power(inside, self.dtype))
-            rest = jnp.where(is_zero, zero, pow2.power(exponents - inside, self.dtype))
+            # In floating point: what overflows is bounded, and what underflows is 0.
+            array = self.product(scale)
+            low, high = (np.array(math.ldexp(1.0, e), self.dtype) for e in (-limit, limit))
+            inside = lax.clamp(low, array, high)
+            if not scale.is_nonzero:
+                inside = lax.select(lax.eq(array, jnp.zeros_like(array)), array, inside)
+            within = self.atom(_compat.pin(inside), **known)
+            rest = self.product(scale / within)
             extent = max(0, int(scale.span) - limit)
-            return self.atom(_compat.pin(within), **known), self.atom(
-                _compat.pin(rest), nonzero=scale.is_nonzero, extent=extent
-            )
+            return within, self.atom(rest, nonzero=scale.is_nonzero, extent=extent)
 
         return self._memoised(("bounded", scale, limit), make)
-
-    def _exponents(self, scale: Scale) -> tuple[jax.Array, jax.Array]:
-        """The exponents of a monomial as `int32`, and where it is 0."""
-        total, is_zero = jnp.int32(scale.exponent), jnp.bool_(False)
-        for atom, times in scale.factors:
-            found = self._memoised(("exponent", atom), lambda atom=atom: pow2.exponent(atom.array))
-            zero = found < -MAX_EXPONENT
-            total = total + times * jnp.where(zero, 0, found)  # where 0 is inverted it is 1
-            is_zero = is_zero | zero if times > 0 else is_zero
-        return total, is_zero
 
     def output(self, scale: Scale) -> jax.Array:
         """Make the array of a scale, within the range of scales, that leaves the trace."""

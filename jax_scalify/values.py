@@ -17,6 +17,7 @@ from jax_scalify import _compat, dtypes
 from jax_scalify.abstract import Interpretation
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
+from jax_scalify.deferred import split
 
 # Primitives that act on each element by itself, and take 0-d operands beside arrays.
 ELEMENTWISE = frozenset(
@@ -219,7 +220,7 @@ class Value:
         """The sharding of its array, or of the one that would be made."""
         if self.array is None:
             return self.made_with
-        data = self.array.data if self.is_scaled else self.array
+        data = split(self.array)[0] if self.is_scaled else self.array
         return getattr(jax.typeof(data), "sharding", None)
 
     @property

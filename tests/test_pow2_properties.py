@@ -191,7 +191,7 @@ def expressions():
 
 # What the operations are on scales, on their exponents, and on a bound on everything on the way.
 SYMBOLIC = dict(mul=operator.mul, div=operator.truediv, join=algebra.join, meet=algebra.meet)
-SYMBOLIC |= dict(static=Scale, power=operator.pow, settled=Scale.settled)
+SYMBOLIC |= dict(static=Scale, power=operator.pow, settled=lambda s: operator.mul(*s.settled()))
 SYMBOLIC |= dict(root=lambda s, degree: s.root(degree)[0], rest=lambda s, degree: s.root(degree)[1])
 NUMERIC = dict(mul=operator.add, div=operator.sub, join=np.maximum, meet=np.minimum)
 NUMERIC |= dict(static=int, power=operator.mul, settled=lambda e: e)
@@ -281,9 +281,13 @@ def test_algebra_at_the_ends_of_the_range(dtype, draw):
 def test_many_factors_settle_within_the_range(dtype, draw):
     values, exponent = draw_exponents(draw, 0, MAX_EXPONENT), draw(st.integers(0, 9))
     scales = atoms_of(ScaleTable(dtype), values)
-    settled = (functools.reduce(Scale.__mul__, scales) * Scale(exponent)).settled()
-    assert len(settled.factors) == 1 and settled.settled() is settled
-    assert_same(settled.array, powers(np.minimum(sum(values) + exponent, MAX_EXPONENT)))
+    settled, rest = (functools.reduce(Scale.__mul__, scales) * Scale(exponent)).settled()
+    assert len(settled.factors) == 1 and settled.settled() == (settled, ONE)
+    total = sum(values) + exponent
+    within = np.minimum(total, MAX_EXPONENT)
+    assert_same(settled.array, powers(within))
+    known = total - within <= MAX_EXPONENT
+    assert_same(np.where(known, rest.array, 1), powers(np.where(known, total - within, 0)))
 
 
 @law(20, dtypes=SCALE_DTYPES)

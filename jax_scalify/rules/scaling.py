@@ -16,6 +16,7 @@ from jax_scalify.array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.deferred import defer, split, takes_deferred
 from jax_scalify.delayed import NOTHING_SEEN, delayed_rescale_p
+from jax_scalify.multiplying import keep_infinity
 from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled, times, uniform_over
 from jax_scalify.rules.subtrace import takes_values
@@ -71,11 +72,11 @@ def _at_scale(ctx: RuleContext, x: ScaledArray, scale: Scale) -> ScaledArray:
 
 
 def _moved(raw: Any, factor: Scale, scale: Scale) -> ScaledArray:
-    """`data = raw * factor`; an infinity stays one, where a cast to FP8 would make it a number."""
+    """`data = raw * factor`; an infinity stays one."""
     moved = times(raw, factor, scale, raw.dtype)
-    if not dtypes.is_narrow_float(raw.dtype) or not np.isinf(np.array(np.inf, raw.dtype)):
+    if not dtypes.is_narrow_float(raw.dtype):
         return moved
-    return ScaledArray(lax.select(lax.is_finite(raw), moved.data, raw), scale)
+    return ScaledArray(keep_infinity(raw, moved.data), scale)
 
 
 @register_scale_rule(primitives.cast_p)
