@@ -142,10 +142,13 @@ def pin_constant(value: Any) -> Any:
 
 
 def kept_apart(product: Any) -> Any:
-    """Keep XLA from making one constant of two that data is multiplied by: it might be infinite."""
-    if keeps_barriers() or jnp.issubdtype(product.dtype, jnp.complexfloating):
+    """Keep XLA from making one constant of two that data is multiplied by: it might be infinite.
+
+    The compiler of JAX 0.10 does not know that a nan may as well be chosen from one array.
+    """
+    if keeps_barriers():
         return lax.optimization_barrier(product)
-    return lax.max(product, jnp.full_like(product, -jnp.inf))
+    return lax.select(lax.eq(product, product), product, jnp.full_like(product, jnp.nan))
 
 
 def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:

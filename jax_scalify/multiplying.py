@@ -70,7 +70,10 @@ def within_range(x: ScaledArray, limit: int = pow2.MAX_EXPONENT) -> ScaledArray:
     if not x.scale.may_leave_range and x.scale.span <= limit:
         return x
     within, rest = x.scale.bounded(limit)
-    return x if rest.is_one else ScaledArray(keep_infinity(x.data, moved(x, rest, x.dtype)), within)
+    if rest.is_one:
+        return x
+    data = keep_infinity(x.data, moved(x, rest, x.dtype))
+    return ScaledArray(_compat.kept_apart(data) if rest.is_static else data, within)
 
 
 def keep_infinity(before: Any, after: Any) -> Any:
