@@ -30,6 +30,7 @@ _MAX_FACTORS = 3
 GIVEN_EXTENT = 40
 LARGEST_EXTENT = 42
 NARROW_EXTENT = 20  # float16 data cannot be farther from 1
+_SMALL_EXPONENT = 24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,10 +125,15 @@ class Scale:
 
     @property
     def extent(self) -> float:
-        """How far the data may be from 1, in octaves, if its values are not: see `Atom`."""
+        """How far the data may be from 1, in octaves, if its values are not: see `Atom`.
+
+        A large static factor may be that of a constant whose array was not chosen, as in `hypot`;
+        a small one is shared by data and values, or as good as 1.
+        """
         if self.is_static:
             return 0 if self.is_zero else abs(self.exponent)
-        return sum(0 if a.is_number else a.extent * abs(power) for a, power in self.factors)
+        factors = sum(0 if a.is_number else a.extent * abs(power) for a, power in self.factors)
+        return factors + (abs(self.exponent) if abs(self.exponent) > _SMALL_EXPONENT else 0)
 
     @property
     def span(self) -> float:

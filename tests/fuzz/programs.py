@@ -166,7 +166,8 @@ class Program:
     def definitions(self, mark: str = "") -> str:
         """Source of `g`: the function in its wrapper.
 
-        With a `mark`, a function of that name is called on each input and result with its number.
+        With a `mark`, a function of that name is called on each input and result with its number,
+        and on what a result is computed of.
         """
         names = [i.name for i in self.inputs]
         arguments = ", ".join(names)
@@ -174,7 +175,8 @@ class Program:
         if mark:
             lines += [f"    {n} = {mark}({n}, {k})" for k, n in enumerate(names)]
         for k, s in enumerate(self.statements):
-            source = f"{mark}({s.source}, {k + len(names)})" if mark else s.source
+            operands = ", ".join([str(k + len(names)), *sorted(s.uses())])
+            source = f"{mark}({s.source}, {operands})" if mark else s.source
             lines.append(f"    {s.target} = {source}")
         lines.append(f"    return ({', '.join(self.outputs)},)")
         return "\n".join(lines) + "\n" + self._wrapper(arguments)

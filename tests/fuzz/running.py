@@ -15,6 +15,7 @@ in units of their input. What is further off is looked at again:
 - Noise of float16 has an absolute part also, `2**-14` of the array's largest magnitude: what is
   computed with may get one scale for all its elements. What is less is 0 in every second run.
   Inputs whose elements are only moved (`catalogue.MOVES`) hold what they hold: they have none.
+  Of operands that are put together (`catalogue.JOINS`) the largest counts, constants included.
 - What float16 has at scale 1 by law (`catalogue.UNSCALED`: exponentials, ...) may be 0 below
   `2**-24` and inf above 65504, and what follows is what follows from that.
 - An element of a loop's result that noise changes by more than itself is not compared.
@@ -134,9 +135,20 @@ def run_noisy(program: Program, run: int) -> list[np.ndarray]:
     dtypes += ["" if s.target in moved else _kind(s, run) for s in program.statements]
     reverse = program.wrapper in ("grad", "remat")
     with jax.enable_x64(True):
-        noise = functools.partial(_noise, dtypes=dtypes, run=run, reverse=reverse)
+        constants: list[float | None] = [None] * len(program.inputs)
+        constants += [_largest_constant(s) for s in program.statements]
+        known = dict(dtypes=dtypes, constants=constants, run=run, reverse=reverse)
+        noise = functools.partial(_noise, **known)
         values = [jnp.asarray(i.value()) for i in program.inputs]
         return _leaves(jax.jit(load(source, noise=noise))(*values))
+
+
+def _largest_constant(statement: Statement) -> float | None:
+    """The largest constant of a statement that puts operands together; None for another."""
+    if not catalogue.JOINS.search(statement.source):
+        return None
+    numbers = re.findall(r"(?<![\w.])\d+\.?\d*(?:e[+-]?\d+)?(?![\w])", statement.source)
+    return max([abs(float(n)) for n in numbers], default=0.0)
 
 
 def _kind(statement: Statement, run: int) -> str:
@@ -147,11 +159,24 @@ def _kind(statement: Statement, run: int) -> str:
     )
 
 
-def _noise(tree: Any, index: int, *, dtypes: list[str], run: int, reverse: bool) -> Any:
+def _noise(
+    tree: Any,
+    index: int,
+    *operands: Any,
+    dtypes: list[str],
+    constants: list[float | None],
+    run: int,
+    reverse: bool,
+) -> Any:
     """Change the floating arrays of a tree, and independently their tangents or cotangents."""
     kind, _, dtype = dtypes[index].rpartition(" ")
     if not dtype:
         return tree
+    least = 0.0
+    if dtype == "float16" and constants[index] is not None:
+        floats = [jnp.asarray(x) for x in jax.tree.leaves(operands)]
+        floats = [x for x in floats if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
+        least = 2.0**-14 * functools.reduce(jnp.maximum, map(_largest_of, floats), constants[index])
 
     def change(x: Any) -> Any:
         x = jnp.asarray(x)
@@ -159,11 +184,23 @@ def _noise(tree: Any, index: int, *, dtypes: list[str], run: int, reverse: bool)
             return x
         if kind == "cut":
             return jnp.where(jnp.abs(x) > 65504, x * jnp.inf, jnp.where(jnp.abs(x) < 2**-24, 0, x))
+        x = _lost(x, least, (run, index)) if constants[index] is not None else x
         absolute = dtype == "float16" and kind != "stored"
         perturb = functools.partial(_perturb, eps=_EPS[dtype], absolute=absolute)
         return (_in_reverse if reverse else _forward)(perturb, (run, index))(x)
 
     return jax.tree.map(change, tree)
+
+
+def _largest_of(x: Any) -> Any:
+    return jax.lax.stop_gradient(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)))
+
+
+def _lost(x: Any, least: Any, seed: tuple[int, ...]) -> Any:
+    """Lose what is less than the least number that float16 holds beside the largest."""
+    if seed[0] % 2:
+        return jnp.where(jnp.abs(x) < least, 0, x)
+    return x + jnp.where(x == 0, 0, least * np.random.default_rng(seed).uniform(-1, 1, x.shape))
 
 
 def _perturb(x: Any, seed: tuple[int, ...], *, eps: float, absolute: bool) -> Any:
