@@ -56,7 +56,7 @@ ELEMENTWISE = [
     *_each(
         "jnp.FUN({x}, {y})",
         "add subtract multiply divide true_divide maximum minimum fmax fmin arctan2 atan2 hypot "
-        "logaddexp logaddexp2 copysign heaviside nextafter greater greater_equal less less_equal "
+        "logaddexp logaddexp2 copysign heaviside greater greater_equal less less_equal "
         "equal not_equal isclose logical_and logical_or logical_xor remainder mod fmod "
         "floor_divide",
     ),
@@ -421,7 +421,7 @@ LAX = [
     "lax.acosh(2 + jnp.abs({x}))",
     *_each(
         "lax.FUN({x}, {e})",
-        "add sub mul div max min rem atan2 nextafter eq ne lt le gt ge complex_",
+        "add sub mul div max min rem atan2 eq ne lt le gt ge complex_",
     )[:-1],
     "jnp.abs(lax.complex({x}.astype(jnp.float32), {e}.astype(jnp.float32)))",
     "lax.real(lax.conj(lax.complex({x}.astype(jnp.float32), {e}.astype(jnp.float32))))",
@@ -561,7 +561,7 @@ MOVES = frozenset(
 UNSCALED = re.compile(
     r"exp|cosh|sinh|gamma|zeta|betainc|pow|\*\*|prod|space\(|\bdet|slogdet|poly|\btan\(|sinc|\.i0|"
     r"i0e|i1e|soft|silu|swish|elu|mish|rint|round|floor|ceil|trunc|mod|remainder|vander|frexp|ldexp|"
-    r"nextafter|bitcast|logsumexp|lax\.reduce\("
+    r"bitcast|logsumexp|lax\.reduce\(|scatter_mul|\.multiply\(|\.mul\(|\.power\("
 )
 
 # Functions whose operands get one scale: float16 holds no small one beside a large one.

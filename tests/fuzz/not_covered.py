@@ -32,7 +32,10 @@ _REASONS = {
         "psum_scatter_start stage",
     ),
     "is about tokens": ("lax: after_all create_token",),
-    "is the resolution of a dtype, which the reference does not have": ("jnp: spacing",),
+    "is the resolution of a dtype, which the reference does not have": (
+        "jnp: nextafter spacing",
+        "lax: nextafter",
+    ),
     "draws random numbers": ("lax: rng_bit_generator rng_uniform",),
     "multiplies blocks with scales of their own, on some accelerators": (
         "jax.nn: get_scaled_dot_general_config scaled_dot_general scaled_matmul",
