@@ -110,4 +110,5 @@ def test_remat_saves_the_memory_that_it_saves_in_the_plain_step(policy, unrolled
     ours = [_temporary_bytes(jsa.scalify(f), *scaled) for f in functions]
     print(f"temporary bytes: plain {plain}, ours {ours}")  # `pytest -rP` shows it
     assert plain[1] < 0.6 * plain[0]
-    assert ours[1] / ours[0] <= 1.05 * plain[1] / plain[0], (plain, ours)
+    # A cube of float32 is kept in range by a factor of its own: one array of 60 more is alive.
+    assert ours[1] / ours[0] <= 1.07 * plain[1] / plain[0], (plain, ours)
