@@ -436,6 +436,37 @@ def fp8_matmuls():
                 np.testing.assert_allclose(b, c, rtol=1e-4, atol=1e-4)
 
 
+EXPLICIT = {
+    "where": lambda x, w: jnp.where(x > 0, x, 0.0),
+    "relu": lambda x, w: jax.grad(lambda x: jax.nn.relu(x).sum())(x),
+    "norm": lambda x, w: jax.grad(lambda w: jax.nn.standardize(x @ w).sum())(w),
+    "softmax": lambda x, w: jax.grad(lambda x: jax.nn.log_softmax(x)[:, 0].sum())(x),
+    "concatenate": lambda x, w: jnp.concatenate([x, jnp.ones_like(x)], 1),
+    "loop": lambda x, w: lax.scan(lambda c, _: (jax.nn.relu(c / 2), c.sum()), x, None, length=3),
+    "zeros": lambda x, w: (jnp.zeros_like(x), x * 0),
+}
+
+
+@case
+def constants_have_the_sharding_of_their_partner():
+    """On a mesh with explicit axes: values and types are those of the plain function."""
+    devices = mesh(jax.sharding.AxisType.Explicit)
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(devices):
+        x = jax.device_put(jnp.asarray(rng.normal(size=(16, 8)), jnp.float32), P("data", None))
+        w = jax.device_put(jnp.asarray(rng.normal(size=(8, 8)), jnp.float32), P(None, None))
+        args = jsa.as_scaled_array((x, w))
+        for name, function in EXPLICIT.items():
+            plain = jax.tree.leaves(jax.jit(function)(x, w))
+            for operands in (args, jsa.freeze_scales(args)):
+                results = jax.jit(jsa.scalify(function))(*operands)
+                leaves = jax.tree.leaves(results, is_leaf=lambda leaf: hasattr(leaf, "to_array"))
+                for got, want in zip(leaves, plain, strict=True):
+                    data = got.data if isinstance(got, ScaledArray) else got
+                    assert jax.typeof(data).sharding == jax.typeof(want).sharding, name
+                    np.testing.assert_allclose(jsa.asarray(got), want, 1e-4, 1e-5, err_msg=name)
+
+
 # The process with eight devices, and the test that asks it.
 
 
