@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import _compat, dtypes, pow2
-from jax_scalify.algebra import GIVEN_EXTENT, Scale
+from jax_scalify.algebra import GIVEN_EXTENT, LARGEST_EXTENT, Scale
 from jax_scalify.array import ScaledArray
-from jax_scalify.deferred import Deferred
+from jax_scalify.deferred import Deferred, with_scale
 from jax_scalify.values import filled
 
 
@@ -29,7 +29,8 @@ def multiply(
     limit = pow2.MAX_EXPONENT if factor.is_static else trusted
     while factor.span > limit and not factor.is_zero:
         within, factor = factor.bounded()
-        data = _compat.kept_apart(_multiply(data, within))
+        data = _multiply(data, within)
+        data = _compat.kept_apart(data) if within.is_static else data
         limit = limit if factor.is_static else np.inf
     data = data if factor.is_one else _multiply(data, factor)
     return data if dtype is None else dtypes.cast(data, dtype)
@@ -74,6 +75,19 @@ def within_range(x: ScaledArray, limit: int = pow2.MAX_EXPONENT) -> ScaledArray:
         return x
     data = keep_infinity(x.data, moved(x, rest, x.dtype))
     return ScaledArray(_compat.kept_apart(data) if rest.is_static else data, within)
+
+
+def in_reach(x: ScaledArray) -> ScaledArray:
+    """Keep a dynamic scale to few factors and, of float32 data, to where one number reaches it.
+
+    Two scales within `2**+-84` and a maximum of them within `2**+-42` have ratios of float32.
+    """
+    if x.scale.is_static:
+        return x
+    if x.scale.extent > 2 * LARGEST_EXTENT and not dtypes.has_short_range(x.dtype):
+        return within_range(x, LARGEST_EXTENT)
+    scale, rest = x.scale.settled()
+    return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
 
 
 def keep_infinity(before: Any, after: Any) -> Any:

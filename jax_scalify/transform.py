@@ -26,7 +26,7 @@ from jax_scalify.array import (
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.deferred import is_given_deferred, settled, with_scale
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
-from jax_scalify.multiplying import multiply, within_range
+from jax_scalify.multiplying import in_reach, within_range
 from jax_scalify.registry import (
     RuleContext,
     all_equations,
@@ -370,19 +370,6 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
     return _wrap(eqn, out, inputs, table)
 
 
-def _in_reach(x: ScaledArray) -> ScaledArray:
-    """Keep a dynamic scale to few factors and, of float32 data, to where one number reaches it.
-
-    Two scales within `2**+-84` and a maximum of them within `2**+-42` have ratios of float32.
-    """
-    if x.scale.is_static:
-        return x
-    if x.scale.extent > 2 * algebra.LARGEST_EXTENT and not dtypes.has_short_range(x.dtype):
-        return within_range(x, algebra.LARGEST_EXTENT)
-    scale, rest = x.scale.settled()
-    return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
-
-
 def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
     """Give an array the shape of the result, if no array has it: numbers are not filled.
 
@@ -504,7 +491,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             scale = Scale.of(o.scale) if static else table.atom(align_scale(o.scale, o.ndim))
             o = ScaledArray(o.data, scale)
         if isinstance(o, ScaledArray):
-            o = _in_reach(o)
+            o = in_reach(o)
         value = Value.of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
         if value.shape != var.aval.shape or value.dtype != var.aval.dtype:
             raise TypeError(
