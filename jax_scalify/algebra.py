@@ -50,6 +50,8 @@ class Atom:
             as far from 1 in the other direction.
         is_number: it is the exponent of a traced scalar, whose data is close to 1.
         limit: its exponent is within `+-limit`, whatever the values are.
+        whole: makes the scale whose exponent was limited to make this one.
+        choices: the scales, of other choices or static, of which each element has one.
     """
 
     table: ScaleTable
@@ -61,6 +63,8 @@ class Atom:
     extent: int = GIVEN_EXTENT
     is_number: bool = False
     limit: float = MAX_EXPONENT
+    whole: Callable[[], Scale] | None = None
+    choices: tuple[Scale, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,12 +120,16 @@ class Scale:
         return not self.is_zero and all(atom.nonzero or p < 0 for atom, p in self.factors)
 
     @property
+    def limit(self) -> float:
+        """The exponent is within `+-limit`, whatever the values are."""
+        if self.is_zero:
+            return 0
+        return abs(self.exponent) + sum(a.limit * abs(power) for a, power in self.factors)
+
+    @property
     def may_leave_range(self) -> bool:
         """Whether the exponent may be beyond that of a scale: a product, power or multiple."""
-        if self.is_zero:
-            return False
-        limit = sum(atom.limit * abs(power) for atom, power in self.factors)
-        return limit + abs(self.exponent) > MAX_EXPONENT
+        return self.limit > MAX_EXPONENT
 
     @property
     def extent(self) -> float:
@@ -229,6 +237,29 @@ class Scale:
             return self, ONE
         exponent = max(-limit, min(limit, self.exponent))
         return Scale(exponent), Scale(self.exponent - exponent)
+
+    def whole(self) -> Scale:
+        """The scale without the limits that it was kept to: data has what is beyond them."""
+        whole = Scale(self.exponent)
+        for atom, power in self.factors:
+            whole *= (atom.whole() if atom.whole else Scale(0, ((atom, 1),))) ** power
+        return whole
+
+    def choice_range(self) -> tuple[float, float]:
+        """The least and largest exponents that choices, and the static factor, come to."""
+        low = high = self.exponent
+        for atom, power in self.factors:
+            ranges = [choice.choice_range() for choice in atom.choices]
+            if ranges:
+                ends = power * min(r[0] for r in ranges), power * max(r[1] for r in ranges)
+                low, high = low + min(ends), high + max(ends)
+        return low, high
+
+    def without_choices(self) -> Scale:
+        """The scale with one choice for all elements: in the middle, but at most 2**6 less."""
+        chosen = Scale(0, tuple(f for f in self.factors if f[0].choices))
+        low, high = chosen.choice_range()
+        return self / chosen * Scale(high - min(6, (high - low) // 2)) if chosen.factors else self
 
     def or_one(self) -> Scale:
         """The scale, or 1 where it is 0 at run time: beside an infinity 0 would make nan."""

@@ -90,6 +90,20 @@ def in_reach(x: ScaledArray) -> ScaledArray:
     return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
 
 
+def at_whole_scale(x: ScaledArray) -> ScaledArray:
+    """Give an array the scale that it had before that was limited: for data of a narrow dtype."""
+    whole = x.scale.whole()
+    return ScaledArray(moved(x, x.scale / whole, x.dtype), whole)
+
+
+def at_one_choice(x: ScaledArray) -> ScaledArray:
+    """Give the elements of an array one scale again, where each had one of several multiples."""
+    if not any(atom.choices for atom, _ in x.scale.factors):
+        return x
+    scale = x.scale.without_choices()
+    return ScaledArray(multiply(x.data, x.scale / scale, x.dtype), scale)
+
+
 def keep_infinity(before: Any, after: Any) -> Any:
     """Leave an infinity one, where a cast to FP8 would make it a number."""
     if not dtypes.is_narrow_float(before.dtype) or not np.isinf(np.array(np.inf, before.dtype)):

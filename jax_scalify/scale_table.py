@@ -46,6 +46,9 @@ class ScaleTable:
         self._atoms: dict[int, Atom] = {}
         self._memo: dict[Any, Any] = {}
         self._splits: dict[int, tuple[Any, Any, Scale]] = {}
+        # Of choices among multiples (`rules/choosing.py`); the arrays are kept, and so their ids.
+        self.chosen: dict[Any, tuple[Any, Scale]] = {}
+        self.mantissas: dict[int, tuple[Any, float]] = {}  # of data that is one number
 
     def atom(self, array: jax.Array, **known: Any) -> Scale:
         """Make a scale of an array of powers of two; the same array gives the same atom.
@@ -115,6 +118,8 @@ class ScaleTable:
         def make() -> tuple[Scale, Scale]:
             extent = min(limit, int(scale.span))
             known = dict(nonzero=scale.is_nonzero, extent=extent, limit=limit)
+            if limit < min(scale.limit, MAX_EXPONENT):
+                known["whole"] = lambda: scale
             if together := self._together(scale):
                 program, (monomial,) = together
                 within = self._computed(program.bounded(monomial, limit), **known)
@@ -209,9 +214,12 @@ class ScaleTable:
                 return term * common
 
         def make() -> tuple[Scale, float]:
-            extent = min(NARROW_EXTENT if narrow else limit, int(max(t.span for t in terms)))
+            span = max(t.span for t in terms)
+            extent = min(NARROW_EXTENT if narrow else limit, int(span))
             nonzero = any(t.is_nonzero for t in terms)
             known = dict(members=members, nonzero=nonzero, extent=extent, limit=limit)
+            if limit < min(max(t.limit for t in terms), MAX_EXPONENT):
+                known["whole"] = lambda: self.maximum([t.whole() for t in terms])
             if together := self._together(*terms):
                 program, monomials = together
                 return self._computed(program.maximum(monomials, limit), **known), low
@@ -219,7 +227,7 @@ class ScaleTable:
             array = jnp.asarray(within[0].array, self.dtype)
             for term in within[1:]:
                 array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
-            if limit < max(t.span for t in terms):
+            if limit < max(t.limit for t in terms):
                 array = lax.min(array, np.array(math.ldexp(1.0, limit), self.dtype))
             return self.atom(_compat.pin(array), **known), low
 
@@ -294,9 +302,9 @@ def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
     for term in terms[1:]:
         powers = dict(term.factors)
         common = {
-            atom: min(p, powers[atom])
+            atom: min(p, powers[atom]) if p > 0 else max(p, powers[atom])
             for atom, p in common.items()
-            if powers.get(atom, 0) > 0 and p > 0
+            if powers.get(atom, 0) * p > 0 and (p > 0 or atom.choices)
         }
     return sorted_factors(common)
 

@@ -26,7 +26,7 @@ from jax_scalify.array import (
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.deferred import is_given_deferred, settled, with_scale
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
-from jax_scalify.multiplying import in_reach, within_range
+from jax_scalify.multiplying import at_one_choice, in_reach, within_range
 from jax_scalify.registry import (
     RuleContext,
     all_equations,
@@ -267,7 +267,14 @@ def evaluate(
             if makers:
                 outputs = observing.observed(eqn, operands, outputs, table, makers)
         env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return [_at_one_choice(read(v)) for v in jaxpr.outvars]
+
+
+def _at_one_choice(value: Value) -> Value:
+    if not value.is_scaled:
+        return value
+    array = at_one_choice(value.array)
+    return value if array is value.array else dataclasses.replace(value, array=array)
 
 
 def _typed_literal(literal: Any) -> Any:
@@ -330,7 +337,8 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
     takes_values = getattr(rule, "takes_values", False)
     if not any(v.is_scaled for v in floating):
         calls = takes_values and sub_jaxprs(eqn.params)
-        if rule is None or not (meets or calls):
+        makes_float = any(dtypes.is_scalable(v.aval.dtype) for v in eqn.outvars)
+        if rule is None or not (meets and makes_float or calls):
             return _wrap(eqn, _bind_plain(eqn, [v.plain() for v in inputs]), inputs)
     elif rule is None:
         report_missing(eqn, inputs, config)
@@ -338,7 +346,9 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
     elif (reason := reason_to_dequantise(eqn.primitive)) is not None:
         report_dequantised(eqn, inputs, reason, config)
     full = eqn.primitive.name not in ELEMENTWISE
-    if not full:
+    if full:
+        inputs = [_at_one_choice(v) for v in inputs]
+    else:
         inputs = _with_result_shape(eqn, inputs)
     args = (
         inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,11 @@ _AS_GIVEN = frozenset(
     ppermute""".split()
 ).union(PLACEMENT, _SCALES)
 
+_PUTS_TOGETHER = frozenset(
+    """clamp concatenate dynamic_update_slice max min pad scatter scatter_max scatter_min select_n
+    stack""".split()
+)
+
 _SUMS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum")
 
 # How NumPy computes what XLA would be asked to compile for two numbers.
@@ -116,6 +121,8 @@ class Facts:
         sums: how many sums over other axes, as of a matmul, were added up to it; else 0.
         bound: none is below it if it is negative, and none above if it is positive: the result of
             the first half of `clip`; else None.
+        constant: the exponent of the largest constant that was put among them, whose data may be
+            nearly as large as the dtype's; else None.
     """
 
     nonneg: bool = False
@@ -123,6 +130,7 @@ class Facts:
     peaked: bool = False
     sums: int = 0
     bound: float | None = None
+    constant: int | None = None
 
     def join(self, other: Facts) -> Facts:
         """What is known of a value that may be either of two."""
@@ -132,7 +140,12 @@ class Facts:
             self.peaked or other.peaked,
             self.sums if self.sums == other.sums else 0,
             self.bound if self.bound == other.bound else None,
+            _largest([self.constant, other.constant]),
         )
+
+
+def _largest(numbers: Iterable[int | None]) -> int | None:
+    return max((n for n in numbers if n is not None), default=None)
 
 
 NOTHING = Facts()
@@ -296,6 +309,7 @@ def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
         _is_peaked(eqn, inputs),
         _count_sums(eqn, inputs),
         _one_sided_bound(eqn, inputs),
+        _constant_among(eqn, inputs),
     )
 
 
@@ -381,6 +395,40 @@ def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
     numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
     beyond_zero = [n for n in numbers if (n < 0 if name == "max" else n > 0)]
     return beyond_zero[0] if beyond_zero else None
+
+
+def _constant_among(eqn: Any, inputs: list[Value]) -> int | None:
+    """The exponent of the largest constant among elements that have another scale."""
+    name = eqn.primitive.name.replace("-", "_")
+    floats = [v for v in inputs if v.is_scalable]
+    known = [v.facts.constant for v in floats]
+    if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
+        return None
+    if name in _PUTS_TOGETHER:
+        return _largest([*known, *map(_exponent_of_constant, floats)])
+    if name in ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated"):
+        sign = -1 if name == "div" else 1
+        factors = [
+            n if v.constant is None else _exponent_of_constant(v) for v, n in zip(floats, known)
+        ]
+        return None if None in factors or not factors[1:] else factors[0] + sign * factors[1]
+    if name in ("square", "integer_pow"):
+        power = eqn.params.get("y", 2)
+        return None if known[0] is None or power < 0 else power * known[0]
+    if name == "reduce_sum":
+        terms = math.prod(inputs[0].shape) // max(1, eqn.outvars[0].aval.size)
+        return None if known[0] is None else known[0] + max(terms, 1).bit_length() - 1
+    keeps = name in _AS_GIVEN or name in MOVEMENT or name in ("add", "add_any", "sub", "abs")
+    return _largest(known) if keeps else None
+
+
+def _exponent_of_constant(value: Value) -> int | None:
+    """The exponent of a constant; None of 0, what is not finite, and masks."""
+    number = value.constant
+    if number is None or number.dtype.kind == "c" or not number:
+        return None
+    beyond = abs(float(number)) >= float(jnp.finfo(value.dtype).max)
+    return None if beyond or np.isnan(number) else math.frexp(float(number))[1] - 1
 
 
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:

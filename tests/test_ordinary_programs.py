@@ -271,3 +271,53 @@ def test_float0_results_under_jit():
     result, tangent = jax.jit(jsa.scalify(function))(scaled([1.0, 2.0]))
     assert tangent.dtype == jax.dtypes.float0 and tangent.shape == (2,)
     np.testing.assert_array_equal(result, [False, True])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("constant", [1.0, 1e-20, 1e-30, 1e30])
+def test_a_loop_whose_body_puts_a_constant_among_the_elements(constant, dtype, kind):
+    def fill(x):
+        return jax.lax.scan(lambda x, _: (jnp.where(x > 0, x, constant), None), x, None, length=2)[
+            0
+        ]
+
+    for scale in (2.0**-40, 1.0):
+        check(fill, scaled([[scale, 0], [0, scale]], scale, dtype, kind), dtype=dtype)
+    zeros = jsa.ScaledArray(jnp.zeros((2, 2), dtype), 0.0 if kind == "frozen" else jnp.float32(0))
+    check(fill, zeros, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_minimum_is_among_the_elements(dtype):
+    """XLA may leave out a rounding to bfloat16: a minimum must not get one that others do not."""
+    plain = jnp.asarray([0.71875, 1.3125, 0.8125], dtype)
+    x = scaled([1.0, 2.0], 1.0, dtype)
+
+    def gradient(_, plain):
+        return jax.grad(lambda p: jnp.sum(jnp.pad(jnp.sqrt(p), 1, mode="minimum")))(plain)
+
+    check(gradient, x, plain, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_parts_have_no_say(dtype):
+    x = scaled([2.0**30, 2.0**30], 2.0**30, dtype)
+
+    def function(x):
+        empty = (x * x * x)[:0]
+        padded = jax.lax.pad(empty, jnp.zeros((), x.dtype), ((0, 2, 0),))
+        return x + padded, jnp.concatenate([x, empty])
+
+    check(function, x, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_per_step_scales_beyond_those_of_single_arrays(kind):
+    x = scaled(np.full(3, 2.0**40), 2.0**40, "float32", kind)
+
+    def variance(x):
+        steps = jax.lax.scan(lambda c, x: (c + x, c * x), jnp.zeros_like(x[0]), x)[1]
+        return jnp.sum(jnp.square((steps - jnp.mean(steps)) * 2.0**-30))
+
+    check(variance, x)

@@ -19,6 +19,7 @@ from jax_scalify import dtypes, pow2
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.custom_scale import custom_scale
+from jax_scalify.multiplying import at_whole_scale
 from jax_scalify.statistics import statistic
 
 # `j` in `scale = 2**j * s**d`, for a leaf of degree `d` in a gradient of scale `s`. The data of
@@ -186,6 +187,8 @@ def _store_weight_scale(
     bits = drawn(values, bits, salt.to_array() if array_lib.is_scaled(salt) else salt)
     if by_statistic:
         return stored(values, _with_array(like), bits=bits)
+    if isinstance(x.scale, Scale):
+        x = at_whole_scale(x)
     return ScaledArray(saturate(x.data, like.dtype, bits=bits), x.scale)
 
 

@@ -28,6 +28,7 @@ from jax_scalify.rules.along_axes import (
     scale_of,
     varying_axes,
 )
+from jax_scalify.rules.choosing import chosen_multiple
 from jax_scalify.rules.common import (
     align,
     align_constant,
@@ -176,7 +177,13 @@ def _less(cases: Sequence[ScaledArray]) -> Scale:
 @register_scale_rule(lax.select_n_p)
 @takes_deferred
 def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: Any) -> Any:
-    """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all."""
+    """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all.
+
+    In float16 nothing does: there each element keeps the scale of its case.
+    """
+    chosen = chosen_multiple(ctx, which, cases)
+    if chosen is not None:
+        return chosen
     data, scale, exponent = _brought_together(ctx, dict(enumerate(cases, start=1)), _less(cases))
     return defer(ctx.bind(which, *data, **params), exponent, scale)
 

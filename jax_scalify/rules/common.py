@@ -40,21 +40,42 @@ def factors_in_range(
     """Bring factors nearer to their values where their product might leave the range of float32.
 
     The values may be ordinary where the scales are not: 1 is `2**-40 * 2**40`, and the data of its
-    fourth power would be `2**-160`. Narrow data cannot be so far from 1.
+    fourth power would be `2**-160`. Narrow data cannot be so far from 1; but a constant among it
+    may be nearly as large as it gets, as in `where(mask, x, 1)**2`.
     """
     powers = powers or (1,) * len(operands)
+    if dtypes.has_short_range(ctx.out_dtype):
+        return _with_constants_in_range(ctx, operands, powers)
     extents = [
         0 if ctx.inputs[i].constant is not None else abs(p) * x.scale.extent
         for i, (x, p) in enumerate(zip(operands, powers, strict=True))
     ]
     total = sum(map(abs, powers))
-    if total < 2 or sum(extents) <= _LARGEST_PRODUCT or dtypes.has_short_range(ctx.out_dtype):
+    if total < 2 or sum(extents) <= _LARGEST_PRODUCT:
         return list(operands)
     share = 2 * algebra.LARGEST_EXTENT // total
     return [
         within_range(x, share) if extent > share * abs(p) else x
         for x, extent, p in zip(operands, extents, powers, strict=True)
     ]
+
+
+def _with_constants_in_range(
+    ctx: RuleContext, operands: Sequence[ScaledArray], powers: Sequence[int]
+) -> list[ScaledArray]:
+    """Give constants that are multiplied with each other an equal share of the range."""
+    constants = [v.facts.constant if p > 0 else None for v, p in zip(ctx.inputs, powers)]
+    total = sum(p for c, p in zip(constants, powers) if c is not None)
+    if total < 2:
+        return list(operands)
+    within = []
+    for x, constant in zip(operands, constants, strict=True):
+        if constant is not None:
+            share = math.ceil(room(x.dtype).exponent / total)
+            scale = algebra.join(x.scale, Scale(constant + share), narrow=True)
+            x = ScaledArray(moved(x, x.scale / scale, x.dtype), scale)
+        within.append(x)
+    return within
 
 
 def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> ScaledArray:
@@ -146,7 +167,8 @@ def constant_floor(number: Any, dtype: Any) -> Scale:
     finfo = jnp.finfo(dtype)
     if abs(float(number)) >= float(finfo.max):
         return Scale(max(-pow2.MAX_EXPONENT, 10 - finfo.maxexp))
-    return Scale(pow2.floor_exponent(number)) * room(dtype)
+    exponent = pow2.floor_exponent(number) + room(dtype).exponent
+    return Scale(max(-pow2.MAX_EXPONENT, exponent))
 
 
 def room(dtype: Any) -> Scale:
@@ -169,8 +191,8 @@ def votes(
     """What each operand, by its index, has to say about the scale of a result that they share.
 
     Arrays vote with their scales. A constant or a traced number votes, in a sum, with its own
-    power of two; elsewhere with the smallest scale at which it can be written. 0, inf and nan do
-    not vote.
+    power of two; elsewhere with the smallest scale at which it can be written. 0, inf, nan and
+    empty arrays do not vote.
     """
     arrays, numbers, constants = [], [], []
     for i, x in operands.items():
@@ -180,7 +202,7 @@ def votes(
                 constants.append((number, x))
         elif ctx.inputs[i].uniform is not None and not ctx.inputs[i].is_scaled:
             numbers.append(x)
-        elif not x.scale.is_zero:
+        elif not x.scale.is_zero and ctx.in_avals[i].size:
             arrays.append(x.scale)
     if additive or not arrays:
         arrays += [x.scale for x in numbers]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
@@ -28,6 +29,9 @@ from jax_scalify.rules.subtrace import (
 )
 from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import Value
+
+# By how much more than its scale the data of a carry may grow in a step.
+_GROWTH = 64
 
 
 def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
@@ -52,13 +56,15 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
 
     A rule's scale is an estimate: compounded over the steps, an error would drive the data to 0 or
     infinity while the value stays where it is. The scale of a number is its exponent, which cannot
-    drift. Narrow data has to follow its scale, or layers of small weights would flush it.
+    drift. Narrow data has to follow its scale, or layers of small weights would flush it. Of what
+    has grown by more than float32 data has room for, as by `where(mask, x, 1e30)`, it takes a part.
     """
     old, new, out = iter(before), iter(after), []
     for form in forms:
         was, now = ([next(a) for _ in range(form.array_count)] for a in (old, new))
         if form.has_scale and form.shape and jnp.finfo(form.dtype).bits >= 32:
-            scale = jnp.where(was[1] == 0, now[1], was[1])
+            grown = jnp.maximum(was[1], now[1] * np.float32(2.0**-_GROWTH))
+            scale = jnp.where(was[1] == 0, now[1], grown)
             ratio = now[1] / jnp.where(scale == 0, 1, scale)
             now = [rescale_data(now[0], align_scale(ratio, now[0].ndim)), scale]
         out += now

@@ -31,8 +31,7 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
     lax.exp_p, lax.exp2_p, lax.log_p, "log2", lax.cos_p, lax.cosh_p, lax.erfc_p,
     lax.lgamma_p, lax.digamma_p, lax.polygamma_p, lax.acos_p, lax.acosh_p, lax.igamma_p,
     lax.igammac_p, lax.igamma_grad_a_p, lax.regularized_incomplete_beta_p, lax.zeta_p,
-    lax.bessel_i0e_p, "random_gamma", "random_gamma_grad", "one_minus_square",
-    "polynomial",
+    lax.bessel_i0e_p, "random_gamma", "random_gamma_grad", "polynomial",
 )  # fmt: skip
 @takes_deferred
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
@@ -45,6 +44,14 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
 def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max(1, scale)`, of dequantised values."""
     scale = algebra.join(ONE, x.scale)
+    return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
+
+
+@register_scale_rule("one_minus_square")
+@takes_deferred
+def one_minus_square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+    """`scale = max(1, scale**2)`, of dequantised values."""
+    scale = algebra.join(ONE, x.scale**2)
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
 
 

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes
+from jax_scalify import algebra, dtypes
 from jax_scalify.algebra import ONE, Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import can_defer, defer, split, takes_deferred, with_scale
+from jax_scalify.multiplying import moved
 from jax_scalify.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.along_axes import comparable, scale_of
-from jax_scalify.rules.common import filled, same_dtype, uniform_over, windowed_axes
+from jax_scalify.rules.common import filled, room, same_dtype, uniform_over, windowed_axes
 
 
 def structural_rule(
@@ -273,7 +274,10 @@ def sort_rule(
 @register_scale_rule(lax.convert_element_type_p, family="convert")
 @takes_deferred
 def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
-    """Float to float: the data only, saturating for FP8. To int or bool: dequantise first."""
+    """Float to float: the data only, saturating for FP8. To int or bool: dequantise first.
+
+    What data of a wide dtype has taken of a scale or a constant, that of a narrow one cannot hold.
+    """
     dtype = ctx.out_dtype
     if not isinstance(x, ScaledArray):  # int or bool to float: a constant of scale 1
         return ScaledArray(ctx.bind(x, **params), ONE)
@@ -284,4 +288,10 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if can_defer(dtype) and jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
         data, exponent = split(x)
         return defer(dtypes.cast(data, dtype), exponent, x.scale)
+    if dtypes.has_short_range(dtype) and not dtypes.has_short_range(x.dtype):
+        whole = x.scale.whole()
+        constant = ctx.inputs[0].facts.constant
+        if constant is not None:
+            whole = algebra.join(whole, Scale(constant) * room(dtype), narrow=True)
+        return ScaledArray(moved(x, x.scale / whole, dtype), whole)
     return ScaledArray(dtypes.cast(x.data, dtype), x.scale)

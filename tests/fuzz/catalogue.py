@@ -557,20 +557,6 @@ MOVES = frozenset(
     )
 )
 
-# Functions that have scale 1 by law, or are dequantised: float16 holds 2**-24 to 65504 of them.
-UNSCALED = re.compile(
-    r"exp|cosh|sinh|gamma|zeta|betainc|pow|\*\*|prod|space\(|\bdet|slogdet|poly|\btan\(|sinc|\.i0|"
-    r"i0e|i1e|soft|silu|swish|elu|mish|rint|round|floor|ceil|trunc|mod|remainder|vander|frexp|ldexp|"
-    r"bitcast|logsumexp|lax\.reduce\(|scatter_mul|\.multiply\(|\.mul\(|\.power\("
-)
-
-# Functions whose operands get one scale: float16 holds no small one beside a large one.
-JOINS = re.compile(
-    r"where|select|clip|clamp|choose|piecewise|maximum|minimum|fmax|fmin|concatenate|stack|append|"
-    r"insert|block|pad|put|place|fill|update|scatter|\.set\(|\.add\(|\.max\(|\.min\(|histogram|"
-    r"interp|digitize|linspace"
-)
-
 TABLE: tuple[str, ...] = (
     *ELEMENTWISE,
     *REDUCTIONS,
