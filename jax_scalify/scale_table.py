@@ -117,7 +117,7 @@ class ScaleTable:
 
         def make() -> tuple[Scale, Scale]:
             extent = min(limit, int(scale.span))
-            known = dict(nonzero=scale.is_nonzero, extent=extent, limit=limit)
+            known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=limit)
             if limit < min(scale.limit, MAX_EXPONENT):
                 known["whole"] = lambda: scale
             if together := self._together(scale):
@@ -217,7 +217,8 @@ class ScaleTable:
             span = max(t.span for t in terms)
             extent = min(NARROW_EXTENT if narrow else limit, int(span))
             nonzero = any(t.is_nonzero for t in terms)
-            known = dict(members=members, nonzero=nonzero, extent=extent, limit=limit)
+            known: dict[str, Any] = dict(members=members, nonzero=nonzero)
+            known |= dict(extent=extent, limit=limit)
             if limit < min(max(t.limit for t in terms), MAX_EXPONENT):
                 known["whole"] = lambda: self.maximum([t.whole() for t in terms])
             if together := self._together(*terms):

@@ -411,7 +411,8 @@ def _constant_among(eqn: Any, inputs: list[Value]) -> int | None:
         factors = [
             n if v.constant is None else _exponent_of_constant(v) for v, n in zip(floats, known)
         ]
-        return None if None in factors or not factors[1:] else factors[0] + sign * factors[1]
+        left, right = factors if len(factors) == 2 else (None, None)
+        return None if left is None or right is None else left + sign * right
     if name in ("square", "integer_pow"):
         power = eqn.params.get("y", 2)
         return None if known[0] is None or power < 0 else power * known[0]
