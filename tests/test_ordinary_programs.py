@@ -321,3 +321,18 @@ def test_per_step_scales_beyond_those_of_single_arrays(kind):
         return jnp.sum(jnp.square((steps - jnp.mean(steps)) * 2.0**-30))
 
     check(variance, x)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "frozen"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loop_multiplies_the_constant_among_its_elements(dtype, kind):
+    def step(carry, _):
+        return jnp.minimum(jnp.square(jnp.where(carry > 0, carry, 4.0)) * 0.5, 2.0), None
+
+    def function(x):
+        looped = jax.lax.while_loop(
+            lambda c: c[1] < 3, lambda c: (step(c[0], 0)[0], c[1] + 1), (x, 0)
+        )[0]
+        return looped, jax.lax.scan(step, x, None, length=3)[0]
+
+    check(function, scaled([1.0, 0.0, 2.0], 1.0, dtype, kind), dtype=dtype)

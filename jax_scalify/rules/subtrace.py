@@ -247,7 +247,15 @@ def fixpoint(
     forms = start
     while True:
         body = make(forms)
-        joined = [join(a, b) for a, b in zip(forms, body.forms[:count], strict=True)]
+        joined = [_carried(a, b) for a, b in zip(forms, body.forms[:count], strict=True)]
         if joined == forms:
             return body, forms
         forms = joined
+
+
+def _carried(before: Form, after: Form) -> Form:
+    """The form of a carry; a constant among the elements, which may grow forever, is the first."""
+    joined, constant = join(before, after), before.facts.constant
+    if constant is None:
+        return joined
+    return dataclasses.replace(joined, facts=dataclasses.replace(joined.facts, constant=constant))

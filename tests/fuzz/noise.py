@@ -6,8 +6,9 @@ less is 0 in every second run. Where arrays are added (`_SUMS`) or put together 
 largest operand counts. What is only put together has an error in the narrow dtypes, which XLA may
 round there or not; where elements are only moved (`_MOVES`) they stay as they are. What float16
 has at scale 1 by law (`_UNSCALED`: exponentials, ...) is 0 below `2**-24` and inf above 65504 in
-the first two runs, operands and results. The other dtypes have the range of float32, of which
-`2**-100` is left below the largest.
+the first two runs, operands and results; so is a quotient or a
+negative power that is so many times that of the largest magnitudes. The other dtypes have the range
+of float32, of which `2**-100` is left below the largest.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class _Noise:
             operands = lax.optimization_barrier(operands)
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
         results = list(results) if eqn.primitive.multiple_results else [results]
+        if name in ("div", "integer_pow"):
+            results = [self._in_range(results[0], name, params, sizes, run)]
         own = list(map(_size, results))
         if name in _MOVES | _JOINS | _SUMS:
             largest = functools.reduce(jnp.maximum, sizes, np.float64(0))
@@ -210,6 +213,13 @@ class _Noise:
         blurred = changed + jnp.where(x == 0, 0, least * self._random(x, run))
         flushed = jnp.where(jnp.abs(x) < least, 0, changed)
         return jnp.where(run % 2, flushed, blurred)
+
+    def _in_range(self, x: Any, name: str, params: Any, sizes: list[Any], run: Any) -> Any:
+        """A quotient or power, at the scale that the magnitudes of its operands make."""
+        if not self._is_short or not _is_inexact(x):
+            return x
+        scale = sizes[0] / sizes[1] if name == "div" else sizes[0] ** np.float64(params["y"])
+        return jnp.where((run < 2) & (jnp.abs(x) > 65504 * scale), x * jnp.inf, x)
 
     def _cut(self, x: Any, run: Any) -> Any:
         """What is left of an array at scale 1."""
