@@ -336,3 +336,16 @@ def test_a_loop_multiplies_the_constant_among_its_elements(dtype, kind):
         return looped, jax.lax.scan(step, x, None, length=3)[0]
 
     check(function, scaled([1.0, 0.0, 2.0], 1.0, dtype, kind), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "frozen"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_polynomial_of_far_values(dtype, kind):
+    def value_and_gradient(x, weights):
+        return jax.value_and_grad(lambda x: jnp.sum(jnp.polyval(weights, x)))(x)
+
+    weights = jnp.asarray([1.0, 0.5, 2.0, 0.0], dtype)
+    for scale in (2.0**-20, 2.0**20):
+        check(
+            value_and_gradient, scaled([scale, 3 * scale], scale, dtype, kind), weights, dtype=dtype
+        )

@@ -31,7 +31,7 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
     lax.exp_p, lax.exp2_p, lax.log_p, "log2", lax.cos_p, lax.cosh_p, lax.erfc_p,
     lax.lgamma_p, lax.digamma_p, lax.polygamma_p, lax.acos_p, lax.acosh_p, lax.igamma_p,
     lax.igammac_p, lax.igamma_grad_a_p, lax.regularized_incomplete_beta_p, lax.zeta_p,
-    lax.bessel_i0e_p, "random_gamma", "random_gamma_grad", "polynomial",
+    lax.bessel_i0e_p, "random_gamma", "random_gamma_grad",
 )  # fmt: skip
 @takes_deferred
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
@@ -53,6 +53,17 @@ def one_minus_square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Sc
     """`scale = max(1, scale**2)`, of dequantised values."""
     scale = algebra.join(ONE, x.scale**2)
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
+
+
+@register_scale_rule("polynomial")
+@takes_deferred
+def polynomial_rule(
+    ctx: RuleContext, x: ScaledArray, *coefficients: ScaledArray, **params: Any
+) -> ScaledArray:
+    """`scale = max` of the terms' scales, of dequantised values."""
+    terms = [c.scale * x.scale**k for k, c in enumerate(coefficients)]
+    scale = algebra.join(*terms, narrow=dtypes.has_short_range(ctx.out_dtype))
+    return finish(ctx, evaluate_wide(ctx, (x, *coefficients), params), ONE, scale)
 
 
 @register_scale_rule(lax.logistic_p)
