@@ -5,10 +5,10 @@ absolute error also, `2**-14` of its largest magnitude: all its elements may get
 less is 0 in every second run. Where arrays are added (`_SUMS`) or put together (`_JOINS`), the
 largest operand counts. What is only put together has an error in the narrow dtypes, which XLA may
 round there or not; where elements are only moved (`_MOVES`) they stay as they are. What float16
-has at scale 1 by law (`_UNSCALED`: exponentials, ...) is 0 below `2**-24` and inf above 65504 in
-the first two runs, operands and results; so is a quotient or a
-negative power that is so many times that of the largest magnitudes. The other dtypes have the range
-of float32, of which `2**-100` is left below the largest.
+has at scale 1 by law (`_UNSCALED`: exponentials, ...) is 0 below `2**-24` and inf above `2**13` in
+the first two runs, operands and results (65504 it holds, but not multiplied by a mask of scale
+`2**-3`); so is a quotient or negative power that is so many times that of the largest magnitudes.
+The other dtypes have the range of float32, of which `2**-100` is left below the largest.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _SMALL = 2.0**-14
 _TINY = 2.0**-100
 _NARROW = 2.0**-20  # an epsilon that is less is of float32
 _LARGEST = 3.4e38  # what is beyond is a mask
+_TOP = 2.0**13  # float16 at scale 1 has 65504
 
 _MOVES = frozenset(
     "abs broadcast_in_dim convert_element_type copy copy_p cummax cummin dynamic_slice expand_dims "
@@ -219,7 +220,7 @@ class _Noise:
         if not self._is_short or not _is_inexact(x):
             return x
         scale = sizes[0] / sizes[1] if name == "div" else sizes[0] ** np.float64(params["y"])
-        return jnp.where((run < 2) & (jnp.abs(x) > 65504 * scale), x * jnp.inf, x)
+        return jnp.where((run < 2) & (jnp.abs(x) > _TOP * scale), x * jnp.inf, x)
 
     def _cut(self, x: Any, run: Any) -> Any:
         """What is left of an array at scale 1."""
@@ -227,7 +228,7 @@ class _Noise:
             return x
         x = jnp.asarray(x)
         size = jnp.abs(x)
-        cut = jnp.where(size > 65504, x * jnp.inf, jnp.where(size < 2.0**-24, 0, x))
+        cut = jnp.where(size > _TOP, x * jnp.inf, jnp.where(size < 2.0**-24, 0, x))
         return jnp.where(run < 2, cut, x)
 
 
