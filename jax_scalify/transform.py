@@ -49,6 +49,7 @@ from jax_scalify.values import (
     facts_of,
     filled,
     fold_constants,
+    in_dtype,
 )
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
@@ -345,7 +346,7 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
         rule = dequantising_rule
     elif (reason := reason_to_dequantise(eqn.primitive)) is not None:
         report_dequantised(eqn, inputs, reason, config)
-    full = eqn.primitive.name not in ELEMENTWISE
+    full = eqn.primitive.name not in ELEMENTWISE or all(v.uniform is not None for v in inputs)
     if full:
         inputs = [_at_one_choice(v) for v in inputs]
     else:
@@ -419,8 +420,12 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     if name not in ELEMENTWISE:
         return None
     symbolic = _symbolic_scale(eqn, inputs)
-    if all(v.constant is not None for v in inputs):
-        out = fold_constants(eqn, [v.constant for v in inputs])
+    constants = [v.constant for v in inputs]
+    is_known = all(c is not None for c in constants)
+    out = fold_constants(eqn, constants) if is_known else None
+    if out is None and any(v.is_beyond for v in inputs):
+        return None
+    if is_known:
         if out is None:
             with jax.ensure_compile_time_eval():
                 out = np.asarray(_bind_uniform(eqn, inputs))[()]
@@ -429,7 +434,7 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     else:
         out = _bind_uniform(eqn, inputs)
     facts = facts_of(eqn, inputs)
-    if aval.shape:
+    if aval.shape or out.dtype != aval.dtype:
         return Value.filled(aval, out, facts=facts)
     return Value.of(out, facts=facts, scale=symbolic)
 
@@ -439,7 +444,7 @@ def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:
         eqn.params["new_dtype"]
     ):
         return dtypes.cast(jnp.asarray(inputs[0].uniform), eqn.params["new_dtype"])
-    return eqn.primitive.bind(*(v.uniform for v in inputs), **eqn.params)
+    return eqn.primitive.bind(*(in_dtype(v.uniform, v.dtype) for v in inputs), **eqn.params)
 
 
 def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:

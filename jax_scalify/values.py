@@ -159,8 +159,9 @@ class Value:
         shape, dtype: of the variable.
         array: a plain array or a `ScaledArray` (with a `Scale`); None for a uniform value of which
             no array has been made.
-        uniform: the 0-d value that every element has: a NumPy scalar for a constant, a traced
-            0-d array for a scalar that was broadcast (learning rate, loss / batch size).
+        uniform: the 0-d value that every element has: a NumPy scalar for a constant (of a wider
+            dtype, if float16 does not hold what was computed), a traced 0-d array for a scalar
+            that was broadcast (learning rate, loss / batch size).
         facts: about its elements.
         scale: for a plain 0-d value that *is* a scale, that scale.
         depth: number of alignments that XLA may fuse into one kernel with the value's computation.
@@ -218,11 +219,11 @@ class Value:
     ) -> Value:
         """A value whose elements are all equal; its array is made when somebody needs it.
 
-        It has the shape and sharding of `like`: an abstract value, a `Value`, an array.
+        It has the shape, dtype and sharding of `like`: an abstract value, a `Value`, an array.
         """
         return cls(
             shape=tuple(like.shape),
-            dtype=uniform.dtype,
+            dtype=like.dtype,
             uniform=uniform,
             facts=_with_constant(facts, uniform),
             made_with=_compat.explicit_sharding(like),
@@ -270,7 +271,18 @@ class Value:
         """The value as a plain array; not for scaled values."""
         if self.array is not None:
             return self.array
-        return filled(self.uniform, self)
+        return filled(in_dtype(self.uniform, self.dtype), self)
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is a constant that its dtype does not hold, but a scale does."""
+        return self.constant is not None and self.uniform.dtype != self.dtype
+
+
+def in_dtype(number: Any, dtype: Any) -> Any:
+    """A uniform number in the dtype of its value: inf, if that does not hold it."""
+    with np.errstate(over="ignore"):
+        return number if number.dtype == dtype else number.astype(dtype)
 
 
 def filled(data: Any, like: Any) -> Any:
@@ -457,14 +469,31 @@ def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
 
 
 def fold_constants(eqn: Any, constants: list[Any]) -> Any:
-    """Evaluate an equation of NumPy scalars in NumPy; None if only XLA can."""
+    """Evaluate an equation of NumPy scalars in NumPy; None if only XLA can.
+
+    What float16 does not hold, as `2**24` or `2**-20`, is a number of float32.
+    """
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
     kinds = {np.dtype(c.dtype).kind for c in constants}
+    if dtype == np.float16 or any(c.dtype != v.aval.dtype for c, v in zip(constants, eqn.invars)):
+        constants = [np.float64(c) if c.dtype.kind == "f" else c for c in constants]
     with np.errstate(all="ignore"):
         if name == "convert_element_type":
-            exact = kinds <= set("biuf") and np.dtype(dtype).kind == "f"
-            return constants[0].astype(dtype) if exact else None
+            if not kinds <= set("biuf") or np.dtype(dtype).kind != "f":
+                return None
+            narrows = dtype == np.float16
+            return _held(np.float64(constants[0]), dtype) if narrows else constants[0].astype(dtype)
         if name not in _IN_NUMPY or (name == "div" and kinds != {"f"}):
             return None
-        out = _IN_NUMPY[name](*constants)
-    return out if out.dtype == dtype else None
+        return _held(_IN_NUMPY[name](*constants), dtype)
+
+
+def _held(number: Any, dtype: Any) -> Any:
+    """A number in a dtype, or in float32; None if it is of another kind."""
+    if number.dtype == dtype:
+        return number
+    if number.dtype.kind != np.dtype(dtype).kind:
+        return None
+    size, finfo = abs(np.float64(number)), np.finfo(dtype)
+    holds = size == 0 or not size < finfo.tiny and (not size > finfo.max or np.isinf(size))
+    return number.astype(dtype if holds else np.float32)

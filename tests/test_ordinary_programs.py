@@ -349,3 +349,58 @@ def test_a_polynomial_of_far_values(dtype, kind):
         check(
             value_and_gradient, scaled([scale, 3 * scale], scale, dtype, kind), weights, dtype=dtype
         )
+
+
+# What is made of numbers that float16 holds, and is not one.
+BEYOND = {
+    "gradient": lambda x: jax.grad(lambda x: jnp.sum(x / 2.0**-24))(x),
+    "gradient_of_a_cast": lambda x: jax.grad(lambda x: jnp.sum(x.astype("float32") * 2.0**24))(x),
+    "logarithm": lambda x: x * jnp.log2(jax.grad(lambda x: jnp.sum(x / 2.0**-24))(x)),
+    "below": lambda x: x * (jnp.full(2, 2.0**-14, x.dtype) * jnp.full(2, 2.0**-14, x.dtype)),
+    "number": lambda x: x * (jnp.sum(x) * jnp.square(jnp.full((), 2.0**10, x.dtype))),
+    "scan": lambda x: jax.lax.scan(
+        lambda c, _: (c * jnp.square(jnp.full(2, 2.0**10, x.dtype)), None), x, None, length=3
+    )[0],
+    "cond": lambda x: jax.lax.cond(
+        jnp.sum(x) > 0,
+        lambda: jnp.square(jnp.full(2, 2.0**10, x.dtype)),
+        lambda: jnp.ones(2, x.dtype),
+    ),
+    "comparison": lambda x: jnp.square(jnp.full(2, 2.0**10, x.dtype)) < x * 2.0**24,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BEYOND)
+def test_constants_beyond_the_range_of_the_dtype(name, dtype, kind):
+    check(BEYOND[name], scaled([1.0, 2.0], 2.0**-4, dtype, kind), dtype=dtype)
+
+
+def test_a_constant_that_float16_does_not_hold_is_infinite_outside():
+    x = scaled([1.0, 2.0], dtype="float16")
+    mask = jnp.asarray([True, False])
+
+    def masked(x):
+        return jnp.where(mask, x, jnp.float32(-1e30).astype(x.dtype))
+
+    for softmax in outcomes(lambda x: jax.nn.softmax(masked(x)), x):
+        np.testing.assert_array_equal(softmax, [1.0, 0.0])
+    for result in outcomes(masked, x):
+        assert result[0] == 1.0 and result[1] <= -65504.0
+
+
+def test_the_bits_of_the_same_dtype():
+    x = scaled([2.0**20, 3 * 2.0**20], 2.0**20, "float16")
+    check(lambda x: jax.lax.bitcast_convert_type(x, x.dtype), x, dtype="float16")
+
+
+def test_a_cast_of_what_was_limited_far_below_the_range():
+    def step(x, _):
+        cube = jnp.abs(jnp.fft.fft(x.astype(jnp.float32))) ** 3
+        return cube.astype(x.dtype), cube
+
+    x = scaled(np.full(4, 2.0**-40), 2.0**-40, "float16")
+    check(lambda x: jax.lax.scan(step, x, None, length=2)[1], x, dtype="float16")
+    for carry, _ in outcomes(lambda x: jax.lax.scan(step, x, None, length=2), x):
+        np.testing.assert_array_equal(carry, 0.0)

@@ -23,7 +23,7 @@ from jax_scalify.multiplying import within_range
 from jax_scalify.registry import RuleContext
 from jax_scalify.rules.common import promote
 from jax_scalify.scale_table import ScaleTable
-from jax_scalify.values import NOTHING, Facts, Value
+from jax_scalify.values import NOTHING, Facts, Value, in_dtype
 
 
 def takes_values(rule: Any) -> Any:
@@ -133,7 +133,7 @@ class Form:
         if self.kind == "constant":
             return []
         if self.kind == "uniform":
-            return [jnp.asarray(value.uniform)]
+            return [jnp.asarray(in_dtype(value.uniform, value.dtype))]
         if self.kind == "plain":
             return [jnp.asarray(value.plain())]
         x = promote(value, table, full=True)
@@ -151,7 +151,8 @@ class Form:
     def unpack(self, arrays: Sequence[Any], table: ScaleTable | None) -> Value:
         """The value that arrays in this form stand for."""
         if self.kind == "constant":
-            return Value.filled(self, self.constant) if self.shape else Value.of(self.constant)
+            held = not self.shape and self.constant.dtype == self.dtype
+            return Value.of(self.constant) if held else Value.filled(self, self.constant)
         if self.kind == "uniform":
             return Value.filled(self, arrays[0], facts=self.facts)
         if self.kind == "plain":
