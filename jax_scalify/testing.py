@@ -81,12 +81,14 @@ def check_scale_rule(
         raise ValueError(f"`args` must hold a floating array, got {[d.dtype for d in data]}.")
     with ScalifyConfig(missing_rule="error", scale_dtype=current_config().scale_dtype):
         for way in ways:
-            run = _caller(fun, way, floating)
-            want = _caller(reference or fun, way, floating, scaled=False)
+            calls = _Calls(fun, reference or fun, way, floating)
             for row in _rows(data, floating, scales, static_scale, way):
                 operands = _operands(data, floating, row, way)
                 where = f"{way}, scales {[_shown(s) for s in row]}"
-                _check_call(run, want, fun, operands, way, floating, tolerance, where)
+                if way == "grad_outside":
+                    _check_outside(calls, operands, tolerance, where)
+                else:
+                    _check_call(calls, operands, tolerance, where)
 
 
 def _rows(
@@ -160,16 +162,69 @@ def _weighted_sum(outputs: Any, units: Sequence[Any] | None = None) -> Any:
     return total
 
 
-def _caller(fun: Callable, way: str, floating: list[int], scaled: bool = True) -> Callable:
-    """The function of operands that a way of calling stands for."""
-    if way == "grad":
-        fun = jax.grad(lambda *xs, f=fun: _weighted_sum(f(*xs)), tuple(floating))
-    call = scalify(fun) if scaled else fun
-    if way == "vmap":
-        call = jax.vmap(call)
-    elif way == "scan":
-        call = _scanned(call)
-    return jax.jit(call) if scaled and way not in ("eager", "grad_outside") else call
+class _Calls:
+    """A function as a way of calling calls it, scalified and plain.
+
+    Each is compiled once for all rows of scales that have the same structure.
+
+    Attributes:
+        way: of calling.
+        floating: positions of the floating operands.
+        run: the scalified function.
+        plain: the function, of plain arrays.
+        wanted: the compiled function or its reference, for arrays in float64.
+    """
+
+    def __init__(self, fun: Callable, reference: Callable, way: str, floating: list[int]) -> None:
+        self.way, self.floating = way, floating
+        self.run = self._called(fun, scalify)
+        self.run = self.run if way in ("eager", "grad_outside") else jax.jit(self.run)
+        self.plain = self._called(fun)
+        self.wanted = jax.jit(self._called(reference))
+        self._slopes = jax.jit(jax.grad(self._weighted_values))
+        self._wanted_slopes = jax.jit(jax.grad(self._weighted_wanted))
+
+    def _called(self, fun: Callable, transform: Callable = lambda f: f) -> Callable:
+        if self.way == "grad":
+            inner = fun
+            fun = jax.grad(lambda *xs: _weighted_sum(inner(*xs)), tuple(self.floating))
+        call = transform(fun)
+        if self.way == "vmap":
+            return jax.vmap(call)
+        return _scanned(call) if self.way == "scan" else call
+
+    def scaled(self, arrays: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """The operands with other values, of `arrays`, at the same scales."""
+        full = list(operands)
+        for i, array in zip(self.floating, arrays, strict=True):
+            like = operands[i]
+            scale = like.scale
+            if not like.is_static:
+                scale = jnp.where(jnp.asarray(scale) == 0, 1, scale)  # 0 times x has no slope
+            full[i] = as_scaled_array(array, scale, dtype=like.dtype)
+        return full
+
+    def _weighted_values(self, arrays: list[Any], operands: list[Any], units: list[Any]) -> Any:
+        out = asarray(self.run(*self.scaled(arrays, operands)), jnp.float32)
+        return _weighted_sum(out, units)
+
+    def _weighted_wanted(self, arrays: list[Any], operands: list[Any], units: list[Any]) -> Any:
+        full = list(operands)
+        for i, array in zip(self.floating, arrays, strict=True):
+            full[i] = array
+        return _weighted_sum(self.wanted(*full), units)
+
+    def slopes(self, values: list[Any], operands: list[Any], units: list[Any]) -> list[Any]:
+        """The derivatives of a weighted sum of the scalified function's results."""
+        pairs = zip(values, self.floating, strict=True)
+        wide = [jnp.asarray(v, dtypes.compute_dtype(operands[i].dtype)) for v, i in pairs]
+        return self._slopes(wide, operands, units)
+
+    def wanted_slopes(self, values: list[Any], operands: list[Any], units: list[Any]) -> list[Any]:
+        """The same of the plain function, in float64."""
+        rest = [None if is_scaled(x) else x for x in operands]
+        with jax.enable_x64(True):
+            return self._wanted_slopes([jnp.asarray(v) for v in values], rest, units)
 
 
 def _scanned(fun: Callable) -> Callable:
@@ -199,24 +254,12 @@ def _in_float64(fun: Callable, operands: list[Any]) -> list[np.ndarray]:
         return [np.asarray(out) for out in jax.tree.leaves(fun(*wide))]
 
 
-def _check_call(
-    run: Callable,
-    want: Callable,
-    fun: Callable,
-    operands: list[Any],
-    way: str,
-    floating: list[int],
-    tolerance: float | None,
-    where: str,
-) -> None:
-    if way == "grad_outside":
-        _check_outside(run, want, operands, floating, tolerance, where)
-        return
-    outputs = jax.tree.leaves(run(*operands), is_leaf=is_scaled)
-    plain = _caller(fun, way, floating, scaled=False)
-    avals = jax.tree.leaves(jax.eval_shape(plain, *(getattr(x, "data", x) for x in operands)))
-    expected = _in_float64(want, operands)
-    factor = 16 if way == "grad" else 4
+def _check_call(calls: _Calls, operands: list[Any], tolerance: float | None, where: str) -> None:
+    outputs = jax.tree.leaves(calls.run(*operands), is_leaf=is_scaled)
+    plain = (getattr(x, "data", x) for x in operands)
+    avals = jax.tree.leaves(jax.eval_shape(calls.plain, *plain))
+    expected = _in_float64(calls.wanted, operands)
+    factor = 16 if calls.way == "grad" else 4
     for out, number, aval in zip(outputs, expected, avals, strict=True):
         if (out.shape, out.dtype) != (aval.shape, aval.dtype):
             raise AssertionError(
@@ -226,10 +269,12 @@ def _check_call(
         if is_scaled(out):
             _check_scale(out, where)
         _check_values(_value(out), number, _tolerance(out.dtype, tolerance, factor), where)
-    if way != "jit":
+    if calls.way != "jit":
         return
     other = [_other_data(x) for x in operands]
-    for before, after in zip(outputs, jax.tree.leaves(run(*other), is_leaf=is_scaled), strict=True):
+    for before, after in zip(
+        outputs, jax.tree.leaves(calls.run(*other), is_leaf=is_scaled), strict=True
+    ):
         if is_scaled(before) and not np.array_equal(before.scale, after.scale):
             raise AssertionError(
                 f"No hidden statistics ({where}): the scale is {before.scale}, and {after.scale} "
@@ -281,47 +326,18 @@ def _check_values(got: np.ndarray, want: np.ndarray, tolerance: float, where: st
         )
 
 
-def _check_outside(
-    run: Callable,
-    want: Callable,
-    operands: list[Any],
-    floating: list[int],
-    tolerance: float | None,
-    where: str,
-) -> None:
+def _check_outside(calls: _Calls, operands: list[Any], tolerance: float | None, where: str) -> None:
     """Compare the derivative of the scalified function, in units of its results' scales."""
+    floating = calls.floating
     if any(not is_scaled(operands[i]) for i in floating):
         return
     values = [_value(operands[i]) for i in floating]
-
-    def with_operands(arrays: Sequence[Any], convert: Callable) -> list[Any]:
-        full = list(operands)
-        for i, array in zip(floating, arrays, strict=True):
-            full[i] = convert(array, operands[i])
-        return full
-
-    def convert(array: Any, like: ScaledArray) -> ScaledArray:
-        scale = jnp.where(jnp.asarray(like.scale) == 0, 1, like.scale)  # 0 times x has no slope
-        return as_scaled_array(array, like.scale if like.is_static else scale, dtype=like.dtype)
-
-    outputs = run(*with_operands(values, convert))
+    outputs = calls.run(*calls.scaled(values, operands))
     outputs = [o for o in jax.tree.leaves(outputs, is_leaf=is_scaled) if is_scaled(o)]
     units = [np.where(np.asarray(o.scale) == 0, 1, o.scale) for o in outputs]
     units = [u.reshape(u.shape + (1,) * (o.ndim - u.ndim)) for u, o in zip(units, outputs)]
-
-    def scalified(*arrays: Any) -> Any:
-        out = asarray(run(*with_operands(arrays, convert)), jnp.float32)
-        return _weighted_sum(out, units)
-
-    def plain(*arrays: Any) -> Any:
-        return _weighted_sum(want(*with_operands(arrays, lambda a, _: a)), units)
-
-    wide = [
-        jnp.asarray(v, dtypes.compute_dtype(operands[i].dtype)) for v, i in zip(values, floating)
-    ]
-    got = jax.jit(jax.grad(scalified, tuple(range(len(values)))))(*wide)
-    with jax.enable_x64(True):
-        expected = jax.grad(plain, tuple(range(len(values))))(*(jnp.asarray(v) for v in values))
+    got = calls.slopes(values, operands, units)
+    expected = calls.wanted_slopes(values, operands, units)
     for g, e, i in zip(got, expected, floating, strict=True):
         limit = _tolerance(operands[i].dtype, tolerance, 16)
         _check_values(np.asarray(g), np.asarray(e), limit, where)

@@ -298,7 +298,6 @@ def test_the_program_grows_linearly_with_depth(layers):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-@pytest.mark.parametrize("exponent", [-20, 0, 20, 54])
 @pytest.mark.parametrize(
     "clip",
     [
@@ -309,17 +308,20 @@ def test_the_program_grows_linearly_with_depth(layers):
         lambda x: jnp.maximum(jnp.maximum(x, -100), -1),
     ],
 )
-def test_both_halves_of_a_clip_bound_the_scale(clip, exponent, dtype):
+def test_both_halves_of_a_clip_bound_the_scale(clip, dtype):
     # -1 at a scale of 2**54 was -2**30 in float16, and an update of that scale flushed the weights.
     data = jnp.array([0, 1, -1, 0.25, -3], dtype)
-    x = ScaledArray(data, jnp.float32(2.0**exponent))
-    out = jax.jit(jsa.scalify(clip))(x)
+    run = jax.jit(jsa.scalify(clip))
     bounded = np.isfinite(np.asarray(clip(jnp.float32([-jnp.inf, jnp.inf])))).all()
-    if bounded:
-        np.testing.assert_array_equal(jsa.asarray(out, jnp.float32), clip(x.to_array(jnp.float32)))
-        assert float(out.scale) <= 4
-    else:
-        assert float(out.scale) == 2.0**exponent
+    for exponent in (-20, 0, 20, 54):
+        x = ScaledArray(data, jnp.float32(2.0**exponent))
+        out = run(x)
+        if bounded:
+            expected = clip(x.to_array(jnp.float32))
+            np.testing.assert_array_equal(jsa.asarray(out, jnp.float32), expected)
+            assert float(out.scale) <= 4
+        else:
+            assert float(out.scale) == 2.0**exponent
 
 
 @pytest.mark.parametrize("factor", [jnp.nan, jnp.inf])
