@@ -429,8 +429,9 @@ def _constant_among(eqn: Any, inputs: list[Value]) -> int | None:
         power = eqn.params.get("y", 2)
         return None if known[0] is None or power < 0 else power * known[0]
     if name == "reduce_sum":
-        terms = math.prod(inputs[0].shape) // max(1, eqn.outvars[0].aval.size)
-        return None if known[0] is None else known[0] + max(terms, 1).bit_length() - 1
+        terms = math.prod(inputs[0].shape[a] for a in eqn.params["axes"])
+        unknown = known[0] is None or not isinstance(terms, int)
+        return None if unknown else known[0] + max(terms, 1).bit_length() - 1
     keeps = name in _AS_GIVEN or name in MOVEMENT or name in ("add", "add_any", "sub", "abs")
     return _largest(known) if keeps else None
 

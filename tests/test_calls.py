@@ -441,6 +441,24 @@ def test_export_with_a_symbolic_batch():
         assert_same(exported.call(w, scaled(batch, 2.0)), fun(_values(w), 2 * batch))
 
 
+def test_export_of_sums_over_a_symbolic_batch():
+    def loss(x):
+        return jnp.mean(jax.nn.logsumexp(x * x, 1) - jnp.take_along_axis(x, jnp.array([[1]]), 1))
+
+    def fun(x):
+        moved = jnp.mean(x, 0), x.T @ x, jnp.cumsum(x, 0), jnp.repeat(x, 2, 0), jnp.max(x)
+        return *moved, jax.grad(loss)(x)
+
+    x = ScaledArray(
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 3"), jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.float32),
+    )
+    exported = jax.export.export(jax.jit(jsa.scalify(fun)))(x)
+    for count in (1, 5):
+        batch = np.full((count, 3), 0.5, np.float32)
+        assert_same(exported.call(scaled(batch, 2.0)), fun(2 * batch))
+
+
 # Platforms and effects.
 
 

@@ -326,7 +326,8 @@ def scatter_rule(
         return apply_function(ctx, x, indices, updates, params)
     sums = ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p)
     density = algebra.ONE
-    if sums and ctx.inputs[0].constant == 0 and x.size and updates.size:
+    counted = all(isinstance(v.size, int) and v.size for v in (x, updates))
+    if sums and ctx.inputs[0].constant == 0 and counted:
         density = Scale(round(math.log2(updates.size / x.size) / 2))
         if dtypes.has_short_range(x.dtype):
             density = algebra.join(density, _LEAST_DENSITY)

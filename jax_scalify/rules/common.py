@@ -24,6 +24,8 @@ from jax_scalify.values import Value, filled
 # A sum of n non-negative terms grows like n. For narrow data the factor stops at 2**10: beyond it
 # one confident logit in a softmax over 50,257 classes would give 65536 * 2**-16.
 NONNEGATIVE_LIMIT = 10
+# A batch of unknown size in an exported function is expected to be about this large.
+_SYMBOLIC_COUNT = 256
 # In a wide dtype a constant's data may reach 2**40: there is room for its cube.
 _CONSTANT_ROOM = 40
 # A constant beyond 2**64 may be a mask: what is more stays in data that can hold it, so that what
@@ -130,7 +132,11 @@ class Terms(enum.Enum):
 
 
 def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
-    """The factor by which a sum of `count` terms of unit RMS outgrows one of them."""
+    """The factor by which a sum of `count` terms of unit RMS outgrows one of them.
+
+    A symbolic count, as that of an exported function's batch, counts as 256.
+    """
+    count = count if isinstance(count, int) else _SYMBOLIC_COUNT
     if count <= 1:
         return Scale(0)
     exponent = math.log2(count) * terms.value
