@@ -32,7 +32,10 @@ def _is_close(function, *operands, dtype, of=None):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exponent", EXPONENTS)
-def test_hypot_at_every_scale(exponent, dtype, kind):
+def test_hypot_at_every_scale(exponent, dtype, kind, request):
+    if jax.__version__ < "0.11" and (exponent, dtype) == (-40, "float16"):
+        # There it divides by `where(m == 0, 1, m)`: small numbers beside a constant.
+        request.applymarker(pytest.mark.xfail(strict=True, reason="a limit, in docs/limits.md"))
     x, y = (_normal(2.0**exponent, dtype, kind, seed) for seed in (0, 1))
     _is_close(jnp.hypot, x, y, dtype=dtype)
     gradients = jax.grad(lambda x, y: jnp.sum(jnp.hypot(x, y)), (0, 1))
