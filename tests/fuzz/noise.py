@@ -147,7 +147,11 @@ class _Noise:
         is_exact = name in _MOVES or name in _JOINS and self._eps < _NARROW
         if not is_exact:
             results = [self._rounded(x, size, run) for x, size in zip(results, own)]
-        return [self._cut(x, run) for x in results] if name in _UNSCALED else results, own
+        if name in _UNSCALED:
+            results = [self._cut(x, run) for x in results]
+        # Some functions are float32 whatever they are given, as the scores of attention.
+        dtypes = [v.aval.dtype for v in eqn.outvars]
+        return [x.astype(d) if _is_inexact(x) else x for x, d in zip(results, dtypes)], own
 
     def _closed(self, closed: Any, run: Any) -> Callable[..., list[Any]]:
         return lambda *arguments: self.run(closed, arguments, run)
