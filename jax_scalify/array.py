@@ -93,7 +93,7 @@ class ScaledArray:
         compute = dtypes.compute_dtype(data.dtype)
         if not self.is_static or self.scale != 1:
             scale = align_scale(self.scale, data.ndim).astype(dtypes.real_dtype(compute))
-            data = data.astype(compute) * scale
+            data = dtypes.times(data.astype(compute), scale)
         return dtypes.cast(data, self.dtype if dtype is None else dtype)
 
     def item(self) -> float | complex:
@@ -107,8 +107,10 @@ class ScaledArray:
         data = np.asarray(self.data)
         wide = np.promote_types(np.dtype(dtypes.compute_dtype(data.dtype)), np.float32)
         scale = along_leading_axes(np.asarray(self.scale), data.ndim)
-        values = data.astype(wide) * np.asarray(scale, wide)
-        return np.asarray(values).astype(data.dtype if dtype is None else dtype)
+        values = np.array(np.broadcast_to(data, np.broadcast_shapes(data.shape, scale.shape)), wide)
+        for part in (values.real, values.imag) if np.iscomplexobj(values) else (values,):
+            part *= scale.astype(part.dtype)
+        return values.astype(data.dtype if dtype is None else dtype)
 
     def __float__(self) -> float:
         return float(self.__array__(np.float64))

@@ -130,7 +130,7 @@ def _convert(leaf: Any, path: tuple, scale: Any, dtype: Any, scale_dtype: Any, a
     power = _choose_scale(data, scale, scale_dtype, axis)
     compute = dtypes.compute_dtype(data.dtype)
     ratio = jnp.where(power == 0, 1, 1 / power).astype(dtypes.real_dtype(compute))
-    wide = data.astype(compute) * align_scale(ratio, data.ndim)
+    wide = dtypes.times(data.astype(compute), align_scale(ratio, data.ndim))
     return ScaledArray(dtypes.cast(wide, dtype or data.dtype), power)
 
 

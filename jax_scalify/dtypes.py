@@ -64,6 +64,16 @@ def real_dtype(dtype: Any) -> Any:
     return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
+def times(data: Any, factor: Any) -> Any:
+    """Return `data * factor` of a real factor, in the dtype of the data.
+
+    Of complex data the parts are multiplied: `(inf + 0i) * (2 + 0i)` would be `inf + nan i`.
+    """
+    if not jnp.issubdtype(data.dtype, jnp.complexfloating):
+        return data * factor
+    return lax.complex(lax.real(data) * factor, lax.imag(data) * factor)
+
+
 def cast(data: Any, dtype: Any, *, key: Any = None) -> Any:
     """Cast an array; to a float of at most 8 bits, finite values and infinities saturate.
 

@@ -44,14 +44,14 @@ def _multiply(data: Any, factor: Scale) -> Any:
     else:
         number = factor.array.astype(dtypes.real_dtype(compute))
     data = lax.convert_element_type(data, compute)
-    if jnp.issubdtype(compute, jnp.complexfloating):
-        number = lax.convert_element_type(number, compute)
     if number.ndim and number.shape != data.shape:  # either may have dims of size 1
         shape = np.broadcast_shapes(data.shape, number.shape)
         if data.shape == shape:
             number = filled(number, jax.typeof(data))
         else:
             data, number = jnp.broadcast_arrays(data, number)
+    if jnp.issubdtype(compute, jnp.complexfloating):
+        return dtypes.times(data, number)
     return lax.mul(number, data)
 
 

@@ -649,3 +649,20 @@ def test_float64_values_outside_float32_are_kept():
 def test_scale_dtypes_that_are_too_narrow(make):
     with pytest.raises(TypeError, match="`scale_dtype` must be float32"):
         make(jnp.ones(2), np.float32(2), scale_dtype=jnp.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("scale", [2.0, jnp.float32(2)])
+def test_infinite_complex_numbers(scale):
+    """`(inf + 0i) * (2 + 0i)` has a nan; a scale multiplies the parts."""
+    values = np.array([np.inf, complex(1, -np.inf), 1 + 2j], np.complex64)
+    x = jsa.as_scaled_array(jnp.asarray(values), scale=scale)
+    for got in (x.to_array(), np.asarray(x), jsa.asarray(jsa.scalify(lambda x: x[::-1])(x))[::-1]):
+        np.testing.assert_array_equal(got, values)
+    r = jsa.as_scaled_array(jnp.array([1.0, jnp.inf, jnp.inf, 1.0]), scale=scale)
+
+    def transformed(r):
+        return jnp.fft.ifft(r).real + 1
+
+    np.testing.assert_array_equal(
+        jsa.asarray(jsa.scalify(transformed)(r)), transformed(jsa.asarray(r))
+    )

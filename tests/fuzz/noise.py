@@ -4,9 +4,9 @@ A computed array is off by up to the epsilon of a dtype, element by element. One
 absolute error also, `2**-14` of its largest magnitude: all its elements may get one scale. What is
 less is 0 in every second run. Where arrays are added (`_SUMS`) or put together (`_JOINS`), the
 largest operand counts. What is only put together has an error in the narrow dtypes, which XLA may
-round there or not; where elements are only moved (`_MOVES`) they stay as they are. What float16
-has at scale 1 by law (`_UNSCALED`: exponentials, bits, ...) is 0 below `2**-24` and inf above `2**13` in
-the first two runs, operands and results (65504 it holds, but not multiplied by a mask of scale
+round there or not; where elements are only moved (`_MOVES`) they stay as they are. What float16 has
+at scale 1 by law (`_UNSCALED`: exponentials, bits, ...) is 0 below `2**-24` and inf above `2**13`
+in the first two runs, operands and results (65504 it holds, but not multiplied by a mask of scale
 `2**-3`); so is a quotient or negative power that is so many times that of the largest magnitudes.
 The other dtypes have the range of float32, of which `2**-100` is left below the largest.
 """
@@ -45,9 +45,10 @@ _JOINS = frozenset(
 _SUMS = frozenset("add add_any cumsum reduce_sum scatter_add scatter_sub sub".split())
 _UNSCALED = frozenset(
     "Frexp acos acosh asin asinh atan atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
-    "cos cosh cumlogsumexp cumprod digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac lgamma "
-    "log log1p logistic lu nextafter polygamma pow random_gamma_grad reduce reduce_prod "
-    "regularized_incomplete_beta rem round scatter_mul sin sinh tan tanh zeta".split()
+    "cos cosh cumlogsumexp cumprod digamma erf erf_inv erfc exp exp2 expm1 floor igamma "
+    "igamma_grad_a igammac lgamma log log1p logistic lu nextafter polygamma pow random_gamma_grad "
+    "reduce reduce_prod regularized_incomplete_beta rem round scatter_mul sin sinh tan tanh "
+    "zeta".split()
 )
 _INLINED = frozenset(
     "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call "
