@@ -5,6 +5,9 @@ import zlib
 import jax
 import pytest
 
+import jax_scalify as jsa
+from jax_scalify import registry
+
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 
 
@@ -35,6 +38,14 @@ def pytest_runtest_setup(item):
     """
     optimized = item.config.getoption("--full") or "optimized" in item.keywords
     jax.config.update("jax_disable_most_optimizations", not optimized)
+
+
+@pytest.fixture
+def every_primitive_has_a_rule(monkeypatch):
+    """A primitive without a rule is an error; a test has its own memory of what was warned of."""
+    monkeypatch.setattr(registry, "_warned", set())
+    with jsa.ScalifyConfig(missing_rule="error"):
+        yield
 
 
 @pytest.fixture

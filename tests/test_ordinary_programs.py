@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
+from tests.helpers import value
 
 DTYPES = ["float32", "bfloat16", "float16"]
 KINDS = ["dynamic", "frozen", "per_axis"]
@@ -22,15 +23,6 @@ def scaled(values, scale=1.0, dtype="float32", kind="dynamic"):
         return jsa.ScaledArray(jnp.asarray(values / scale, dtype), float(scale))
     shape = np.shape(values)[:1] + (1,) * (values.ndim - 1) if kind == "per_axis" else ()
     return jsa.ScaledArray(jnp.asarray(values / scale, dtype), jnp.full(shape, scale, jnp.float32))
-
-
-def value(x):
-    """Return what an array means, in float64."""
-    if not isinstance(x, jsa.ScaledArray):
-        return np.asarray(x, np.float64)
-    scale = np.asarray(x.scale, np.float64)
-    data = np.asarray(x.data, np.float64)
-    return data * scale.reshape(scale.shape + (1,) * (data.ndim - scale.ndim))
 
 
 def outcomes(function, *operands):
@@ -404,3 +396,24 @@ def test_a_cast_of_what_was_limited_far_below_the_range():
     check(lambda x: jax.lax.scan(step, x, None, length=2)[1], x, dtype="float16")
     for carry, _ in outcomes(lambda x: jax.lax.scan(step, x, None, length=2), x):
         np.testing.assert_array_equal(carry, 0.0)
+
+
+RAISED = {
+    "square": jnp.square,
+    "product": lambda x: x * x,
+    "power": lambda x: x**4 * 2.0**60,
+    "norm": lambda x: jnp.sum(x * x),
+    "dot": jnp.vdot,
+    "adam": lambda x: x / (jnp.sqrt(0.001 * x**2) + 1e-8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RAISED)
+def test_squares_of_small_numbers_at_a_large_scale(name, dtype, kind):
+    """A gradient of 1e-8 at a scale of 2**39, as weights of 0.02 at scale 1 give it."""
+    fun = RAISED[name]
+    operands = 2 if name == "dot" else 1
+    x = scaled([8e-8, -1e-8, 2.0**-20], 2.0**39, dtype, kind)
+    check(lambda x: fun(*[x] * operands), x, dtype=dtype)

@@ -34,6 +34,9 @@ _LARGEST_CONSTANT = 64
 # What a product in float32 may put into its data, if the values are ordinary and the scales are
 # not, and what the multiplication by one power of two can bring back.
 _LARGEST_PRODUCT = 108
+# A power has no partner that makes up for it: the square of a gradient of 1e-8 at a scale of 2**40,
+# as in a second moment, would be 2**-132 in float32. The scale of a square is within 2**+-16 first.
+_LARGEST_POWER = 64
 
 
 def factors_in_range(
@@ -53,9 +56,14 @@ def factors_in_range(
         for i, (x, p) in enumerate(zip(operands, powers, strict=True))
     ]
     total = sum(map(abs, powers))
-    if total < 2 or sum(extents) <= _LARGEST_PRODUCT:
+    if total < 2:
         return list(operands)
-    share = 2 * algebra.LARGEST_EXTENT // total
+    share, limit = 2 * algebra.LARGEST_EXTENT // total, _LARGEST_PRODUCT
+    if all(v is ctx.eqn.invars[0] for v in ctx.eqn.invars[: len(operands)]):
+        share = _LARGEST_POWER // total**2
+        limit = share * total
+    if sum(extents) <= limit:
+        return list(operands)
     return [
         within_range(x, share) if extent > share * abs(p) else x
         for x, extent, p in zip(operands, extents, powers, strict=True)

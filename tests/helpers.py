@@ -1,0 +1,58 @@
+"""What many tests share: operands, values in float64, plain references."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_scalify import ScaledArray
+
+
+def scaled(data, scale=1.0, dtype=jnp.float32):
+    """A `ScaledArray` with this data, and with a dynamic scale."""
+    return ScaledArray(jnp.asarray(data, dtype), jnp.asarray(scale, jnp.float32))
+
+
+def is_scaled(x):
+    """Whether a leaf is a `ScaledArray`."""
+    return isinstance(x, ScaledArray)
+
+
+def leaves(tree):
+    """The leaves of a tree; a `ScaledArray` is one."""
+    return jax.tree.leaves(tree, is_leaf=is_scaled)
+
+
+def value(x):
+    """What an array means, in float64 or complex128; integers and bools stay."""
+    if not is_scaled(x):
+        x = np.asarray(x)
+        return _wide(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    scale = np.asarray(x.scale, np.float64)
+    missing = x.ndim - scale.ndim if scale.ndim else 0  # a scale lies along the leading axes
+    return _wide(np.asarray(x.data)) * scale.reshape(scale.shape + (1,) * missing)
+
+
+def _wide(x):
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def in_float64(fun, *args):
+    """The results of a plain function, compiled and called in float64."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(value(a)), args)
+        return jax.tree.map(lambda out: np.asarray(out, np.float64), jax.jit(fun)(*wide))
+
+
+def assert_close(got, want, tolerance=2e-5):
+    """Compare trees, relative to the largest element of each leaf."""
+    got = jax.tree.map(value, got, is_leaf=is_scaled)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * np.abs(w).max(initial=0))
+
+
+def compiled(fun, *args):
+    """Call a function that is compiled without costly passes, with `--full` too."""
+    return jax.jit(fun).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
