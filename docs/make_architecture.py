@@ -27,7 +27,7 @@ class Layer:
 
 
 LAYERS = (  # the lowest first
-    Layer("JAX's internals", "versions of JAX, private names", ("_compat",)),
+    Layer("JAX", "its versions and private names; walks over jaxprs", ("_compat", "jaxprs")),
     Layer(
         "Numbers and scales",
         "powers of two, dtypes, the algebra of scales",
@@ -47,8 +47,8 @@ LAYERS = (  # the lowest first
         "While tracing",
         "what is known of a value; the registry of rules",
         (
-            *("values", "abstract", "deferred", "multiplying", "chains", "registry", "tracing"),
-            *("derivatives", "observing"),
+            *("traits", "values", "abstract", "deferred", "multiplying", "chains", "registry"),
+            *("tracing", "derivatives", "observing"),
         ),
     ),
     Layer("Rules", "one file a family of primitives", ("rules",)),

@@ -6,15 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend import core as jex_core
+from jax_scalify import jaxprs
 
-from jax_scalify import _compat
-
-# Equations that apply the function that they hold to all of their operands.
-CALLS = frozenset(
-    """jit pjit custom_jvp_call custom_vjp_call closed_call core_call custom_scale remat2
-    checkpoint""".split()
-)
 _MAX_ROUNDS = 8
 
 
@@ -36,33 +29,23 @@ class Interpretation:
 
     def results(self, jaxpr: Any, facts: Sequence[Any]) -> list[Any]:
         """Return the facts about the results of a jaxpr, through calls, branches and loops."""
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        known = dict(zip(jaxpr.invars, facts, strict=True))
-
-        def read(atom: Any) -> Any:
-            literal = isinstance(atom, jex_core.Literal)
-            return self.constant(atom) if literal else known.get(atom, self.unknown)
-
-        for eqn in jaxpr.eqns:
-            known.update(zip(eqn.outvars, self._results(eqn, [read(v) for v in eqn.invars])))
-        return [read(v) for v in jaxpr.outvars]
+        return jaxprs.evaluate(
+            jaxpr, facts, self._results, self.constant, lambda var, value: self.unknown
+        )
 
     def _results(self, eqn: Any, facts: list[Any]) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
-        if name in CALLS:
-            return self.results(params.get("jaxpr", params.get("call_jaxpr")), facts)
+        call = jaxprs.applied(eqn)
+        if call is not None:
+            return self.results(call, facts)
         if name == "cond":
             branches = [self.results(branch, facts[1:]) for branch in params["branches"]]
             return [self._join_all(outs) for outs in zip(*branches, strict=True)]
         if name == "while":
-            start = params["cond_nconsts"] + params["body_nconsts"]
-            consts = facts[params["cond_nconsts"] : start]
-            return self._loop(params["body_jaxpr"], consts, facts[start:], [])
+            _, consts, carry = jaxprs.while_operands(params, facts)
+            return self._loop(params["body_jaxpr"], consts, carry, [])
         if name == "scan":
-            num_consts, num_carry = _compat.scan_counts(params)
-            start = num_consts + num_carry
-            carry = facts[num_consts:start]
-            return self._loop(params["jaxpr"], facts[:num_consts], carry, facts[start:])
+            return self._loop(params["jaxpr"], *jaxprs.scan_operands(params, facts))
         return self.equation(eqn, facts)
 
     def _loop(self, body: Any, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:

@@ -18,10 +18,9 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import with_scale
-from jax_scalify.values import ELEMENTWISE, MOVEMENT, Value
+from jax_scalify.traits import traits_of
+from jax_scalify.values import Value
 
-_FUSED = ELEMENTWISE | MOVEMENT
-_ALIGNING = frozenset("add add_any sub max min select_n".split())
 _MAX_DEPTH = 2 if _compat.keeps_barriers() else 8  # without barriers a cut costs a division
 
 
@@ -33,10 +32,11 @@ def count_uses(jaxpr: Any, equations: Sequence[Any]) -> collections.Counter:
 
 def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:
     """Count the alignments that XLA may fuse into the kernels of everything that uses a result."""
-    name = eqn.primitive.name
-    if name not in _FUSED or not isinstance(out, ScaledArray) or not out.shape:
+    traits = traits_of(eqn.primitive.name)
+    fuses = traits.elementwise or traits.is_view
+    if not fuses or not isinstance(out, ScaledArray) or not out.shape:
         return 0
-    aligns = name in _ALIGNING and not out.scale.is_static
+    aligns = traits.aligns and not out.scale.is_static
     return max(v.depth for v in inputs) + aligns
 
 

@@ -20,7 +20,7 @@ from jax.extend import core as jex_core
 
 from jax_scalify import _compat, dtypes
 from jax_scalify.array import ScaledArray, align_scale, is_scaled
-from jax_scalify.registry import all_equations
+from jax_scalify.jaxprs import all_equations
 
 ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from jax_scalify import _compat, dtypes
 from jax_scalify.array import is_scaled
+from jax_scalify.jaxprs import all_equations, evaluate, scan_operands, while_operands
 from jax_scalify.nn.dot import DotGeneral
-from jax_scalify.registry import all_equations
 from jax_scalify.tracing import trace
+from jax_scalify.traits import traits_of
 
 __all__ = [
     "Matmul",
@@ -185,9 +185,8 @@ def fp8_matmuls(
             )
         traced = trace(fun, args, kwargs)
         names = [jax.tree_util.keystr(path[1:]) for path in traced.paths]
-        jaxpr, consts = traced.closed.jaxpr, traced.closed.consts
         rewriter = _Rewriter(dot, select)
-        out = rewriter.run(jaxpr, consts, traced.operands, names, "")
+        out = rewriter.run(traced.closed, traced.operands, names, "")
         if rewriter.in_backward_pass:
             warnings.warn(
                 f"`fp8_matmuls` was given a function with {len(rewriter.in_backward_pass)} matmuls "
@@ -201,11 +200,6 @@ def fp8_matmuls(
     return rewritten
 
 
-# An operand is an argument still after these.
-_SAME = frozenset(
-    """convert_element_type transpose reshape squeeze expand_dims broadcast_in_dim copy copy_p slice
-    dynamic_slice optimization_barrier name sharding_constraint stop_gradient""".split()
-)
 # The parameters that hold the jaxprs of a primitive.
 _BODIES = {
     "jit": ("jaxpr",),
@@ -219,6 +213,13 @@ _BODIES = {
 }
 
 
+def _keeps_name(primitive: str) -> bool:
+    """Whether an operand that is an argument is still one afterwards."""
+    return (
+        traits_of(primitive).elements in ("same", "cast", "moved") or primitive == "dynamic_slice"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Rewriter:
     """Evaluates a jaxpr with some of its matmuls replaced."""
@@ -230,35 +231,25 @@ class _Rewriter:
 
     def run(
         self,
-        jaxpr: Any,
-        consts: Sequence[Any],
+        closed: Any,
         args: Sequence[Any],
         names: Sequence[str],
         scope: str,
     ) -> list[Any]:
-        """Evaluate a jaxpr, given the names of the arguments that its operands are."""
-        values = dict(zip(jaxpr.constvars, consts, strict=True))
-        values |= zip(jaxpr.invars, args, strict=True)
-        known = dict(zip(jaxpr.invars, names, strict=True))
+        """Evaluate a closed jaxpr, given the names of the arguments that its operands are."""
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
-
-        def name_of(atom: Any) -> str:
-            return "" if isinstance(atom, jex_core.Literal) else known.get(atom, "")
-
-        for eqn in jaxpr.eqns:
-            operands = [read(v) for v in eqn.invars]
-            given = [name_of(v) for v in eqn.invars]
-            inner = _joined(scope, eqn)
+        def equation(eqn: Any, pairs: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
+            operands, given = [list(each) for each in zip(*pairs)] if pairs else ([], [])
             with _compat.equation_context(eqn):
-                out = self._equation(eqn, operands, given, inner)
-            if not eqn.primitive.multiple_results:
-                out = [out]
-            values.update(zip(eqn.outvars, out, strict=True))
-            if eqn.primitive.name in _SAME:
-                known.update((v, given[0]) for v in eqn.outvars)
-        return [read(v) for v in jaxpr.outvars]
+                out = self._equation(eqn, operands, given, _joined(scope, eqn))
+            name = given[0] if _keeps_name(eqn.primitive.name) else ""
+            return [(x, name) for x in (out if eqn.primitive.multiple_results else [out])]
+
+        pairs = list(zip(args, names, strict=True))
+        out = evaluate(
+            closed, pairs, equation, lambda atom: (atom.val, ""), lambda _, const: (const, "")
+        )
+        return [x for x, _ in out]
 
     def _equation(self, eqn: Any, operands: list[Any], names: list[str], scope: str) -> Any:
         name, params = eqn.primitive.name, eqn.params
@@ -300,7 +291,7 @@ class _Rewriter:
             return body
 
         def flat(*args: Any) -> list[Any]:
-            return self.run(closed.jaxpr, closed.consts, args, names, scope)
+            return self.run(closed, args, names, scope)
 
         with _compat.no_name_stack():
             new = jax.make_jaxpr(flat)(*closed.in_avals)
@@ -319,10 +310,10 @@ def _names_of_body(eqn: Any, key: str, names: list[str]) -> list[str]:
     if name == "cond":
         return names[1:]
     if name == "scan":
-        consts, carry = _compat.scan_counts(params)
-        return [*names[:consts], *[""] * carry, *names[consts + carry :]]
+        consts, carry, xs = scan_operands(params, names)
+        return [*consts, *[""] * len(carry), *xs]
     if name == "while":
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        consts = names[:first] if key == "cond_jaxpr" else names[first : first + second]
-        return [*consts, *[""] * (len(names) - first - second)]
+        of_condition, of_body, carry = while_operands(params, names)
+        consts = of_condition if key == "cond_jaxpr" else of_body
+        return [*consts, *[""] * len(carry)]
     return names

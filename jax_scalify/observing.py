@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_scalify.array import ScaledArray
 from jax_scalify.custom_scale import custom_scale_p
 from jax_scalify.deferred import settled
-from jax_scalify.registry import sub_jaxprs
+from jax_scalify.jaxprs import sub_jaxprs
 from jax_scalify.scale_table import ScaleTable
 from jax_scalify.values import Value
 
@@ -85,11 +85,6 @@ observe_p.def_abstract_eval(_identity)
 ad.primitive_jvps[observe_p] = _jvp
 batching.primitive_batchers[observe_p] = _batch
 mlir.register_lowering(observe_p, mlir.lower_fun(_identity, multiple_results=True))
-
-
-def makers(jaxpr: Any) -> dict[Any, Any]:
-    """Return the equation that makes each variable of a jaxpr."""
-    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
 
 def observed(

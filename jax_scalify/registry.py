@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
 from jax_scalify import _compat, dtypes, scale_table
+from jax_scalify import traits as traits_
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.multiplying import to_plain
 from jax_scalify.scale_table import ScaleTable
+from jax_scalify.traits import Traits
 from jax_scalify.values import Value
 
 Rule = Callable[..., Any]
@@ -52,7 +54,13 @@ _registrations = 0
 
 
 def register_scale_rule(
-    *primitives: Primitive | str, family: str | None = None, dequantises: str | None = None
+    *primitives: Primitive | str,
+    family: str | None = None,
+    dequantises: str | None = None,
+    elements: str | None = None,
+    elementwise: bool = False,
+    nonnegative: str | None = None,
+    degree: float | str | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register a scale rule for primitives, given as objects or, where JAX exports none, by name.
 
@@ -69,9 +77,18 @@ def register_scale_rule(
         family: of the rule, for the coverage page; by default the module that it is written in.
         dequantises: for a rule that computes with plain values, the reason: the primitive is
             reported, once, as one that loses its scales.
+        elements: what the elements of the results are: "new", "summed", or the operand's own, which
+            are "same", "cast", "rescaled", "negated", "moved", "picked" (extremes), "taken" (by
+            index or order), "joined" (side by side) or "placed" (among those of others). Facts
+            about the operands hold for these; by default nothing is known.
+        elementwise: whether each element is computed from those in its place.
+        nonnegative: "always", or "keeps" if no result is negative where no operand is.
+        degree: the power of the operand with which the results grow, or the "sum", "product" or
+            "quotient" of all operands'; for the operand's own elements it is known.
 
     Raises:
         TypeError: if `primitives` is empty or holds anything but primitives and names.
+        ValueError: for an unknown `elements`, `nonnegative` or `degree`.
 
     Example:
         >>> @jsa.register_scale_rule("my_transpose")
@@ -83,6 +100,9 @@ def register_scale_rule(
             f"`primitives` must be JAX primitives or their names, got {primitives!r}: write "
             "`@register_scale_rule(lax.add_p)`."
         )
+    traits = Traits(
+        elements=elements, elementwise=elementwise, nonnegative=nonnegative, degree=degree
+    )
 
     def register(rule: Rule) -> Rule:
         global _registrations
@@ -96,6 +116,7 @@ def register_scale_rule(
             _rules[primitive] = rule
             where = family or own.replace("_", " ")
             _infos[name] = RuleInfo(where, name, law, dequantises)
+            traits_.declare(name, traits)
         return rule
 
     return register
@@ -168,25 +189,6 @@ class RuleContext:
     ) -> list[Value]:
         """Interpret a sub-jaxpr of the equation, in place or, in a new trace, with its table."""
         return self.evaluate(closed_jaxpr, inputs, table or self.table, self.config)
-
-
-def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
-    """Return the jaxprs among the parameters of an equation."""
-    values = [
-        item
-        for value in params.values()
-        for item in (value if isinstance(value, (tuple, list)) else (value,))
-    ]
-    jaxprs = [getattr(v, "jaxpr", v) for v in [*values, *_compat.hi_jaxprs(params)]]
-    return [j for j in jaxprs if hasattr(j, "eqns")]
-
-
-def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr and of all that they hold."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in sub_jaxprs(eqn.params):
-            yield from all_equations(sub)
 
 
 def describe(eqn: JaxprEqn, inputs: list[Value] | tuple[Value, ...]) -> str:

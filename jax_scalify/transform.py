@@ -26,24 +26,22 @@ from jax_scalify.array import (
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.deferred import is_given_deferred, settled, with_scale
 from jax_scalify.derivatives import constant_scales, with_user_derivatives
+from jax_scalify.jaxprs import all_equations, makers, sub_jaxprs
 from jax_scalify.multiplying import at_one_choice, in_reach, within_range
 from jax_scalify.registry import (
     RuleContext,
-    all_equations,
     describe,
     find_rule,
     reason_to_dequantise,
     report_dequantised,
     report_missing,
-    sub_jaxprs,
 )
 from jax_scalify.rules.common import constant_scale, promote
 from jax_scalify.rules.mixed import dequantising_rule
 from jax_scalify.scale_table import ScaleTable
 from jax_scalify.tracing import trace
+from jax_scalify.traits import traits_of
 from jax_scalify.values import (
-    ELEMENTWISE,
-    MOVEMENT,
     Facts,
     Value,
     facts_of,
@@ -54,7 +52,6 @@ from jax_scalify.values import (
 
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
 _MASK = 9_999.0
-_SAME = frozenset("copy copy_p convert_element_type".split())  # in the same dtype: nothing happens
 
 
 def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
@@ -256,7 +253,7 @@ def evaluate(
     env.update(zip(jaxpr.invars, inputs, strict=True))
     equations = _live_equations(jaxpr)
     uses = chains.count_uses(jaxpr, equations)
-    makers = observing.makers(jaxpr) if observing.is_observing() else {}
+    made_by = makers(jaxpr) if observing.is_observing() else {}
     for eqn in equations:
         with _compat.equation_context(eqn):
             operands = [read(v) for v in eqn.invars]
@@ -265,8 +262,8 @@ def evaluate(
                 chains.cut(value) if uses[var] > 1 else value
                 for var, value in zip(eqn.outvars, outputs, strict=True)
             ]
-            if makers:
-                outputs = observing.observed(eqn, operands, outputs, table, makers)
+            if made_by:
+                outputs = observing.observed(eqn, operands, outputs, table, made_by)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [_at_one_choice(read(v)) for v in jaxpr.outvars]
 
@@ -346,7 +343,9 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
         rule = dequantising_rule
     elif (reason := reason_to_dequantise(eqn.primitive)) is not None:
         report_dequantised(eqn, inputs, reason, config)
-    full = eqn.primitive.name not in ELEMENTWISE or all(v.uniform is not None for v in inputs)
+    full = not traits_of(eqn.primitive.name).elementwise or all(
+        v.uniform is not None for v in inputs
+    )
     if full:
         inputs = [_at_one_choice(v) for v in inputs]
     else:
@@ -411,13 +410,13 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     aval = eqn.outvars[0].aval
     if name == "reduce_sum" and not eqn.params["axes"]:
         return inputs[0]
-    if name in MOVEMENT and len(inputs) == 1:
+    if traits_of(name).is_view and len(inputs) == 1:
         if not all(v.shape for v in inputs) and not aval.shape:
             return inputs[0]
         if name.startswith(("reduce", "cum")) and 0 in inputs[0].shape:
             return None
         return Value.filled(aval, inputs[0].uniform, facts=inputs[0].facts)
-    if name not in ELEMENTWISE:
+    if not traits_of(name).elementwise:
         return None
     symbolic = _symbolic_scale(eqn, inputs)
     constants = [v.constant for v in inputs]
@@ -429,7 +428,7 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
         if out is None:
             with jax.ensure_compile_time_eval():
                 out = np.asarray(_bind_uniform(eqn, inputs))[()]
-    elif name in _SAME and aval.dtype == inputs[0].dtype:
+    elif _keeps_numbers(name) and aval.dtype == inputs[0].dtype:
         out = inputs[0].uniform  # the same scalar is split once
     else:
         out = _bind_uniform(eqn, inputs)
@@ -437,6 +436,11 @@ def _uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     if aval.shape or out.dtype != aval.dtype:
         return Value.filled(aval, out, facts=facts)
     return Value.of(out, facts=facts, scale=symbolic)
+
+
+def _keeps_numbers(primitive: str) -> bool:
+    """Whether nothing happens to numbers if the dtype stays."""
+    return traits_of(primitive).elements == "same" or primitive == "convert_element_type"
 
 
 def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:

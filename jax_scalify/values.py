@@ -18,72 +18,7 @@ from jax_scalify.abstract import Interpretation
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
 from jax_scalify.deferred import split
-
-# Primitives that act on each element by itself, and take 0-d operands beside arrays.
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
-    floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne
-    neg nextafter not one_minus_square or pow real reduce_precision rem round rsqrt select_n
-    sign sin sinh sqrt square stop_gradient sub tan tanh xor conj complex name
-    optimization_barrier""".split()
-)
-# Primitives of one operand that put its elements elsewhere and make no new ones.
-MOVEMENT = frozenset(
-    """broadcast_in_dim reshape squeeze transpose rev slice reduce_max reduce_min reduce_or
-    reduce_and cummax cummin expand_dims""".split()
-)
-
-# Primitives whose first operand is the value, and others speak of its scale.
-_SCALES = frozenset(
-    "set_scaling rebalance_scale match_scale dynamic_rescale delayed_rescale".split()
-)
-# Primitives that say where an array lies, and leave it as it is.
-PLACEMENT = frozenset(
-    """device_put sharding_constraint reshard layout_constraint relayout pvary pbroadcast""".split()
-)
-
-_NONNEGATIVE = frozenset(
-    """square exp exp2 abs logistic sqrt rsqrt erfc cosh acos acosh igamma igammac bessel_i0e
-    regularized_incomplete_beta random_gamma""".split()
-)
-_KEEPS_NONNEGATIVE = (
-    ELEMENTWISE
-    & frozenset(
-        """add add_any mul div sqrt cbrt convert_element_type copy copy_p min select_n floor ceil
-        round stop_gradient reduce_precision tanh sinh erf log1p expm1 asinh atan sign
-        optimization_barrier name real clamp pow rem""".split()
-    )
-    | MOVEMENT
-    | frozenset(
-        """reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated reduce_prod cumprod
-        dynamic_slice gather concatenate pad dynamic_update_slice scatter scatter-add scatter_add
-        scatter-mul scatter_mul scatter-min scatter_min scatter-max scatter_max
-        sort split stack unstack tile ragged_dot_general select_and_scatter_add
-        stop_scaling on_backward saturating_cast stochastic_cast top_k approx_top_k
-        reduce_window_max reduce_window_min select_and_gather_add psum psum_invariant pmax pmin
-        all_gather all_gather_invariant all_gather_reduced all_to_all ragged_all_to_all ppermute
-        reduce_scatter""".split()
-    )
-    | PLACEMENT
-)
-
-
-# Equations whose results are what was given, elsewhere, in another dtype, or at another scale.
-_AS_GIVEN = frozenset(
-    """reshape squeeze transpose rev slice dynamic_slice gather tile sort top_k expand_dims split
-    unstack concatenate stack convert_element_type copy copy_p neg reduce_precision
-    optimization_barrier name stop_gradient stop_scaling on_backward saturating_cast
-    stochastic_cast all_gather all_gather_invariant all_gather_reduced all_to_all
-    ppermute""".split()
-).union(PLACEMENT, _SCALES)
-
-_PUTS_TOGETHER = frozenset(
-    """clamp concatenate dynamic_update_slice max min pad scatter scatter_max scatter_min select_n
-    stack""".split()
-)
-
-_SUMS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum")
+from jax_scalify.traits import traits_of
 
 # How NumPy computes what XLA would be asked to compile for two numbers.
 _IN_NUMPY = {
@@ -313,7 +248,7 @@ def _with_constant(facts: Facts, array: Any) -> Facts:
 
 def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
     """What is known of the elements of an equation's results."""
-    if eqn.primitive.name in _SCALES:
+    if traits_of(eqn.primitive.name).elements == "rescaled":  # other operands speak of the scale
         inputs = inputs[:1]
     return Facts(
         is_nonnegative(eqn, inputs),
@@ -331,15 +266,16 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
     Of integers only casts are looked at: sums and products wrap around, and some casts do.
     """
     name, params = eqn.primitive.name, eqn.params
+    traits = traits_of(name)
     if name == "convert_element_type":
         return inputs[0].nonneg and not _may_wrap(inputs[0].dtype, eqn.outvars[0].aval.dtype)
     if not any(jnp.issubdtype(_dtype(v), jnp.floating) for v in eqn.outvars):
         return False
-    if name in _SCALES:
+    if traits.elements == "rescaled":
         return inputs[0].nonneg
     # Of several results, one may be an operand of integers: a barrier's, or sorted along.
     numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
-    if name in _NONNEGATIVE:
+    if traits.nonnegative == "always":
         return True
     if name == "integer_pow" and params["y"] % 2 == 0:
         return True
@@ -351,7 +287,7 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
         return False
     if name == "scatter" and params["update_jaxpr"] is not None:  # any function of the elements
         return False
-    if name in _KEEPS_NONNEGATIVE or name == "integer_pow":
+    if traits.keeps_nonnegative or name == "integer_pow":
         return bool(numbers) and all(v.nonneg for v in numbers)
     return False
 
@@ -373,9 +309,14 @@ def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
     arrays = [v for v in inputs if v.is_scalable and v.uniform is None]
     if name in ("mul", "div") and len(arrays) == 1:
         return arrays[0].computed
-    if name == "broadcast_in_dim" and math.prod(inputs[0].shape) == eqn.outvars[0].aval.size:
-        return inputs[0].computed
-    return name not in _AS_GIVEN or any(v.computed for v in arrays)
+    return _repeats(eqn) or not traits_of(name).is_given or any(v.computed for v in arrays)
+
+
+def _repeats(eqn: Any) -> bool:
+    """Tell whether an equation repeats elements: sums of them are no sums of independent ones."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    return math.prod(eqn.invars[0].aval.shape) != eqn.outvars[0].aval.size
 
 
 def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
@@ -384,25 +325,26 @@ def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
     mask = name == "convert_element_type" and inputs[0].dtype == np.bool_
     if mask or name in ("exp", "exp2"):
         return dtypes.has_short_range(eqn.outvars[0].aval.dtype)
-    keeps = name in _AS_GIVEN or name in MOVEMENT or name in ("mul", "div", "select_n")
+    traits = traits_of(name)
+    keeps = traits.is_given or traits.is_view or name in ("mul", "div", "select_n")
     return keeps and any(v.peaked for v in inputs)
 
 
 def _count_sums(eqn: Any, inputs: list[Value]) -> int:
     """Count the cotangents that add up to that of a weight or bias which is used repeatedly."""
-    name, counts = eqn.primitive.name, [v.facts.sums for v in inputs]
-    if name in _SUMS:
+    traits, counts = traits_of(eqn.primitive.name), [v.facts.sums for v in inputs]
+    if traits.elements == "summed":
         return 1
-    if name == "add_any":
+    if eqn.primitive.name == "add_any":
         return sum(counts) if all(counts) else 0
-    return max(counts) if name in _AS_GIVEN else 0
+    return max(counts) if traits.is_given and not _repeats(eqn) else 0
 
 
 def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
     """The negative constant of a maximum, or the positive one of a minimum."""
     name = eqn.primitive.name
     if name not in ("max", "min"):
-        keeps = name in ("convert_element_type", "copy") or name in PLACEMENT or name in _SCALES
+        keeps = traits_of(name).elements in ("same", "cast", "rescaled") and len(inputs) == 1
         return inputs[0].facts.bound if keeps else None
     numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
     beyond_zero = [n for n in numbers if (n < 0 if name == "max" else n > 0)]
@@ -411,12 +353,12 @@ def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
 
 def _constant_among(eqn: Any, inputs: list[Value]) -> int | None:
     """The exponent of the largest constant among elements that have another scale."""
-    name = eqn.primitive.name.replace("-", "_")
+    name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
     floats = [v for v in inputs if v.is_scalable]
     known = [v.facts.constant for v in floats]
     if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
         return None
-    if name in _PUTS_TOGETHER:
+    if traits.elements in ("joined", "placed"):
         return _largest([*known, *map(_exponent_of_constant, floats)])
     if name in ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated"):
         sign = -1 if name == "div" else 1
@@ -430,9 +372,10 @@ def _constant_among(eqn: Any, inputs: list[Value]) -> int | None:
         return None if known[0] is None or power < 0 else power * known[0]
     if name == "reduce_sum":
         terms = math.prod(inputs[0].shape[a] for a in eqn.params["axes"])
-        unknown = known[0] is None or not isinstance(terms, int)
-        return None if unknown else known[0] + max(terms, 1).bit_length() - 1
-    keeps = name in _AS_GIVEN or name in MOVEMENT or name in ("add", "add_any", "sub", "abs")
+        if known[0] is None or not isinstance(terms, int):  # of a symbolic shape
+            return None
+        return known[0] + max(terms, 1).bit_length() - 1
+    keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
     return _largest(known) if keeps else None
 
 

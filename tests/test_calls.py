@@ -9,18 +9,13 @@ import pytest
 from jax import lax
 
 import jax_scalify as jsa
-from jax_scalify import ScaledArray, registry
+from jax_scalify import ScaledArray
+from tests.helpers import scaled, value
+
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
 X = np.array([[1.0, -2.0, 3.0], [0.5, 4.0, -1.5]], np.float32)
 TABLE = np.array([0.25, 1.5, -3.0], np.float32)
-
-
-def scaled(data, scale=1.0, dtype=jnp.float32):
-    return ScaledArray(jnp.asarray(data, dtype), jnp.asarray(scale, jnp.float32))
-
-
-def value(x):
-    return np.asarray(x, np.float64)
 
 
 def assert_same(got, want, rtol=1e-6):
@@ -28,13 +23,6 @@ def assert_same(got, want, rtol=1e-6):
     assert jsa.tree.structure(jsa.asarray(got)) == jax.tree.structure(want)
     for a, b in zip(jsa.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(value(a), value(b), rtol=rtol, atol=rtol)
-
-
-@pytest.fixture(autouse=True)
-def every_primitive_has_a_rule(monkeypatch):
-    monkeypatch.setattr(registry, "_warned", set())
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
 
 
 # Arguments.

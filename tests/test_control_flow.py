@@ -11,6 +11,7 @@ from jax import lax
 import jax_scalify as jsa
 from jax_scalify import ScaledArray, registry
 from jax_scalify.testing import check_scale_rule
+from tests.helpers import value
 
 STEPS, STACK = (4, 6), (3, 6, 6)
 
@@ -18,10 +19,6 @@ STEPS, STACK = (4, 6), (3, 6, 6)
 def scaled(seed, shape, scale=1.0, dtype=jnp.float16):
     data = np.random.default_rng(seed).normal(size=shape)
     return ScaledArray(jnp.asarray(data, dtype), jnp.float32(scale))
-
-
-def value(x):
-    return np.asarray(x, np.float64)
 
 
 def _layers(body):

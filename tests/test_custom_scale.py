@@ -10,17 +10,12 @@ import pytest
 from jax import lax
 
 import jax_scalify as jsa
-from jax_scalify import ScaledArray, registry
+from jax_scalify import ScaledArray
 from jax_scalify.testing import check_scale_rule
 
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
+
 X = np.array([[0.5, -1.5, 2.0], [-0.75, 1.25, 3.0]], np.float32)
-
-
-@pytest.fixture(autouse=True)
-def every_primitive_has_a_rule(monkeypatch):
-    monkeypatch.setattr(registry, "_warned", set())
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
 
 
 def scaled(data, scale=4.0, dtype=jnp.float32):

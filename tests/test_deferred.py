@@ -20,18 +20,14 @@ from jax_scalify.deferred import (
     split,
     split_product,
 )
-from jax_scalify.registry import all_equations
+from jax_scalify.jaxprs import all_equations
 from tests.opaque import opaque_primitive
+
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
 RNG = np.random.default_rng(0)
 X, W, V = (jnp.asarray(RNG.normal(size=(64, 64)), jnp.float32) for _ in range(3))
 MASK = RNG.normal(size=(64, 64)) > 0
-
-
-@pytest.fixture(autouse=True)
-def every_primitive_has_a_rule():
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
 
 
 def static(data, scale):

@@ -12,28 +12,15 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from jax_scalify.array import align_scale
 from jax_scalify.delayed import NOTHING_SEEN as NONE
 from jax_scalify.delayed import delayed_rescale_p
+from tests.helpers import scaled, value
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 TOPS = {"float32": 0, "bfloat16": 0, "float16": 14, "float8_e4m3fn": 7, "float8_e5m2": 14}
 SCALES = [2.0**-40, 1.0, 2.0**40]
 SHAPE = np.array([1.0, -0.5, 0.25, 0.0])
 ZERO = -2000  # as an exponent
-
-
-def scaled(values, scale=1.0, dtype="float32"):
-    return ScaledArray(
-        jnp.asarray(np.asarray(values).astype(jnp.dtype(dtype))), jnp.asarray(scale, jnp.float32)
-    )
-
-
-def value(x):
-    if not isinstance(x, ScaledArray):
-        return np.asarray(x, np.float64)
-    scale = np.asarray(align_scale(np.asarray(x.scale), x.ndim), np.float64)
-    return np.asarray(x.data).astype(np.float64) * scale
 
 
 WAYS = {

@@ -14,43 +14,12 @@ from jax import lax
 from jax.experimental.ode import odeint
 
 import jax_scalify as jsa
-from jax_scalify import ScaledArray, registry
+from jax_scalify import ScaledArray
+from tests.helpers import assert_close, in_float64
+
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
 X = np.array([[0.5, -1.5, 2.0], [-0.75, 1.25, 3.0]], np.float32)
-
-
-@pytest.fixture(autouse=True)
-def every_primitive_keeps_scales(monkeypatch):
-    """Warnings are errors, and each test has its own memory of what was warned of."""
-    monkeypatch.setattr(registry, "_warned", set())
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
-
-
-def wide(x):
-    """The value of a result in float64."""
-    if not isinstance(x, ScaledArray):
-        return np.asarray(x, np.float64)
-    data, scale = np.asarray(x.data, np.float64), np.asarray(x.scale, np.float64)
-    return data * scale.reshape(scale.shape + (1,) * (data.ndim - scale.ndim) * bool(scale.ndim))
-
-
-def plainly(fun, *args):
-    """Call the plain function in float64."""
-    with jax.enable_x64(True):
-        args = jax.tree.map(
-            lambda a: jnp.asarray(a, jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a,
-            args,
-        )
-        return jax.tree.map(lambda out: np.asarray(out, np.float64), fun(*args))
-
-
-def assert_close(got, want, tolerance=2e-5):
-    """Compare trees, relative to the largest element of each leaf."""
-    got = jax.tree.map(wide, got, is_leaf=lambda x: isinstance(x, ScaledArray))
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * np.abs(w).max(initial=0))
 
 
 def outside(fun, convert=jsa.as_scaled_array):
@@ -326,7 +295,9 @@ def _rows():
         elif place == "and-others":
             ways |= {way: REVERSE[way] for way in ("value_and_grad", "vjp", "jacrev")}
         for way, derivative in ways.items():
-            yield pytest.param(derivative, fun, id=f"{name}-{way}")
+            # Those that are taken in all ways run operation by operation.
+            jit = (lambda f: f) if place == "direct" else jax.jit
+            yield pytest.param(derivative, fun, jit, id=f"{name}-{way}")
 
 
 ROWS = list(_rows())
@@ -338,16 +309,16 @@ def _sampled(index, row):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("derivative, fun", [_sampled(*row) for row in enumerate(ROWS)])
-def test_inside(derivative, fun):
+@pytest.mark.parametrize("derivative, fun, jit", [_sampled(*row) for row in enumerate(ROWS)])
+def test_inside(derivative, fun, jit):
     x = ScaledArray(jnp.asarray(X / 4), jnp.float32(4))
-    assert_close(jsa.scalify(derivative(fun))(x), plainly(derivative(fun), X))
+    assert_close(jit(jsa.scalify(derivative(fun)))(x), in_float64(derivative(fun), X))
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("derivative, fun", ROWS)
-def test_outside(derivative, fun):
-    assert_close(derivative(outside(fun))(jnp.asarray(X)), plainly(derivative(fun), X))
+@pytest.mark.parametrize("derivative, fun, jit", ROWS)
+def test_outside(derivative, fun, jit):
+    assert_close(jit(derivative(outside(fun)))(jnp.asarray(X)), in_float64(derivative(fun), X))
 
 
 # Scales of the operands.
@@ -388,15 +359,15 @@ def _function_kinds():
 def test_outside_at_every_kind_of_scale(name, kind):
     fun = FUNCTIONS[name]
     for way in (_grad, FORWARD["jvp"]) if name == "jvp-direct" else (_grad,):
-        got = way(outside(fun, KINDS[kind]))(jnp.asarray(X))
-        assert_close(got, plainly(way(fun), X), _tolerance(kind))
+        got = jax.jit(way(outside(fun, KINDS[kind])))(jnp.asarray(X))
+        assert_close(got, in_float64(way(fun), X), _tolerance(kind))
 
 
 def in_units_of_results(fun, x):
     """`fun` with floating results of unit size, so that cotangents of float16 data are in range."""
     units = [
         2.0 ** np.round(np.log2(np.abs(out).max()))
-        for out in plainly(lambda x: _floating(fun(x)), x)
+        for out in in_float64(lambda x: _floating(fun(x)), x)
     ]
 
     def units_of(call):
@@ -413,7 +384,7 @@ def test_float16_far_from_1(name, exponent):
     units_of = in_units_of_results(fun, x)
     scalified, plain = units_of(outside(fun, convert)), units_of(fun)
     for way in (_vjp, FORWARD["jvp"]) if name.startswith("jvp") else (_vjp,):
-        assert_close(jax.jit(way(scalified))(x), plainly(way(plain), x), 4e-3)
+        assert_close(jax.jit(way(scalified))(x), in_float64(way(plain), x), 4e-3)
 
 
 @pytest.mark.parametrize("name", SCALED_FUNCTIONS[::2])
@@ -423,7 +394,7 @@ def test_float16_far_from_1_inside(name):
     for scale in np.float32([2.0**-20, 2.0**20]):
         got = gradient(ScaledArray(jnp.asarray(X, jnp.float16), jnp.asarray(scale)))
         assert got.dtype == jnp.float16
-        assert_close(got, plainly(_grad(fun), X * scale), 4e-3)
+        assert_close(got, in_float64(_grad(fun), X * scale), 4e-3)
 
 
 # Several operands, and values that are closed over.
@@ -440,7 +411,7 @@ PAIRS = {
 def test_of_several_operands_one_of_them_plain(name):
     fun, y = PAIRS[name], X[::-1] * 2
     grad = functools.partial(jax.grad, argnums=(0, 1))
-    want = plainly(grad(lambda x, y: total(fun(x, y))), X, y)
+    want = in_float64(grad(lambda x, y: total(fun(x, y))), X, y)
     got = grad(lambda x, y: total(outside(fun)(x, y)))(X, y)
     assert_close(got, want)
     got = grad(
@@ -459,7 +430,7 @@ def test_of_closed_over_values(name, also_operand):
         return total(call(lambda x: fun(x, y * 2), operand))
 
     got = jax.grad(functools.partial(loss, lambda f, x: outside(f)(x)))(jnp.asarray(X))
-    want = plainly(jax.grad(functools.partial(loss, lambda f, x: f(x))), X)
+    want = in_float64(jax.grad(functools.partial(loss, lambda f, x: f(x))), X)
     assert_close(got, want)
 
 
@@ -471,7 +442,7 @@ def test_forward_of_closed_over_values(name):
         )
 
     got = slope(lambda f, x: outside(f)(x), jnp.asarray(X))
-    assert_close(got, plainly(functools.partial(slope, lambda f, x: f(x)), X))
+    assert_close(got, in_float64(functools.partial(slope, lambda f, x: f(x)), X))
 
 
 def test_integer_operands_and_static_leaves():
@@ -485,7 +456,7 @@ def test_integer_operands_and_static_leaves():
         )
 
     i = jnp.int32(1)
-    want = plainly(jax.grad(lambda x: total(fun(x, i, mode="a"))), X)
+    want = in_float64(jax.grad(lambda x: total(fun(x, i, mode="a"))), X)
     assert_close(jax.jit(jax.grad(loss))(X, i), want)
     slopes = jax.grad(loss, (0, 1), allow_int=True)(X, i)
     assert_close(slopes[0], want)
@@ -504,14 +475,14 @@ def test_a_training_step_inside_with_aux(name):
 
     params = {"w": X, "b": X[0]}
     got = jax.jit(jsa.scalify(step))(*jsa.as_scaled_array((params, X[::-1]), scale="rms"))
-    assert_close(got, plainly(step, params, X[::-1]))
+    assert_close(got, in_float64(step, params, X[::-1]))
 
 
 def test_the_gradient_of_a_gradient_inside_of_a_scalified_function():
     """Derivatives inside and outside of `scalify` at once."""
     fun = FUNCTIONS["jvp-scan"]
     got = _grad(outside(_grad(fun)))(jnp.asarray(X))
-    assert_close(got, plainly(_grad(_grad(fun)), X))
+    assert_close(got, in_float64(_grad(_grad(fun)), X))
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -520,7 +491,7 @@ def test_a_rule_inside_a_checkpoint_counts(way, jit):
     fun = jax.checkpoint(lambda x: total(square_jvp(x) * x))
     way = {**REVERSE, **FORWARD}[way]
     got = way(outside(fun))
-    assert_close((jax.jit(got) if jit else got)(jnp.asarray(X)), plainly(way(fun), X))
+    assert_close((jax.jit(got) if jit else got)(jnp.asarray(X)), in_float64(way(fun), X))
 
 
 def test_a_rule_that_would_be_lost_in_a_second_derivative_is_refused():
@@ -528,7 +499,7 @@ def test_a_rule_that_would_be_lost_in_a_second_derivative_is_refused():
     with pytest.raises(NotImplementedError, match="(?s)twice from outside.*inside"):
         jax.hessian(outside(fun))(jnp.asarray(X))
     got = jax.jit(jsa.scalify(jax.hessian(fun)))(ScaledArray(jnp.asarray(X), jnp.float32(1)))
-    assert_close(got, plainly(jax.hessian(fun), X))
+    assert_close(got, in_float64(jax.hessian(fun), X))
 
 
 AT_ZERO = {
@@ -648,7 +619,7 @@ def test_implicit_functions(name, way, where):
         got = jax.jit(jsa.scalify(way(fun)))(x)
     else:
         got = jax.jit(way(outside(fun)))(POSITIVE)
-    assert_close(got, plainly(way(fun), POSITIVE), tolerance)
+    assert_close(got, in_float64(way(fun), POSITIVE), tolerance)
 
 
 # What has no meaning is refused.

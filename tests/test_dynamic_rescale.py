@@ -11,15 +11,10 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from tests.helpers import scaled
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 BAD = [np.inf, -np.inf, np.nan]
-
-
-def scaled(values, scale=1.0, dtype="float32"):
-    return ScaledArray(
-        jnp.asarray(np.asarray(values).astype(jnp.dtype(dtype))), jnp.asarray(scale, jnp.float32)
-    )
 
 
 def rescale(tree):

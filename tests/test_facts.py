@@ -7,20 +7,13 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from tests.helpers import value
 
-
-@pytest.fixture(autouse=True)
-def every_primitive_has_a_rule():
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
 
 def scaled(data, scale=1.0, dtype=jnp.float16):
     return ScaledArray(jnp.asarray(data, dtype), jnp.float32(scale))
-
-
-def value(x):
-    return np.asarray(x.data, np.float64) * np.asarray(x.scale, np.float64)
 
 
 @pytest.mark.parametrize(("factor", "steps"), [(0.995, 200), (0.7, 20), (1.3, 30)])

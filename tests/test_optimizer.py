@@ -11,6 +11,8 @@ import pytest
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
 
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
+
 optax = pytest.importorskip("optax")
 
 STEPS = 5
@@ -49,12 +51,6 @@ def shapes(tree):
     """Structure (static scales included), shapes and dtypes."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
-
-
-@pytest.fixture(autouse=True)
-def every_primitive_has_a_rule():
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
 
 
 @pytest.mark.parametrize("scale", [None, "rms"])

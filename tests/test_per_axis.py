@@ -8,6 +8,9 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from tests.helpers import leaves
+
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
 DTYPES = ("float16", "float32", "bfloat16")
 IDX = np.array([2, 0, 3, 0], np.int32)
@@ -20,12 +23,6 @@ SCALES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def every_primitive_has_a_rule():
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
-
-
 def scaled(seed, scale, dtype, shape=(4, 6)):
     """Small multiples of 1/8: their sums are exact in every dtype."""
     rng = np.random.default_rng(seed)
@@ -35,10 +32,6 @@ def scaled(seed, scale, dtype, shape=(4, 6)):
 
 def value(x):
     return jnp.asarray(x.to_array(jnp.float32))
-
-
-def leaves(tree):
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaledArray))
 
 
 def check_exact(fun, *args, jit=True):

@@ -10,6 +10,7 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from tests.helpers import scaled
 
 X = np.array([1.0, -2.0, 3.0], np.float32)
 FP8 = {
@@ -90,10 +91,6 @@ def test_can_be_exported():
     fun = jax.jit(lambda x: jsa.dynamic_rescale(jsa.set_scaling(x, 4.0)) * 2)
     exported = jax.export.export(fun)(jax.ShapeDtypeStruct((3,), jnp.float32))
     np.testing.assert_array_equal(exported.call(jnp.asarray(X)), 2 * X)
-
-
-def scaled(data, scale, dtype=jnp.float32):
-    return ScaledArray(jnp.asarray(data, dtype), jnp.float32(scale))
 
 
 class TestScales:

@@ -12,7 +12,8 @@ from jax.extend.core import Primitive, primitives
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from jax_scalify.registry import find_rule, registered_rules, sub_jaxprs
+from jax_scalify.jaxprs import sub_jaxprs
+from jax_scalify.registry import find_rule, registered_rules
 from tests.cases import CASES as ALL_CASES
 
 KEPT = ("structural", "aligning", "multiplicative", "summing", "linear algebra", "through zero")

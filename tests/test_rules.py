@@ -11,25 +11,9 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.testing import WAYS, check_scale_rule
 from tests.cases import CASES
+from tests.helpers import leaves, value
 
-
-@pytest.fixture(autouse=True)
-def every_primitive_has_a_rule():
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
-
-
-def wide(x):
-    """The value of a result in float64; a scale of 0 means 0."""
-    if not isinstance(x, ScaledArray):
-        return np.asarray(x)
-    data = np.asarray(x.data).astype(np.float64)
-    scale = np.asarray(x.scale, np.float64)
-    return data * scale.reshape(scale.shape + (1,) * (data.ndim - scale.ndim) * bool(scale.ndim))
-
-
-def _leaves(tree):
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaledArray))
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
 
 def check_scale(x):
@@ -89,7 +73,7 @@ def test_static_scales_give_static_scales(case, dtype):
     dynamic = [ScaledArray(a.data, jnp.float32(a.scale)) for a in args]
     static_out = jax.eval_shape(jsa.scalify(case.fun), *args)
     dynamic_out = jax.eval_shape(jsa.scalify(case.fun), *dynamic)
-    for static, moved in zip(_leaves(static_out), _leaves(dynamic_out), strict=True):
+    for static, moved in zip(leaves(static_out), leaves(dynamic_out), strict=True):
         assert isinstance(static, ScaledArray) == isinstance(moved, ScaledArray)
         assert (static.shape, static.dtype) == (moved.shape, moved.dtype)
         if isinstance(static, ScaledArray):
@@ -191,14 +175,14 @@ def test_scales_per_axis(name, scale):
         ]
     for second in seconds:
         args = (first, *second)
-        expected = fun(*(jnp.asarray(wide(a), jnp.float32) for a in args))
+        expected = fun(*(jnp.asarray(value(a), jnp.float32) for a in args))
         out = jax.jit(jsa.scalify(fun))(*args)
         if isinstance(out, ScaledArray):
             check_scale(out)
             assert np.ndim(out.scale) in (0, out.ndim)
         assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
         largest = np.max(np.abs(np.asarray(expected, np.float64)))
-        np.testing.assert_allclose(wide(out), expected, rtol=1e-5, atol=1e-6 * largest)
+        np.testing.assert_allclose(value(out), expected, rtol=1e-5, atol=1e-6 * largest)
 
 
 def test_scales_per_axis_are_kept():
@@ -230,7 +214,7 @@ def test_empty_arrays_and_scalars(shape):
             continue
         out = jax.jit(jsa.scalify(fun))(x)
         assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
-        np.testing.assert_array_equal(wide(out), np.asarray(expected))
+        np.testing.assert_array_equal(value(out), np.asarray(expected))
 
 
 @pytest.mark.parametrize(
@@ -254,4 +238,4 @@ def test_a_reshape_keeps_scales_along_the_axes_that_it_keeps(before, scale, afte
     scales = jnp.asarray(2.0 ** rng.integers(-3, 3, size=scale), jnp.float32)
     out = jsa.scalify(lambda x: x.reshape(after))(ScaledArray(data, scales))
     assert out.scale.shape == expected
-    np.testing.assert_array_equal(wide(out), wide(ScaledArray(data, scales)).reshape(after))
+    np.testing.assert_array_equal(value(out), value(ScaledArray(data, scales)).reshape(after))

@@ -11,7 +11,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import _compat
-from jax_scalify.registry import all_equations
+from jax_scalify.jaxprs import all_equations
 from jax_scalify.scale_program import CALL_NAME
 
 together = pytest.mark.skipif(not _compat.keeps_barriers(), reason="computed one by one")

@@ -10,6 +10,8 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.rules.scattering import _evaluate_wide
 
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
+
 DTYPES = ("float16", "bfloat16", "float32")
 DATA = [[1.0, 2.0, -3.0], [0.5, 0.25, 0.125]]
 SCALES = {
@@ -42,12 +44,6 @@ EXACT = {
     "outside": lambda x: x.at[9].apply(jnp.cos),
     "empty": lambda x: x.at[:0].apply(jnp.sin),
 }
-
-
-@pytest.fixture(autouse=True)
-def every_primitive_has_a_rule():
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
 
 
 def operand(dtype, scale):

@@ -16,15 +16,11 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.array import align_scale
 
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
+
 optax = pytest.importorskip("optax")
 
 STEPS, LAYERS, WIDTH = 20, 3, 4
-
-
-@pytest.fixture(autouse=True)
-def every_primitive_has_a_rule():
-    with jsa.ScalifyConfig(missing_rule="error"):
-        yield
 
 
 def structure(state):

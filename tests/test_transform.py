@@ -14,22 +14,16 @@ from jax import lax
 import jax_scalify as jsa
 from jax_scalify import ScaledArray, _compat
 from jax_scalify import registry as registry_lib
+from jax_scalify.jaxprs import all_equations
+from tests.helpers import scaled, value
 from tests.opaque import opaque_primitive
 
 X = np.array([1.0, -2.0, 3.0], np.float32)
 MASK = np.array([True, False, True])
 
 
-def scaled(data, scale=1.0, dtype=jnp.float32):
-    return ScaledArray(jnp.asarray(data, dtype), jnp.float32(scale))
-
-
 def scalify(fun):
     return jsa.scalify(fun, config=jsa.ScalifyConfig(missing_rule="error"))
-
-
-def value(x):
-    return np.asarray(x.data, np.float64) * np.asarray(x.scale, np.float64)
 
 
 # Invariant 3: nothing scaled comes in, nothing changes.
@@ -491,7 +485,7 @@ def test_a_chain_of_alignments_is_cut_where_it_has_several_readers(readers, cuts
     jaxpr = jax.make_jaxpr(jsa.scalify(chain))(scaled(X, 4.0), scaled(X, 0.5))
     pinned = [
         e
-        for e in registry_lib.all_equations(jaxpr)
+        for e in all_equations(jaxpr)
         if e.primitive is lax.optimization_barrier_p and e.outvars[0].aval.shape == X.shape
     ]
     assert len(pinned) == cuts

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jax_scalify import _compat
+from jax_scalify.jaxprs import sub_jaxprs
 from jax_scalify.numerics import hlo
 from jax_scalify.numerics.hlo import Sizes
 from jax_scalify.objects import pure_call
-from jax_scalify.registry import sub_jaxprs
 from jax_scalify.tracing import flat_function, is_static_result
 
 # What cuBLASLt takes, as XLA rewrites a dot of FP8 operands into a call of it.

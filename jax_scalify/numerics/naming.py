@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from jax_scalify.numerics.fp8 import clean_name
-from jax_scalify.values import MOVEMENT
+from jax_scalify.traits import traits_of
+
 
 # Results that are what was given, elsewhere: rows that would say the same again.
-SAME_ELEMENTS = (MOVEMENT - {"reduce_max", "reduce_min", "cummax", "cummin"}) | frozenset(
-    """copy copy_p stop_gradient sharding_constraint name optimization_barrier device_put pvary
-    on_backward iota""".split()
-)
+def has_same_elements(primitive: str) -> bool:
+    """Whether results have nothing to show that operands have not shown, or the indices have."""
+    return traits_of(primitive).elements in ("same", "moved") or primitive == "iota"
 
 
 class Phases:

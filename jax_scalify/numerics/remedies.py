@@ -11,14 +11,14 @@ from jax.extend import core as jex_core
 
 from jax_scalify import dtypes
 from jax_scalify.numerics.running import Step
-from jax_scalify.values import MOVEMENT
+from jax_scalify.traits import traits_of
 
 _EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
 _LOGARITHMS = ("log", "log2", "log1p")
 _ROOTS = ("sqrt", "rsqrt", "cbrt")
 # How far back from a zero an epsilon is looked for, through these.
 _FAR = 8
-_KEEPS_ZERO = MOVEMENT | frozenset(("sqrt", "rsqrt", "convert_element_type", "mul", "pow", "copy"))
+_KEEP_ZERO = ("sqrt", "rsqrt", "mul", "pow")
 
 
 def remedy(step: Step, operands: Sequence[Any], argument: str | None, constant: bool) -> str:
@@ -161,7 +161,8 @@ def lost_epsilon(step: Step, index: int) -> str | None:
                 "jsa.scalify could see it: take a larger one, or compute this in float32, as "
                 "jsa.optim.low_precision does for optimizers."
             )
-        if name not in _KEEPS_ZERO:
+        traits = traits_of(name)
+        if not (traits.is_view or traits.elements in ("same", "cast") or name in _KEEP_ZERO):
             return None
         atom = next((v for v in maker.invars if not isinstance(v, jex_core.Literal)), None)
         if atom is None:

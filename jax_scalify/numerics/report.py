@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import dtypes
+from jax_scalify.jaxprs import sub_jaxprs
 from jax_scalify.numerics import html, text
 from jax_scalify.numerics.measuring import DTYPES, as_formats, measure
-from jax_scalify.numerics.naming import SAME_ELEMENTS, Phases, matches, scopes_of, updated
+from jax_scalify.numerics.naming import Phases, has_same_elements, matches, scopes_of, updated
 from jax_scalify.numerics.rows import PHASES, Row, exponent_range
 from jax_scalify.numerics.running import Runner, Step, Tagged, scaled_arguments, trace
 from jax_scalify.objects import pure_call
-from jax_scalify.registry import sub_jaxprs
 
 _SHOWN = 40
 
@@ -251,7 +251,7 @@ class _Collector:
         primitive = step.eqn.primitive.name
         phase = self._phases.of(step.path)
         leaves = [updated(step.operands, step.tags, result) for result in step.results]
-        if not self._everything and primitive in SAME_ELEMENTS:
+        if not self._everything and has_same_elements(primitive):
             return leaves
         for i, (result, scale) in enumerate(zip(step.results, step.result_scales, strict=True)):
             if dtypes.is_scalable(result.dtype):

@@ -13,8 +13,8 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat, observing, scale_program
-from jax_scalify.abstract import CALLS
 from jax_scalify.array import is_scaled
+from jax_scalify.jaxprs import applied, evaluate, makers, scan_operands, while_operands
 from jax_scalify.objects import PureCall
 from jax_scalify.observing import Observed, observe_p
 from jax_scalify.tracing import flat_function
@@ -105,8 +105,9 @@ def bodies(eqn: Any) -> list[tuple[Any, int]]:
     name, params = eqn.primitive.name, eqn.params
     if params.get("name") == scale_program.CALL_NAME:  # scales alone
         return []
-    if name in CALLS or name in ("eval_jaxpr", "composite", "call"):
-        return [(params.get("jaxpr") or params.get("call_jaxpr"), 0)]
+    call = applied(eqn)
+    if call is not None:
+        return [(call, 0)]
     if name == "cond":
         return [(branch, 1) for branch in params["branches"]]
     return [(params["jaxpr"], 0)] if name == "scan" and params["length"] else []
@@ -145,31 +146,21 @@ class Runner:
             line: of the call, for equations that name none of the user's.
             iterations: of the loops around it.
         """
-        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        env = dict(zip(jaxpr.constvars, (Tagged(c, self._unknown) for c in consts)))
-        env.update(zip(jaxpr.invars, operands, strict=True))
-        makers = observing.makers(jaxpr)
-        last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if is_var(v)}
-        kept = {v for v in jaxpr.outvars if is_var(v)}
+        made_by = makers(getattr(closed, "jaxpr", closed))
 
-        def read(atom: Any) -> Tagged:
-            if is_var(atom):
-                return env[atom]
-            return Tagged(np.asarray(atom.val, atom.aval.dtype), self._unknown)
-
-        for i, eqn in enumerate(jaxpr.eqns):
+        def equation(eqn: Any, found: list[Tagged]) -> list[Tagged]:
             inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
             own_line = _compat.own_line(eqn) or line
-            found = [read(v) for v in eqn.invars]
             around = dict(inside=inside, line=own_line, iterations=iterations)
-            results = self._equation(eqn, found, inner, around, makers)
-            for var, result in zip(eqn.outvars, results, strict=True):
-                if var in last or var in kept:
-                    env[var] = result
-            for var in eqn.invars:
-                if is_var(var) and last[var] == i and var not in kept:
-                    env.pop(var, None)
-        return [read(v) for v in jaxpr.outvars]
+            return self._equation(eqn, found, inner, around, made_by)
+
+        return evaluate(
+            closed,
+            operands,
+            equation,
+            lambda atom: Tagged(np.asarray(atom.val, atom.aval.dtype), self._unknown),
+            lambda _, const: Tagged(const, self._unknown),
+        )
 
     def _equation(
         self,
@@ -242,10 +233,8 @@ class Runner:
     def _while(
         self, params: dict[str, Any], operands: list[Tagged], path: str, around: dict[str, Any]
     ) -> list[Tagged]:
-        cond_count, body_count = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts = [t.value for t in operands[:cond_count]]
-        body_consts = operands[cond_count : cond_count + body_count]
-        carry = operands[cond_count + body_count :]
+        cond_consts, body_consts, carry = while_operands(params, operands)
+        cond_consts = [t.value for t in cond_consts]
         goes_on = jax.jit(jex_core.jaxpr_as_fun(params["cond_jaxpr"]))
         iterations, count = around["iterations"], 0
         while bool(np.all(goes_on(*cond_consts, *(t.value for t in carry))[0])):
@@ -257,9 +246,8 @@ class Runner:
     def _scan(
         self, params: dict[str, Any], operands: list[Tagged], path: str, around: dict[str, Any]
     ) -> list[Tagged]:
-        num_consts, num_carry = _compat.scan_counts(params)
-        consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
-        xs, length = operands[num_consts + num_carry :], params["length"]
+        consts, carry, xs = scan_operands(params, operands)
+        num_carry, length = len(carry), params["length"]
         order = range(length)[::-1] if params["reverse"] else range(length)
         iterations, stacked = around["iterations"], []
         for i in order:
@@ -283,8 +271,3 @@ class Runner:
 def first_known(tags: Sequence[Any], unknown: Any) -> Any:
     """The first tag that says something."""
     return next((tag for tag in tags if tag is not None and tag != unknown), unknown)
-
-
-def is_var(atom: Any) -> bool:
-    """Tell whether an operand is a variable, not a literal."""
-    return not isinstance(atom, jex_core.Literal)

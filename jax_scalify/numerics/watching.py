@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ import jax
 from jax import lax
 
 from jax_scalify import _compat, dtypes
+from jax_scalify.jaxprs import evaluate, scan_operands
 from jax_scalify.numerics import device
-from jax_scalify.numerics.naming import SAME_ELEMENTS, Phases, scopes_of, updated
-from jax_scalify.numerics.running import bodies, first_known, is_interpreted, is_var
+from jax_scalify.numerics.naming import Phases, has_same_elements, scopes_of, updated
+from jax_scalify.numerics.running import bodies, first_known, is_interpreted
 from jax_scalify.observing import observe_p
 
 
@@ -53,14 +55,13 @@ class _Finder:
     def walk(
         self, closed: Any, tags: Sequence[Any], path: str, position: tuple[int, ...], inside: bool
     ) -> list[Any]:
-        jaxpr = getattr(closed, "jaxpr", closed)
-        known = dict(zip(jaxpr.invars, tags, strict=True))
-        for i, eqn in enumerate(jaxpr.eqns):
-            found = [known.get(v) if is_var(v) else None for v in eqn.invars]
+        count = itertools.count()
+
+        def equation(eqn: Any, found: list[Any]) -> list[Any]:
             inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
-            results = self._equation(eqn, found, inner, (*position, i), inside)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [known.get(v) if is_var(v) else None for v in jaxpr.outvars]
+            return self._equation(eqn, found, inner, (*position, next(count)), inside)
+
+        return evaluate(closed, tags, equation, lambda _: None, lambda *_: None)
 
     def _equation(
         self, eqn: Any, tags: list[Any], path: str, position: tuple[int, ...], inside: bool
@@ -88,7 +89,7 @@ class _Finder:
         primitive, phase = eqn.primitive.name, self._phases.of(path)
         arguments = [updated(avals, tags, aval) for aval in results]
         for i, aval in enumerate(results):
-            if primitive not in SAME_ELEMENTS and dtypes.is_scalable(aval.dtype):
+            if not has_same_elements(primitive) and dtypes.is_scalable(aval.dtype):
                 scopes = scopes_of(path, primitive, phase, arguments[i])
                 name = f"{scopes}:{primitive}" if scopes else primitive
                 name = name if phase == "forward" else f"{phase}/{name}"
@@ -112,15 +113,14 @@ class Watcher:
         self, closed: Any, operands: Sequence[Any], position: tuple[int, ...] = ()
     ) -> tuple[list[Any], dict[Any, jax.Array]]:
         """Return the results of a jaxpr, and by position and result what was looked at."""
-        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
         seen: dict[Any, jax.Array] = {}
-        for i, eqn in enumerate(jaxpr.eqns):
-            values = [env[v] if is_var(v) else v.val for v in eqn.invars]
+        count = itertools.count()
+
+        def equation(eqn: Any, values: list[Any]) -> list[Any]:
             with _compat.equation_context(eqn):
-                results = self._equation(eqn, values, (*position, i), seen)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [env[v] if is_var(v) else v.val for v in jaxpr.outvars], seen
+                return self._equation(eqn, values, (*position, next(count)), seen)
+
+        return evaluate(closed, operands, equation), seen
 
     def _equation(
         self, eqn: Any, values: list[Any], here: tuple[int, ...], seen: dict[Any, jax.Array]
@@ -181,17 +181,16 @@ class Watcher:
     def _scan(
         self, params: dict[str, Any], values: list[Any], call: Callable
     ) -> tuple[list[Any], list[jax.Array]]:
-        num_consts, num_carry = _compat.scan_counts(params)
-        first = num_consts + num_carry
+        consts, start, xs = scan_operands(params, values)
 
         def step(carry: list[Any], sliced: list[Any]) -> Any:
-            out, found = call(*values[:num_consts], *carry, *sliced)
-            return out[:num_carry], (out[num_carry:], found)
+            out, found = call(*consts, *carry, *sliced)
+            return out[: len(start)], (out[len(start) :], found)
 
         carry, (ys, found) = lax.scan(
             step,
-            values[num_consts:first],
-            values[first:],
+            start,
+            xs,
             params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],

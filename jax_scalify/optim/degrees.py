@@ -13,22 +13,9 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jax_scalify.abstract import Interpretation
-from jax_scalify.values import MOVEMENT
+from jax_scalify.traits import traits_of
 
 Degree = float | None
-
-_POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "sign": 0}
-_PRODUCTS = ("mul", "dot_general", "ragged_dot_general", "conv_general_dilated")
-_SUMS = frozenset(
-    """add add_any sub max min select_n clamp concatenate stack pad dynamic_update_slice scatter
-    scatter-add scatter_add""".split()
-)
-_KEEPS = MOVEMENT | frozenset(
-    """neg abs real convert_element_type copy copy_p reduce_precision stop_gradient name
-    optimization_barrier device_put sharding_constraint reduce_sum cumsum reduce_window_sum sort
-    gather dynamic_slice split unstack transpose set_scaling rebalance_scale stop_scaling
-    dynamic_rescale match_scale on_backward saturating_cast stochastic_cast""".split()
-)
 
 
 def join(lhs: Degree, rhs: Degree) -> Degree:
@@ -48,25 +35,25 @@ def _exponent(eqn: Any) -> float | None:
         return eqn.params["y"]
     if name == "pow" and isinstance(eqn.invars[1], jex_core.Literal):
         return float(np.asarray(eqn.invars[1].val))
-    return _POWERS.get(name)
+    degree = traits_of(name).degree
+    return degree if isinstance(degree, (int, float)) else None
 
 
 def _result(eqn: Any, degrees: list[Degree]) -> Degree:
-    name, exponent = eqn.primitive.name, _exponent(eqn)
+    exponent = _exponent(eqn)
     if not any(v.aval.shape for v in eqn.outvars):
         return None
     if exponent is not None:
         return None if degrees[0] is None else degrees[0] * exponent
-    if name in _PRODUCTS:
-        return _product(degrees[0], degrees[1])
-    if name == "div":
-        return _product(degrees[0], degrees[1], -1)
-    if name in _SUMS:
+    traits = traits_of(eqn.primitive.name)
+    if traits.degree in ("product", "quotient"):
+        return _product(degrees[0], degrees[1], 1 if traits.degree == "product" else -1)
+    if traits.degree == "sum" or traits.elements in ("joined", "placed"):
         known: Degree = None
         for degree in degrees:
             known = join(known, degree)
         return known
-    return degrees[0] if name in _KEEPS else None
+    return degrees[0] if traits.is_given or traits.is_view else None
 
 
 _DEGREES = Interpretation(

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
+from jax_scalify.jaxprs import evaluate
 from jax_scalify.optim.degrees import Degree, degrees_of_results
 from jax_scalify.values import nonnegative_results
 
@@ -118,12 +118,10 @@ def _degrees(step: Any, count: int, weights: list[bool]) -> list[Degree]:
 
 def _depends_on_operands(jaxpr: Any) -> list[bool]:
     """Tell for each result whether it is made of operands."""
-    moved = set(jaxpr.invars)
-
-    def depends(atom: Any) -> bool:
-        return not isinstance(atom, jex_core.Literal) and atom in moved
-
-    for eqn in jaxpr.eqns:
-        if any(map(depends, eqn.invars)):
-            moved.update(eqn.outvars)
-    return [depends(v) for v in jaxpr.outvars]
+    return evaluate(
+        jaxpr,
+        [True] * len(jaxpr.invars),
+        lambda eqn, moved: [any(moved)] * len(eqn.outvars),
+        literal=lambda _: False,
+        constant=lambda *_: False,
+    )

@@ -77,8 +77,12 @@ def _growth(ctx: RuleContext) -> Scale:
     return Scale(grown[0] - grown[1])
 
 
-register_scale_rule(lax.add_p, "add_any")(_sum_rule(negate_rhs=False))
-register_scale_rule(lax.sub_p)(_sum_rule(negate_rhs=True))
+register_scale_rule(
+    lax.add_p, "add_any", elements="new", elementwise=True, nonnegative="keeps", degree="sum"
+)(_sum_rule(negate_rhs=False))
+register_scale_rule(lax.sub_p, elements="new", elementwise=True, degree="sum")(
+    _sum_rule(negate_rhs=True)
+)
 
 
 def _extremum_rule(sign: int) -> Rule:
@@ -111,8 +115,8 @@ def _extremum_rule(sign: int) -> Rule:
     return takes_deferred(rule)
 
 
-register_scale_rule(lax.max_p)(_extremum_rule(+1))
-register_scale_rule(lax.min_p)(_extremum_rule(-1))
+register_scale_rule(lax.max_p, elements="placed", elementwise=True)(_extremum_rule(+1))
+register_scale_rule(lax.min_p, elements="placed", elementwise=True)(_extremum_rule(-1))
 
 
 def _bound(number: Any, x: ScaledArray) -> Scale:
@@ -120,7 +124,7 @@ def _bound(number: Any, x: ScaledArray) -> Scale:
     return x.scale if np.isfinite(np.float64(number)) else Scale(pow2.MAX_EXPONENT)
 
 
-@register_scale_rule(lax.clamp_p)
+@register_scale_rule(lax.clamp_p, elements="placed", elementwise=True)
 @takes_deferred
 def clamp_rule(
     ctx: RuleContext, low: ScaledArray, x: ScaledArray, high: ScaledArray, **params: Any
@@ -174,7 +178,7 @@ def _less(cases: Sequence[ScaledArray]) -> Scale:
     return Scale(max(min(exponents) - max(exponents), room(first.dtype).exponent))
 
 
-@register_scale_rule(lax.select_n_p)
+@register_scale_rule(lax.select_n_p, elements="placed", elementwise=True)
 @takes_deferred
 def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: Any) -> Any:
     """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all.
@@ -188,7 +192,7 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: A
     return defer(ctx.bind(which, *data, **params), exponent, scale)
 
 
-@register_scale_rule(lax.concatenate_p)
+@register_scale_rule(lax.concatenate_p, elements="joined")
 @takes_deferred
 def concatenate_rule(
     ctx: RuleContext, *args: ScaledArray, dimension: int, **params: Any
@@ -215,7 +219,7 @@ def concatenate_rule(
     return ScaledArray(ctx.bind(*data, dimension=dimension, **params), scale)
 
 
-@register_scale_rule("stack")
+@register_scale_rule("stack", elements="joined")
 @takes_deferred
 def stack_rule(ctx: RuleContext, *args: ScaledArray, axis: int, **params: Any) -> ScaledArray:
     """`scale = max` of the operands' votes."""
@@ -225,7 +229,7 @@ def stack_rule(ctx: RuleContext, *args: ScaledArray, axis: int, **params: Any) -
     return defer(ctx.bind(*data, axis=axis, **params), exponent, scale)
 
 
-@register_scale_rule(lax.pad_p)
+@register_scale_rule(lax.pad_p, elements="placed")
 @takes_deferred
 def pad_rule(
     ctx: RuleContext, x: ScaledArray, value: ScaledArray, *, padding_config: Any, **params: Any
@@ -254,7 +258,7 @@ def pad_rule(
     return ScaledArray(jnp.where(inside, out, align(ctx, 1, value, scale, out.dtype)), scale)
 
 
-@register_scale_rule(lax.dynamic_update_slice_p)
+@register_scale_rule(lax.dynamic_update_slice_p, elements="placed")
 @takes_deferred
 def dynamic_update_slice_rule(
     ctx: RuleContext, x: ScaledArray, update: ScaledArray, *starts: Any, **params: Any
@@ -283,7 +287,7 @@ def dynamic_update_slice_rule(
     return ScaledArray(ctx.bind(*data, *starts, **params), scale)
 
 
-@register_scale_rule(lax.gather_p)
+@register_scale_rule(lax.gather_p, elements="taken")
 @takes_deferred
 def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -> ScaledArray:
     """`out = gather(data)`, and so for scales; a finite fill value is divided by them."""
@@ -309,9 +313,9 @@ def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -
 _LEAST_DENSITY = Scale(-4)
 
 
-@register_scale_rule(
-    lax.scatter_p, lax.scatter_add_p, lax.scatter_sub_p, lax.scatter_min_p, lax.scatter_max_p
-)
+@register_scale_rule(lax.scatter_p, lax.scatter_min_p, lax.scatter_max_p, elements="placed")
+@register_scale_rule(lax.scatter_add_p, elements="new", nonnegative="keeps", degree="sum")
+@register_scale_rule(lax.scatter_sub_p, elements="new", degree="sum")
 @takes_deferred
 def scatter_rule(
     ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any
@@ -341,7 +345,7 @@ def scatter_rule(
     return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
 
 
-@register_scale_rule(lax.select_and_scatter_add_p)
+@register_scale_rule(lax.select_and_scatter_add_p, elements="new", nonnegative="keeps")
 def select_and_scatter_add_rule(
     ctx: RuleContext, source: ScaledArray, operand: ScaledArray, **params: Any
 ) -> ScaledArray:
@@ -356,14 +360,16 @@ def select_and_scatter_add_rule(
     return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), source.scale)
 
 
-@register_scale_rule(lax.complex_p)
+@register_scale_rule(lax.complex_p, elements="new", elementwise=True)
 def complex_rule(ctx: RuleContext, re: ScaledArray, im: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max` of the scales of real and imaginary part."""
     scale = shared_scale(ctx, {0: re, 1: im}, additive=True)
     return ScaledArray(ctx.bind(align(ctx, 0, re, scale), align(ctx, 1, im, scale)), scale)
 
 
-@register_scale_rule(lax.rem_p, family="remainder")
+@register_scale_rule(
+    lax.rem_p, family="remainder", elements="new", elementwise=True, nonnegative="keeps"
+)
 def rem_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = min(lhs.scale, rhs.scale)`, in at least float32: no divisor becomes 0."""
     scale = algebra.meet(lhs.scale, rhs.scale)

@@ -143,7 +143,7 @@ def _constrain(value: Value, sharding: Any) -> Value:
     return Value.of(jax.lax.with_sharding_constraint(value.plain(), sharding), facts=value.facts)
 
 
-@register_scale_rule("jit", "pjit")
+@register_scale_rule("jit", "pjit", elements="new")
 @takes_values
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """The body, interpreted once for its calls; shardings become constraints on the data."""
@@ -207,7 +207,9 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
     return _values(body.results, arrays, scales, max((v.depth for v in inputs), default=0))
 
 
-@register_scale_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")
+@register_scale_rule(
+    "custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call", elements="new"
+)
 @takes_values
 def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list[Value]:
     """The body, in place: inside `scalify` derivatives have been taken already."""
@@ -216,7 +218,7 @@ def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list
     return ctx.scale_jaxpr(call_jaxpr, list(args))
 
 
-@register_scale_rule("eval_jaxpr", "composite")
+@register_scale_rule("eval_jaxpr", "composite", elements="new")
 @takes_values
 def body_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any = None, call_jaxpr: Any = None, **_: Any
@@ -225,14 +227,14 @@ def body_rule(
     return ctx.scale_jaxpr(jaxpr or call_jaxpr, list(args))
 
 
-@register_scale_rule("call_hi_primitive")
+@register_scale_rule("call_hi_primitive", elements="new")
 @takes_values
 def call_hi_primitive_rule(ctx: RuleContext, *args: Value, _prim: Any) -> list[Value]:
     """What it expands to, in place: inside `scalify` derivatives have been taken already."""
     return ctx.scale_jaxpr(_compat.expanded_jaxpr(_prim), list(args))
 
 
-@register_scale_rule(observe_p)
+@register_scale_rule(observe_p, elements="new")
 @takes_values
 def observe_rule(ctx: RuleContext, *args: Value, observed: Observed) -> list[Value]:
     """The results, as they are: they belong to a `scalify` inside this one."""

@@ -68,9 +68,10 @@ def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
 
 
 @register_scale_rule(
-    "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pmax", "pmin",
-    "pbroadcast",
-)  # fmt: skip
+    *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all"), elements="taken"
+)
+@register_scale_rule("pmax", "pmin", elements="new", nonnegative="keeps")
+@register_scale_rule("pbroadcast", elements="same")
 def gathering_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale` = the largest of all devices, or, along the axis that is gathered, theirs."""
     if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
@@ -82,7 +83,9 @@ def gathering_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArr
     return ScaledArray(out, _moved(scale, params))
 
 
-@register_scale_rule("psum", "psum_invariant", "reduce_scatter")
+@register_scale_rule(
+    *("psum", "psum_invariant", "reduce_scatter"), elements="new", nonnegative="keeps", degree=1
+)
 def psum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale` = the largest of all n devices `* pow2(n**p)`; p as of `reduce_sum`."""
     data, scale = _at_one_scale(ctx, x, params)
@@ -96,7 +99,7 @@ def psum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     return finish(ctx, total, _moved(scale, params), factor)
 
 
-@register_scale_rule("ppermute")
+@register_scale_rule("ppermute", elements="taken")
 def ppermute_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """The scale travels with the data; where nothing arrives both are 0."""
     data, scale = filled(x.data, ctx.in_avals[0]), x.scale
@@ -105,7 +108,7 @@ def ppermute_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArra
     return ScaledArray(ctx.bind(data, **params), scale)
 
 
-@register_scale_rule("ragged_all_to_all")
+@register_scale_rule("ragged_all_to_all", elements="new", nonnegative="keeps")
 def ragged_all_to_all_rule(
     ctx: RuleContext, x: ScaledArray, out: ScaledArray, *sizes: Any, **params: Any
 ) -> ScaledArray:

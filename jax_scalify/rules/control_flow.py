@@ -14,7 +14,8 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat, dtypes
 from jax_scalify.algebra import LARGEST_EXTENT
 from jax_scalify.array import ScaledArray, align_scale, rescale_data
-from jax_scalify.registry import RuleContext, all_equations, register_scale_rule
+from jax_scalify.jaxprs import all_equations
+from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import promote, uniform_over
 from jax_scalify.rules.mixed import own_dtype_rule
 from jax_scalify.rules.subtrace import (
@@ -71,7 +72,7 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
     return out
 
 
-@register_scale_rule("scan")
+@register_scale_rule("scan", elements="new")
 @takes_values
 def scan_rule(
     ctx: RuleContext,
@@ -136,7 +137,7 @@ def _stacked(ctx: RuleContext, forms: list[Form], arrays: list[Any], length: int
     return values
 
 
-@register_scale_rule("while")
+@register_scale_rule("while", elements="new")
 @takes_values
 def while_rule(
     ctx: RuleContext,
@@ -197,7 +198,7 @@ def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple
     )
 
 
-@register_scale_rule("cond")
+@register_scale_rule("cond", elements="new")
 @takes_values
 def cond_rule(
     ctx: RuleContext,
@@ -227,7 +228,7 @@ def cond_rule(
     return unpack(joined, out, ctx.table)
 
 
-@register_scale_rule("remat2", "checkpoint")
+@register_scale_rule("remat2", "checkpoint", elements="new")
 @takes_values
 def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """The body on data and scales, rematerialised as it was."""
@@ -238,7 +239,7 @@ def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> lis
     return unpack(body.forms, out, ctx.table)
 
 
-@register_scale_rule("custom_linear_solve")
+@register_scale_rule("custom_linear_solve", elements="new")
 @takes_values
 def custom_linear_solve_rule(
     ctx: RuleContext, *args: Value, const_lengths: Any, jaxprs: Any, **_: Any
@@ -308,7 +309,7 @@ def _iterative_solve(
     return [*scaled, *map(Value.of, aux)]
 
 
-@register_scale_rule("debug_callback", "debug_print")
+@register_scale_rule("debug_callback", "debug_print", elements="new")
 def debug_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """Plain values in at least float32: what is shown is the value."""
     plain = [ctx.dequantise(x) if isinstance(x, ScaledArray) else x for x in args]
@@ -327,4 +328,6 @@ for _reason, _names in (
     ),
     ("a `Ref` holds plain values", "get swap addupdate freeze new_ref dce_sink"),
 ):
-    register_scale_rule(*_names.split(), family="control flow", dequantises=_reason)(own_dtype_rule)
+    register_scale_rule(
+        *_names.split(), family="control flow", dequantises=_reason, elements="new"
+    )(own_dtype_rule)

@@ -24,7 +24,7 @@ from jax_scalify.values import Facts, Value, nonnegative_results
 FlatRule = Callable[..., list[Any]]
 
 
-@register_scale_rule(custom_scale_p, family="calls")
+@register_scale_rule(custom_scale_p, family="calls", elements="new")
 @takes_values
 def custom_scale_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any, applied: AppliedRule

@@ -42,13 +42,13 @@ def _factor_rule(*degrees: int) -> Rule:
     return rule
 
 
-register_scale_rule(lax.linalg.eigh_p)(_factor_rule(0, 1))
-register_scale_rule(lax.linalg.eig_p, lax.linalg.svd_p)(_factor_rule(1, 0, 0))
-register_scale_rule(lax.linalg.qr_p)(_factor_rule(0, 1, 0))
-register_scale_rule(lax.linalg.schur_p)(_factor_rule(1, 0))
+register_scale_rule(lax.linalg.eigh_p, elements="new")(_factor_rule(0, 1))
+register_scale_rule(lax.linalg.eig_p, lax.linalg.svd_p, elements="new")(_factor_rule(1, 0, 0))
+register_scale_rule(lax.linalg.qr_p, elements="new")(_factor_rule(0, 1, 0))
+register_scale_rule(lax.linalg.schur_p, elements="new")(_factor_rule(1, 0))
 
 
-@register_scale_rule(lax.linalg.cholesky_p)
+@register_scale_rule(lax.linalg.cholesky_p, elements="new")
 def cholesky_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
     x = _matrix(ctx, 0, x)
@@ -56,7 +56,7 @@ def cholesky_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArra
     return ScaledArray(ctx.bind(multiply(x.data, rest, x.dtype), **params), root)
 
 
-@register_scale_rule("cholesky_update")
+@register_scale_rule("cholesky_update", elements="new")
 def cholesky_update_rule(
     ctx: RuleContext, r: ScaledArray, w: ScaledArray, **params: Any
 ) -> ScaledArray:
@@ -70,7 +70,7 @@ def cholesky_update_rule(
     return ScaledArray(ctx.bind(*data, **params), scale)
 
 
-@register_scale_rule(lax.linalg.triangular_solve_p)
+@register_scale_rule(lax.linalg.triangular_solve_p, elements="new")
 def triangular_solve_rule(
     ctx: RuleContext, a: ScaledArray, b: ScaledArray, *, unit_diagonal: bool, **params: Any
 ) -> ScaledArray:
@@ -83,7 +83,7 @@ def triangular_solve_rule(
     return ScaledArray(data, b.scale / a.scale)
 
 
-@register_scale_rule(lax.linalg.tridiagonal_solve_p)
+@register_scale_rule(lax.linalg.tridiagonal_solve_p, elements="new")
 def tridiagonal_solve_rule(
     ctx: RuleContext, *diagonals_and_b: ScaledArray, **params: Any
 ) -> ScaledArray:

@@ -9,7 +9,8 @@ from jax import lax
 from jax_scalify import dtypes
 from jax_scalify.algebra import ONE
 from jax_scalify.array import ScaledArray
-from jax_scalify.registry import RuleContext, register_scale_rule, sub_jaxprs
+from jax_scalify.jaxprs import sub_jaxprs
+from jax_scalify.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.common import filled
 from jax_scalify.rules.scattering import scatter
 
@@ -46,12 +47,17 @@ def own_dtype_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
     return _evaluate(ctx, args, params, wide=False)
 
 
-def _register(reason: str, *primitives: Any) -> None:
-    register_scale_rule(*primitives, dequantises=reason)(dequantising_rule)
+def _register(reason: str, *primitives: Any, **traits: Any) -> None:
+    traits = {"elements": "new", **traits}
+    register_scale_rule(*primitives, dequantises=reason, **traits)(dequantising_rule)
 
 
-_register("a product of n elements has the scale to the power of n", lax.reduce_prod_p)
-_register("the k-th product has the scale to the power of k", lax.cumprod_p)
+_register(
+    "a product of n elements has the scale to the power of n",
+    lax.reduce_prod_p,
+    nonnegative="keeps",
+)
+_register("the k-th product has the scale to the power of k", lax.cumprod_p, nonnegative="keeps")
 _register("a logarithm of sums of exponentials shifts by the scale", lax.cumlogsumexp_p)
 _register("its computation is arbitrary", lax.reduce_p, lax.reduce_window_p, "select_and_scatter")
 _register("L, of degree 0, and U, of degree 1, are packed into one array", "lu")
@@ -63,13 +69,18 @@ _register("a product and a sum of matrices in one", "symmetric_product")
 _register("the ends of the interval are plain numbers", lax.rng_uniform_p)
 
 
-register_scale_rule(
-    lax.nextafter_p, lax.bitcast_convert_type_p, dequantises="it is about the bits of the value"
-)(own_dtype_rule)
+_BITS = "it is about the bits of the value"
+register_scale_rule(lax.nextafter_p, dequantises=_BITS, elements="new", elementwise=True)(
+    own_dtype_rule
+)
+register_scale_rule(lax.bitcast_convert_type_p, dequantises=_BITS, elements="new")(own_dtype_rule)
 
 
 @register_scale_rule(
-    lax.scatter_mul_p, dequantises="an element is multiplied by any number of updates"
+    lax.scatter_mul_p,
+    dequantises="an element is multiplied by any number of updates",
+    elements="new",
+    nonnegative="keeps",
 )
 def scatter_mul_rule(
     ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any

@@ -35,7 +35,9 @@ def _unit(ctx: RuleContext, index: int, x: ScaledArray) -> int:
     return int(x.data == 1) - int(x.data == -1)
 
 
-@register_scale_rule(lax.mul_p)
+@register_scale_rule(
+    lax.mul_p, elements="new", elementwise=True, nonnegative="keeps", degree="product"
+)
 @takes_deferred
 def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing."""
@@ -56,7 +58,9 @@ def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
     return defer(ctx.bind(*data, **params), exponent, scale)
 
 
-@register_scale_rule(lax.div_p)
+@register_scale_rule(
+    lax.div_p, elements="new", elementwise=True, nonnegative="keeps", degree="quotient"
+)
 @takes_deferred
 def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = lhs.scale / rhs.scale`; a constant power of two costs nothing."""
@@ -71,7 +75,7 @@ def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
     return defer(ctx.bind(*data, **params), exponent, scale)
 
 
-@register_scale_rule(lax.square_p)
+@register_scale_rule(lax.square_p, elements="new", elementwise=True, nonnegative="always", degree=2)
 @takes_deferred
 def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**2`."""
@@ -80,7 +84,7 @@ def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     return defer(ctx.bind(data, **params), exponent, x.scale**2)
 
 
-@register_scale_rule(lax.integer_pow_p)
+@register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
 @takes_deferred
 def integer_pow_rule(ctx: RuleContext, x: ScaledArray, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`."""
@@ -101,28 +105,34 @@ def _root(ctx: RuleContext, x: ScaledArray, degree: int, inverse: bool, **params
     return defer(out, exponent, root)
 
 
-@register_scale_rule(lax.sqrt_p)
+@register_scale_rule(
+    lax.sqrt_p, elements="new", elementwise=True, nonnegative="always", degree=1 / 2
+)
 @takes_deferred
 def sqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=False, **params)
 
 
-@register_scale_rule(lax.rsqrt_p)
+@register_scale_rule(
+    lax.rsqrt_p, elements="new", elementwise=True, nonnegative="always", degree=-1 / 2
+)
 @takes_deferred
 def rsqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(-1/2)`; of an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=True, **params)
 
 
-@register_scale_rule(lax.cbrt_p)
+@register_scale_rule(
+    lax.cbrt_p, elements="new", elementwise=True, nonnegative="keeps", degree=1 / 3
+)
 @takes_deferred
 def cbrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(1/3)`; up to two factors of two move into the data."""
     return _root(ctx, x, 3, inverse=False, **params)
 
 
-@register_scale_rule(lax.pow_p)
+@register_scale_rule(lax.pow_p, elements="new", elementwise=True, nonnegative="keeps")
 def pow_rule(ctx: RuleContext, x: ScaledArray, y: Any, **params: Any) -> Any:
     """`scale = scale**y` for a constant y that is a multiple of 1/2; else scale 1."""
     number = ctx.inputs[1].constant

@@ -28,18 +28,36 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
 
 
 @register_scale_rule(
-    lax.exp_p, lax.exp2_p, lax.log_p, "log2", lax.cos_p, lax.cosh_p, lax.erfc_p,
-    lax.lgamma_p, lax.digamma_p, lax.polygamma_p, lax.acos_p, lax.acosh_p, lax.igamma_p,
-    lax.igammac_p, lax.igamma_grad_a_p, lax.regularized_incomplete_beta_p, lax.zeta_p,
-    lax.bessel_i0e_p, "random_gamma", "random_gamma_grad",
-)  # fmt: skip
+    *(lax.exp_p, lax.exp2_p, lax.cosh_p, lax.erfc_p, lax.acos_p, lax.acosh_p),
+    elements="new",
+    elementwise=True,
+    nonnegative="always",
+)
+@register_scale_rule(
+    *(lax.log_p, "log2", lax.cos_p, lax.lgamma_p, lax.digamma_p), elements="new", elementwise=True
+)
+@register_scale_rule(
+    *(lax.igamma_p, lax.igammac_p, lax.regularized_incomplete_beta_p, lax.bessel_i0e_p),
+    "random_gamma",
+    elements="new",
+    nonnegative="always",
+)
+@register_scale_rule(
+    *(lax.polygamma_p, lax.igamma_grad_a_p, lax.zeta_p, "random_gamma_grad"), elements="new"
+)
 @takes_deferred
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     """`scale = 1`, evaluated in at least float32."""
     return ScaledArray(dtypes.cast(evaluate_wide(ctx, args, params), ctx.out_dtype), ONE)
 
 
-@register_scale_rule(lax.floor_p, lax.ceil_p, lax.round_p, family="rounding")
+@register_scale_rule(
+    *(lax.floor_p, lax.ceil_p, lax.round_p),
+    family="rounding",
+    elements="new",
+    elementwise=True,
+    nonnegative="keeps",
+)
 @takes_deferred
 def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max(1, scale)`, of dequantised values."""
@@ -47,7 +65,7 @@ def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArra
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
 
 
-@register_scale_rule("one_minus_square")
+@register_scale_rule("one_minus_square", elements="new", elementwise=True)
 @takes_deferred
 def one_minus_square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max(1, scale**2)`, of dequantised values."""
@@ -55,7 +73,7 @@ def one_minus_square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Sc
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
 
 
-@register_scale_rule("polynomial")
+@register_scale_rule("polynomial", elements="new")
 @takes_deferred
 def polynomial_rule(
     ctx: RuleContext, x: ScaledArray, *coefficients: ScaledArray, **params: Any
@@ -71,7 +89,7 @@ def polynomial_rule(
     return finish(ctx, values, ONE, algebra.join(*terms, narrow=True))
 
 
-@register_scale_rule(lax.logistic_p)
+@register_scale_rule(lax.logistic_p, elements="new", elementwise=True, nonnegative="always")
 @takes_deferred
 def logistic_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """Evaluated in at least float32 on plain values; scale 1/2, its value at 0.

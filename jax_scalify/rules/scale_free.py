@@ -17,7 +17,7 @@ from jax_scalify.rules.along_axes import comparable
 from jax_scalify.rules.common import bring_together, same_dtype, shared_scale
 
 
-@register_scale_rule(lax.argmax_p, lax.argmin_p)
+@register_scale_rule(lax.argmax_p, lax.argmin_p, elements="new")
 @takes_deferred
 def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
     """`out = f(data)`, a plain output; one scale over the axes that are searched, in float32."""
@@ -25,7 +25,7 @@ def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
     return ctx.bind(data, **params)
 
 
-@register_scale_rule(lax.is_finite_p)
+@register_scale_rule(lax.is_finite_p, elements="new", elementwise=True)
 @takes_deferred
 def is_finite_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
     """`out = f(data)`, a plain output; where the scale can make it infinite, `f(data * scale)`."""
@@ -40,7 +40,7 @@ def _can_be_infinite(x: ScaledArray) -> bool:
     return x.scale.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
 
 
-@register_scale_rule(lax.sign_p)
+@register_scale_rule(lax.sign_p, elements="new", elementwise=True, nonnegative="keeps", degree=0)
 @takes_deferred
 def sign_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`out = sign(data)`, scale 1."""
@@ -53,8 +53,9 @@ def _at_one_scale(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray) -> list[
 
 
 @register_scale_rule(
-    lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p, "eq_to", "lt_to", "le_to"
+    *(lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p), elements="new", elementwise=True
 )
+@register_scale_rule("eq_to", "lt_to", "le_to", elements="new")
 @takes_deferred
 def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> Any:
     """Align, then compare in at least float32: a plain output."""
@@ -67,7 +68,7 @@ def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **para
     return ctx.bind(*_at_one_scale(ctx, lhs, rhs), **params)
 
 
-@register_scale_rule(lax.atan2_p)
+@register_scale_rule(lax.atan2_p, elements="new", elementwise=True)
 @takes_deferred
 def atan2_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """Align, then `scale = 1`, in at least float32."""

@@ -42,14 +42,14 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
     )
 
 
-@register_scale_rule(primitives.set_scaling_p)
+@register_scale_rule(primitives.set_scaling_p, elements="rescaled")
 @takes_deferred
 def set_scaling_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data = x / scale`, the scale as asked for."""
     return _at_scale(ctx, x, _requested_scale(ctx, 1))
 
 
-@register_scale_rule(primitives.match_scale_p)
+@register_scale_rule(primitives.match_scale_p, elements="rescaled")
 @takes_deferred
 def match_scale_rule(ctx: RuleContext, x: ScaledArray, like: ScaledArray) -> ScaledArray:
     """`data = x / scale`, with the scale of the other operand, in its shape."""
@@ -79,20 +79,20 @@ def _moved(raw: Any, factor: Scale, scale: Scale) -> ScaledArray:
     return ScaledArray(keep_infinity(raw, moved.data), scale)
 
 
-@register_scale_rule(primitives.cast_p)
+@register_scale_rule(primitives.cast_p, elements="cast")
 def cast_rule(ctx: RuleContext, x: ScaledArray, *, dtype: Any) -> ScaledArray:
     """The data only, saturating; scale unchanged."""
     return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0]), dtype), x.scale)
 
 
-@register_scale_rule(primitives.stochastic_cast_p)
+@register_scale_rule(primitives.stochastic_cast_p, elements="cast")
 def stochastic_cast_rule(ctx: RuleContext, x: ScaledArray, bits: Any, *, dtype: Any) -> ScaledArray:
     """The data only, saturating; scale unchanged."""
     data = filled(x.data, ctx.out_avals[0])
     return ScaledArray(dtypes.round_stochastically(data, bits, dtype), x.scale)
 
 
-@register_scale_rule(primitives.rebalance_scale_p)
+@register_scale_rule(primitives.rebalance_scale_p, elements="rescaled")
 @takes_deferred
 def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data / factor`, `scale * factor`; a factor 0 is read as 1."""
@@ -105,7 +105,7 @@ def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArra
     return times(raw, Scale(exponent) / factor, x.scale * factor, ctx.out_dtype)
 
 
-@register_scale_rule(primitives.stop_scaling_p)
+@register_scale_rule(primitives.stop_scaling_p, elements="rescaled")
 @takes_values
 def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
     """The plain value."""
@@ -113,7 +113,7 @@ def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
     return [Value.of(plain, facts=value.facts)]
 
 
-@register_scale_rule(primitives.get_data_and_scale_p)
+@register_scale_rule(primitives.get_data_and_scale_p, elements="new")
 def get_data_and_scale_rule(ctx: RuleContext, x: ScaledArray, *, scale_dtype: Any) -> list[Value]:
     """Both fields, as plain values."""
     x = uniform_over(ScaledArray(filled(x.data, ctx.out_avals[0]), x.scale))
@@ -124,7 +124,7 @@ def get_data_and_scale_rule(ctx: RuleContext, x: ScaledArray, *, scale_dtype: An
     ]
 
 
-@register_scale_rule(primitives.dynamic_rescale_p)
+@register_scale_rule(primitives.dynamic_rescale_p, elements="rescaled")
 @takes_values
 def dynamic_rescale_rule(
     ctx: RuleContext, value: Value, *, stat: str, target: float, batch_ndim: int
@@ -161,7 +161,7 @@ def _of_examples(finite: jax.Array, examples: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(jnp.all(finite, rest), examples)
 
 
-@register_scale_rule(delayed_rescale_p)
+@register_scale_rule(delayed_rescale_p, elements="rescaled")
 @takes_values
 def delayed_rescale_rule(
     ctx: RuleContext, value: Value, history: Value, *, algorithm: str, top: int, batch_ndim: int

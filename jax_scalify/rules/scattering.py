@@ -13,11 +13,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
-from jax_scalify import _compat, algebra, dtypes
-from jax_scalify.abstract import CALLS
+from jax_scalify import _compat, algebra, dtypes, jaxprs
 from jax_scalify.algebra import Scale
 from jax_scalify.array import ScaledArray
-from jax_scalify.registry import RuleContext, sub_jaxprs
+from jax_scalify.registry import RuleContext
 from jax_scalify.rules.along_axes import (
     Windows,
     own_scales,
@@ -204,53 +203,44 @@ def _evaluate_wide(closed: Any, value: Any) -> Any:
     def widened(x: Any) -> Any:
         return lax.convert_element_type(x, wide) if x.dtype == narrow else x
 
+    def literal(atom: Any) -> Any:
+        return widened(np.asarray(atom.val, atom.aval.dtype))
+
+    def constant(_: Any, value: Any) -> Any:
+        return widened(jnp.asarray(value))
+
     def function(closed: Any) -> Callable[..., list[Any]]:
-        return functools.partial(
-            run, getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        )
-
-    def run(jaxpr: Any, consts: Any, *args: Any) -> list[Any]:
-        env = dict(zip(jaxpr.constvars, map(jnp.asarray, consts), strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            if isinstance(atom, jex_core.Literal):
-                aval: Any = atom.aval
-                return widened(np.asarray(atom.val, aval.dtype))
-            return widened(env[atom])
-
-        for eqn in jaxpr.eqns:
-            out = equation(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, out, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return lambda *args: jaxprs.evaluate(closed, args, equation, literal, constant)
 
     def equation(eqn: Any, args: list[Any]) -> list[Any]:
+        return list(map(widened, results(eqn, args)))
+
+    def results(eqn: Any, args: list[Any]) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
-        if name in CALLS:
-            return function(params.get("jaxpr", params.get("call_jaxpr")))(*args)
+        call = jaxprs.applied(eqn)
+        if call is not None:
+            return function(call)(*args)
         if name == "cond":
             return lax.switch(args[0], [function(b) for b in params["branches"]], *args[1:])
         if name == "while":
-            first = params["cond_nconsts"]
-            start = first + params["body_nconsts"]
+            cond_consts, body_consts, start = jaxprs.while_operands(params, args)
             proceed, body = function(params["cond_jaxpr"]), function(params["body_jaxpr"])
             return lax.while_loop(
-                lambda carry: proceed(*args[:first], *carry)[0],
-                lambda carry: body(*args[first:start], *carry),
-                args[start:],
+                lambda carry: proceed(*cond_consts, *carry)[0],
+                lambda carry: body(*body_consts, *carry),
+                start,
             )
         if name == "scan":
-            first, count = _compat.scan_counts(params)
-            step, start = function(params["jaxpr"]), first + count
+            consts, start, xs = jaxprs.scan_operands(params, args)
+            step, count = function(params["jaxpr"]), len(start)
 
             def body(carry: Any, xs: Any) -> Any:
-                out = step(*args[:first], *carry, *xs)
+                out = step(*consts, *carry, *xs)
                 return out[:count], out[count:]
 
-            length, reverse = params["length"], params["reverse"]
-            carry, ys = lax.scan(body, args[first:start], args[start:], length, reverse)
+            carry, ys = lax.scan(body, start, xs, params["length"], params["reverse"])
             return [*carry, *ys]
-        if sub_jaxprs(params):
+        if jaxprs.sub_jaxprs(params):
             raise TypeError(f"`{name}` holds a function for arrays of its own dtype.")
         if params.get("new_dtype") == narrow:
             params = {**params, "new_dtype": wide}

@@ -73,20 +73,36 @@ def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
     return ()
 
 
+_elementwise_rule = structural_rule(no_axes)
+register_scale_rule(lax.neg_p, elements="negated", elementwise=True)(_elementwise_rule)
+register_scale_rule(lax.abs_p, elements="new", elementwise=True, nonnegative="always", degree=1)(
+    _elementwise_rule
+)
+register_scale_rule(lax.real_p, elements="new", elementwise=True, nonnegative="keeps", degree=1)(
+    _elementwise_rule
+)
+register_scale_rule(lax.imag_p, lax.conj_p, elements="new", elementwise=True)(_elementwise_rule)
+register_scale_rule("copy", "copy_p", "stop_gradient", "name", elements="same", elementwise=True)(
+    _elementwise_rule
+)
 register_scale_rule(
-    lax.neg_p, lax.abs_p, "copy", "copy_p", "stop_gradient",
-    lax.real_p, lax.imag_p, lax.conj_p, "name", "on_backward", "sharding_constraint",
-    "reshard", "layout_constraint", "relayout", "pvary",
-)(structural_rule(no_axes))  # fmt: skip
+    "on_backward",
+    "sharding_constraint",
+    "reshard",
+    "layout_constraint",
+    "relayout",
+    "pvary",
+    elements="same",
+)(_elementwise_rule)
 
 
-register_scale_rule(lax.transpose_p)(
+register_scale_rule(lax.transpose_p, elements="moved")(
     structural_rule(no_axes, lambda s, *, permutation, **_: lax.transpose(s, permutation))
 )
-register_scale_rule(lax.squeeze_p)(
+register_scale_rule(lax.squeeze_p, elements="moved")(
     structural_rule(no_axes, lambda s, *, dimensions, **_: lax.squeeze(s, dimensions))
 )
-register_scale_rule(lax.rev_p)(
+register_scale_rule(lax.rev_p, elements="moved")(
     structural_rule(no_axes, lambda s, *, dimensions, **_: lax.rev(s, dimensions))
 )
 
@@ -100,7 +116,9 @@ def _broadcast_scale(
     return lax.broadcast_in_dim(scale, shape, broadcast_dimensions)
 
 
-register_scale_rule(lax.broadcast_in_dim_p)(structural_rule(no_axes, _broadcast_scale))
+register_scale_rule(lax.broadcast_in_dim_p, elements="moved")(
+    structural_rule(no_axes, _broadcast_scale)
+)
 
 
 def _slice_scale(
@@ -136,14 +154,16 @@ def _tile_scale(scale: Any, *, reps: Any, **_: Any) -> Any:
     return jnp.tile(scale, [1 if n == 1 else r for n, r in zip(scale.shape, reps, strict=True)])
 
 
-register_scale_rule(lax.slice_p)(structural_rule(no_axes, _slice_scale))
-register_scale_rule(lax.dynamic_slice_p)(structural_rule(no_axes, _dynamic_slice_scale))
-register_scale_rule("split")(structural_rule(no_axes, _split_scale))
-register_scale_rule("unstack")(structural_rule(no_axes, _unstack_scale))
-register_scale_rule("tile")(structural_rule(no_axes, _tile_scale))
+register_scale_rule(lax.slice_p, elements="moved")(structural_rule(no_axes, _slice_scale))
+register_scale_rule(lax.dynamic_slice_p, elements="taken")(
+    structural_rule(no_axes, _dynamic_slice_scale)
+)
+register_scale_rule("split", elements="taken")(structural_rule(no_axes, _split_scale))
+register_scale_rule("unstack", elements="taken")(structural_rule(no_axes, _unstack_scale))
+register_scale_rule("tile", elements="taken")(structural_rule(no_axes, _tile_scale))
 
 
-@register_scale_rule(lax.reshape_p)
+@register_scale_rule(lax.reshape_p, elements="moved")
 @takes_deferred
 def reshape_rule(
     ctx: RuleContext, x: ScaledArray, *, dimensions: Any = None, **params: Any
@@ -201,16 +221,18 @@ def _reduced_scale(scale: Any, *, axes: Any, **_: Any) -> Any:
     return lax.squeeze(scale, axes)
 
 
-register_scale_rule(lax.reduce_max_p, lax.reduce_min_p)(
+register_scale_rule(lax.reduce_max_p, lax.reduce_min_p, elements="picked")(
     structural_rule(lambda ctx, *, axes, **_: axes, _reduced_scale)
 )
-register_scale_rule(lax.cummax_p, lax.cummin_p)(structural_rule(lambda ctx, *, axis, **_: (axis,)))
-register_scale_rule(lax.reduce_window_max_p, lax.reduce_window_min_p)(
-    structural_rule(windowed_axes)
+register_scale_rule(lax.cummax_p, lax.cummin_p, elements="picked")(
+    structural_rule(lambda ctx, *, axis, **_: (axis,))
 )
+register_scale_rule(
+    lax.reduce_window_max_p, lax.reduce_window_min_p, elements="new", nonnegative="keeps"
+)(structural_rule(windowed_axes))
 
 
-@register_scale_rule(lax.top_k_p, "approx_top_k")
+@register_scale_rule(lax.top_k_p, "approx_top_k", elements="taken")
 @takes_deferred
 def top_k_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> list[Any]:
     """`out = f(data)`, one scale along the axis that is searched, compared in float32."""
@@ -221,7 +243,7 @@ def top_k_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> list[Any]:
     return [defer(dtypes.cast(values, ctx.out_dtype), exponent, x.scale), indices]
 
 
-@register_scale_rule("select_and_gather_add")
+@register_scale_rule("select_and_gather_add", elements="new", nonnegative="keeps")
 def select_and_gather_add_rule(
     ctx: RuleContext, tangents: ScaledArray, operand: ScaledArray, **params: Any
 ) -> ScaledArray:
@@ -234,13 +256,14 @@ def select_and_gather_add_rule(
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), tangents.scale)
 
 
-@register_scale_rule(lax.reduce_precision_p)
+@register_scale_rule(lax.reduce_precision_p, elements="cast", elementwise=True)
 def reduce_precision_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`out = f(data)`, scale unchanged."""
     return ScaledArray(ctx.bind(x.data, **params), x.scale)
 
 
-@register_scale_rule("optimization_barrier", "device_put")
+@register_scale_rule("optimization_barrier", elements="same", elementwise=True)
+@register_scale_rule("device_put", elements="same")
 @takes_deferred
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
@@ -256,7 +279,7 @@ def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     return out if ctx.primitive.multiple_results else out[0]
 
 
-@register_scale_rule(lax.sort_p)
+@register_scale_rule(lax.sort_p, elements="taken")
 @takes_deferred
 def sort_rule(
     ctx: RuleContext, *args: Any, dimension: int, num_keys: int, **params: Any
@@ -271,7 +294,9 @@ def sort_rule(
     return operandwise_rule(ctx, *args, dimension=dimension, num_keys=num_keys, **params)
 
 
-@register_scale_rule(lax.convert_element_type_p, family="convert")
+@register_scale_rule(
+    lax.convert_element_type_p, family="convert", elements="cast", elementwise=True
+)
 @takes_deferred
 def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     """Float to float: the data only, saturating for FP8. To int or bool: dequantise first.

@@ -27,7 +27,7 @@ from jax_scalify.rules.common import (
 )
 
 
-@register_scale_rule(lax.reduce_sum_p)
+@register_scale_rule(lax.reduce_sum_p, elements="summed", degree=1)
 @takes_deferred
 def reduce_sum_rule(ctx: RuleContext, x: ScaledArray, *, axes: Any, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
@@ -40,7 +40,7 @@ def reduce_sum_rule(ctx: RuleContext, x: ScaledArray, *, axes: Any, **params: An
     return finish(ctx, total, scale, growth(ctx, count, Terms.of(ctx.inputs[0])), exponent)
 
 
-@register_scale_rule(lax.cumsum_p)
+@register_scale_rule(lax.cumsum_p, elements="new", nonnegative="keeps", degree=1)
 @takes_deferred
 def cumsum_rule(ctx: RuleContext, x: ScaledArray, *, axis: int, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
@@ -52,7 +52,7 @@ def cumsum_rule(ctx: RuleContext, x: ScaledArray, *, axis: int, **params: Any) -
     return finish(ctx, total, x.scale, factor, exponent)
 
 
-@register_scale_rule(lax.reduce_window_sum_p)
+@register_scale_rule(lax.reduce_window_sum_p, elements="new", nonnegative="keeps", degree=1)
 @takes_deferred
 def reduce_window_sum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if none is < 0."""
@@ -64,7 +64,7 @@ def reduce_window_sum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> S
     return finish(ctx, total, x.scale, growth(ctx, count, Terms.of(ctx.inputs[0])), exponent)
 
 
-@register_scale_rule(lax.fft_p)
+@register_scale_rule(lax.fft_p, elements="new")
 def fft_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(sqrt(n))` of n points; of the inverse, `scale / pow2(sqrt(n))`."""
     lengths = params["fft_lengths"]
@@ -106,7 +106,7 @@ def _operand_scale(x: ScaledArray, contract: Any, batch: Any, before: int, after
     return x.scale.map(move)
 
 
-@register_scale_rule(lax.dot_general_p)
+@register_scale_rule(lax.dot_general_p, elements="summed", degree="product")
 @takes_deferred
 def dot_general_rule(
     ctx: RuleContext,
@@ -141,7 +141,7 @@ def dot_general_rule(
     return finish(ctx, total, scale, growth(ctx, count, terms), exponent)
 
 
-@register_scale_rule("ragged_dot_general")
+@register_scale_rule("ragged_dot_general", elements="summed", degree="product")
 @takes_deferred
 def ragged_dot_general_rule(
     ctx: RuleContext,
@@ -202,7 +202,7 @@ def _convolved_terms(ctx: RuleContext, params: dict[str, Any]) -> int:
     return round(terms)
 
 
-@register_scale_rule(lax.conv_general_dilated_p)
+@register_scale_rule(lax.conv_general_dilated_p, elements="summed", degree="product")
 @takes_deferred
 def conv_general_dilated_rule(
     ctx: RuleContext,

@@ -16,10 +16,17 @@ from jax_scalify.rules.nonlinear import evaluate_wide
 
 
 @register_scale_rule(
-    lax.tanh_p, lax.sin_p, lax.erf_p, lax.atan_p, lax.asinh_p, lax.expm1_p, lax.log1p_p,
-    lax.asin_p, lax.atanh_p, lax.tan_p, lax.sinh_p, lax.erf_inv_p,
-    lax.bessel_i1e_p,
-)  # fmt: skip
+    *(lax.tanh_p, lax.erf_p, lax.atan_p, lax.asinh_p, lax.expm1_p, lax.log1p_p, lax.sinh_p),
+    elements="new",
+    elementwise=True,
+    nonnegative="keeps",
+)
+@register_scale_rule(
+    *(lax.sin_p, lax.asin_p, lax.atanh_p, lax.tan_p, lax.erf_inv_p),
+    elements="new",
+    elementwise=True,
+)
+@register_scale_rule(lax.bessel_i1e_p, elements="new")
 @takes_deferred
 def through_zero_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = min(1, scale)`: f(x) is near x for small x, which stays representable."""

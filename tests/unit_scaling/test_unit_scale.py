@@ -11,6 +11,7 @@ import pytest
 import jax_scalify as jsa
 from jax_scalify import unit_scaling as us
 from jax_scalify.unit_scaling.automatic import measuring
+from tests.helpers import compiled
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (8, 16))
@@ -29,10 +30,6 @@ def rms(x):
 
 def rows(fun, *args, **options):
     return us.unit_scale(fun, **options).report(*args).rows
-
-
-def compiled(fun, *args):
-    return jax.jit(fun).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
 
 
 def test_transforms_compose():

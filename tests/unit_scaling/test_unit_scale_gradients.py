@@ -7,6 +7,7 @@ import pytest
 
 from jax_scalify import unit_scaling as us
 from jax_scalify.unit_scaling.automatic import evaluation, measuring, planning
+from tests.helpers import compiled
 
 WIDTH = 4
 
@@ -15,10 +16,6 @@ WIDTH = 4
 def float64():
     with jax.enable_x64(True):
         yield
-
-
-def compiled(fun, *args):
-    return jax.jit(fun).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
 
 
 def honest(monkeypatch):

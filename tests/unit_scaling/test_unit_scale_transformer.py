@@ -11,6 +11,7 @@ import optax
 from jax_scalify import unit_scaling as us
 from jax_scalify.tracing import trace
 from jax_scalify.unit_scaling.automatic import evaluation, planning, program
+from tests.helpers import compiled
 
 WIDTH, VOCABULARY, LENGTH, BATCH = 32, 64, 8, 8
 
@@ -53,10 +54,6 @@ def initialised(tokens):
 
     shapes = jax.eval_shape(Transformer().init, jax.random.key(0), tokens)
     return jax.tree.map_with_path(draw, shapes)
-
-
-def compiled(fun, *args):
-    return jax.jit(fun).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
 
 
 def rms(x):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from jax_scalify import _compat
-from jax_scalify.unit_scaling.automatic.groups import MOVEMENT, Group
+from jax_scalify.unit_scaling.automatic.groups import Group, moves
 from jax_scalify.unit_scaling.automatic.planning import Factors, Plan
 from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value
 
@@ -78,7 +78,7 @@ def _rows(plan: Plan, scope: Scope, names: dict[Value, str]) -> Iterator[Row]:
             names[value] = names[value.source]
     group_of = {group.root: group for group in plan.groups[scope]}
     for op in scope.ops:
-        if op.name in MOVEMENT and op.inputs[0] in names:
+        if moves(op.name) and op.inputs[0] in names:
             names[op.outputs[0]] = names[op.inputs[0]]
         if op in group_of:
             yield _row(group_of[op], plan.factors[group_of[op]], names)
@@ -115,7 +115,7 @@ def _name(group: Group) -> str:
     if group.kind != "function":
         return group.root.name
     calls = [op.callers[0] if op.callers else _call_name(op) for op in group.ops]
-    names = dict.fromkeys(c for c in calls if c not in MOVEMENT)
+    names = dict.fromkeys(c for c in calls if not moves(c))
     text = " ".join(names) or group.root.name
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 

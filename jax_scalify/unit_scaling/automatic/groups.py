@@ -10,12 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from jax_scalify.traits import traits_of
 from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value
 
-MOVEMENT = frozenset(
-    "reshape transpose squeeze expand_dims convert_element_type copy copy_p rev name "
-    "optimization_barrier sharding_constraint reduce_precision broadcast_in_dim".split()
-)
+
+def moves(primitive: str) -> bool:
+    """Whether a primitive passes all elements on, and their gradients."""
+    ends = ("slice", "stop_gradient", "on_backward")
+    return traits_of(primitive).elements in ("same", "cast", "moved") and primitive not in ends
+
+
 _PRODUCTS = frozenset("dot_general conv_general_dilated".split())
 
 
@@ -150,7 +154,7 @@ def _depends_on(value: Value, start: Value) -> bool:
 
 def through_movement(value: Value) -> Value:
     """Return what a value is a copy of, up to its shape and dtype."""
-    while value.op is not None and value.op.name in MOVEMENT:
+    while value.op is not None and moves(value.op.name):
         value = value.op.inputs[0]
     return value
 

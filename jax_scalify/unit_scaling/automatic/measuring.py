@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat
-from jax_scalify.unit_scaling.automatic.groups import MOVEMENT, Group, is_bias, parameter
+from jax_scalify.unit_scaling.automatic.groups import Group, is_bias, moves, parameter
 from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value, all_scopes, run_op
 
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())
@@ -210,7 +210,7 @@ def _role(value: Value, group: Group) -> str:
         taken = [v for v in op.inputs if v in aliases]
         if not taken:
             continue
-        if op.name in MOVEMENT:
+        if moves(op.name):
             aliases.update(op.outputs)
             continue
         if len(op.inputs) != 2 or value.size >= max(

@@ -1,0 +1,96 @@
+"""What is known of a primitive beside its law, declared where its scale rule is registered."""
+
+from __future__ import annotations
+
+import dataclasses
+
+ELEMENTS = {
+    "new": "computed",
+    "summed": "sums along axes that the results do not have",
+    "same": "the operand's, in their places",
+    "cast": "the operand's, in another dtype or precision",
+    "rescaled": "the first operand's, at another scale",
+    "negated": "the operand's, with the other sign",
+    "moved": "the operand's, in places that are known while tracing",
+    "picked": "the largest or smallest of some of the operand's",
+    "taken": "some of the operand's, by index or order or from other devices",
+    "joined": "those of several operands, side by side",
+    "placed": "those of several operands, or constants, among each other",
+}
+"""What the elements of a primitive's results may be."""
+
+NONNEGATIVE = ("always", "keeps")
+DEGREES = ("sum", "product", "quotient")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What is known of a primitive.
+
+    Attributes:
+        elements: what the elements of its results are: a key of `ELEMENTS`; None if it was not
+            declared, which is taken for "new".
+        elementwise: each element of the result is computed from those in its place; operands of
+            rank 0 may stand beside arrays.
+        nonnegative: "always", or "keeps": no result is negative if no operand is. Elements that
+            are not new are not negative if those are not of which they are.
+        degree: how results grow if operands do: the power of the first operand, or the "sum",
+            "product" or "quotient" of all. Elements that are not new grow as those do of which
+            they are.
+    """
+
+    elements: str | None = None
+    elementwise: bool = False
+    nonnegative: str | None = None
+    degree: float | str | None = None
+
+    def __post_init__(self) -> None:
+        _check("elements", self.elements, ELEMENTS)
+        _check("nonnegative", self.nonnegative, NONNEGATIVE)
+        if not isinstance(self.degree, (int, float)):
+            _check("degree", self.degree, DEGREES, " or a number")
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the elements are the operand's, with one that is known while tracing."""
+        return self.elements in ("moved", "picked")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the elements are one operand's, or several's side by side; none is chosen."""
+        return self.elements in (
+            *("same", "cast", "rescaled", "negated", "moved", "taken", "joined"),
+        )
+
+    @property
+    def keeps_nonnegative(self) -> bool:
+        """Whether no result is negative if no operand is."""
+        if self.nonnegative is not None:
+            return True
+        return self.elements not in (None, "new", "negated")
+
+    @property
+    def aligns(self) -> bool:
+        """Whether operands are brought to one scale, element by element."""
+        return self.elementwise and (self.degree == "sum" or self.elements == "placed")
+
+
+def _check(name: str, got: object, allowed: object, also: str = "") -> None:
+    if got is not None and got not in allowed:  # type: ignore[operator]
+        raise ValueError(f"`{name}` must be one of {list(allowed)}{also}, got {got!r}.")  # type: ignore[call-overload]
+
+
+_traits: dict[str, Traits] = {}
+
+
+def declare(primitive: str, traits: Traits) -> None:
+    """Declare what is known of a primitive of this name; what was declared before is forgotten."""
+    _traits[primitive] = traits
+
+
+def traits_of(primitive: str) -> Traits:
+    """Return what is known of a primitive of this name: nothing, if it was not declared."""
+    return _traits.get(primitive, _UNKNOWN)
+
+
+_UNKNOWN = Traits()
