@@ -29,6 +29,7 @@ from jax_scalify import _compat
 
 _SMALL = 2.0**-14
 _TINY = 2.0**-100
+_LEAST = 2.0**-120
 _NARROW = 2.0**-20  # an epsilon that is less is of float32
 _LARGEST = 3.4e38  # what is beyond is a mask
 _TOP = 2.0**13  # float16 at scale 1 has 65504
@@ -216,7 +217,9 @@ class _Noise:
         if not self._is_short:
             lost = (run % 2 == 1) & (jnp.abs(x) < _TINY * largest)
             changed = jnp.where((run < 2) & (jnp.abs(x) > _LARGEST), x * jnp.inf, changed)
-            return jnp.where(lost, 0, changed)
+            # A constant that is not 0 stays so: it is cut off at the smallest number at the scale.
+            least = jnp.where(run == 3, jnp.sign(x) * _LEAST * largest, 0)
+            return jnp.where(lost, least, changed)
         least = _SMALL * largest
         blurred = changed + jnp.where(x == 0, 0, least * self._random(x, run))
         flushed = jnp.where(jnp.abs(x) < least, 0, changed)
