@@ -107,7 +107,8 @@ class ScaledArray:
         data = np.asarray(self.data)
         wide = np.promote_types(np.dtype(dtypes.compute_dtype(data.dtype)), np.float32)
         scale = along_leading_axes(np.asarray(self.scale), data.ndim)
-        values = np.array(np.broadcast_to(data, np.broadcast_shapes(data.shape, scale.shape)), wide)
+        values: Any = np.broadcast_to(data, np.broadcast_shapes(data.shape, scale.shape))
+        values = np.array(values, wide)
         for part in (values.real, values.imag) if np.iscomplexobj(values) else (values,):
             part *= scale.astype(part.dtype)
         return values.astype(data.dtype if dtype is None else dtype)

@@ -588,7 +588,7 @@ def test_float64_scales():
     with jax.enable_x64(True):
         config = jsa.ScalifyConfig(scale_dtype=jnp.float64)
         x = ScaledArray(jnp.asarray(X), jnp.float64(2.0**50))
-        out = jsa.scalify(lambda v: v * v, config=config)(x)
+        out = jsa.scalify(lambda v, w: v * w, config=config)(x, x)
         assert out.scale.dtype == jnp.float64 and float(out.scale) == 2.0**100
         np.testing.assert_array_equal(out.data, X * X)
 

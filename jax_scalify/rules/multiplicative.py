@@ -78,7 +78,7 @@ def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
 @register_scale_rule(lax.square_p, elements="new", elementwise=True, nonnegative="always", degree=2)
 @takes_deferred
 def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
-    """`scale = scale**2`."""
+    """`scale = scale**2`, in wide dtypes of what a scale has within 2**+-16."""
     (x,) = factors_in_range(ctx, x, powers=(2,))
     data, exponent = split_product(x, powers=(2,))
     return defer(ctx.bind(data, **params), exponent, x.scale**2)
