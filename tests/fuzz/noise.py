@@ -168,10 +168,16 @@ class _Noise:
         count, more = params["cond_nconsts"], params["body_nconsts"]
         of_cond, of_body = operands[:count], operands[count : count + more]
         goes_on, body = (self._closed(params[k], run) for k in ("cond_jaxpr", "body_jaxpr"))
+
+        def step(carry: list[Any]) -> list[Any]:
+            goes = goes_on(*of_cond, *carry)[0]  # of a batch, each example has its own
+            return [
+                jnp.where(goes.reshape(goes.shape + (1,) * (x.ndim - goes.ndim)), new, x)
+                for x, new in zip(carry, body(*of_body, *carry), strict=True)
+            ]
+
         return lax.while_loop(
-            lambda carry: goes_on(*of_cond, *carry)[0],
-            lambda carry: body(*of_body, *carry),
-            operands[count + more :],
+            lambda carry: jnp.any(goes_on(*of_cond, *carry)[0]), step, operands[count + more :]
         )
 
     def _scan(self, params: Any, operands: list[Any], run: Any) -> Sequence[Any]:
