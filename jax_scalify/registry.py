@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
 from jax_scalify import _compat, dtypes, scale_table
-from jax_scalify import traits as traits_
 from jax_scalify.array import ScaledArray
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.multiplying import to_plain
 from jax_scalify.scale_table import ScaleTable
-from jax_scalify.traits import Traits
+from jax_scalify.traits import Traits, declare
 from jax_scalify.values import Value
 
 Rule = Callable[..., Any]
@@ -116,7 +115,8 @@ def register_scale_rule(
             _rules[primitive] = rule
             where = family or own.replace("_", " ")
             _infos[name] = RuleInfo(where, name, law, dequantises)
-            traits_.declare(name, traits)
+            if traits != Traits():  # another rule is no other primitive
+                declare(name, traits)
         return rule
 
     return register

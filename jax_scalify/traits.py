@@ -58,9 +58,8 @@ class Traits:
     @property
     def is_given(self) -> bool:
         """Whether the elements are one operand's, or several's side by side; none is chosen."""
-        return self.elements in (
-            *("same", "cast", "rescaled", "negated", "moved", "taken", "joined"),
-        )
+        chosen_or_made = (None, "new", "summed", "picked", "placed")
+        return self.elements not in chosen_or_made
 
     @property
     def keeps_nonnegative(self) -> bool:

@@ -42,8 +42,11 @@ def test_a_fact_holds_through_a_primitive_that_declares_it():
     assert _scale_of_sum() == positive
     _register(elements="negated")
     assert _scale_of_sum() == computed
-    _register()  # what was declared before is forgotten
+    _register()  # another rule is no other primitive: what was declared holds
     assert _scale_of_sum() == computed
+    _register(elements="moved")
+    _register()
+    assert _scale_of_sum() == positive
 
 
 @pytest.mark.parametrize(
