@@ -10,7 +10,9 @@ import argparse
 import json
 import subprocess
 import sys
+import textwrap
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -88,18 +90,31 @@ def run_shard(folder: Path, options: argparse.Namespace) -> None:
         for index in chunk:
             program = generate(options.seed, index)
             try:
-                failure = check(program)
+                text = _failure_of(program, options.seed, index)
             except Discarded:
                 counts["discarded"] += 1
                 continue
-            if failure is not None:
-                text = report(options.seed, index, *shrink(program, failure))
+            if text:
                 (folder / f"failure{index}.py").write_text(text)
                 print(f"{text}\n", flush=True)
                 counts["failures"] += 1
         done.write_text(json.dumps(counts))
         if (number // options.workers + 1) % CLEAR_EVERY == 0:
             jax.clear_caches()
+
+
+def _failure_of(program: Program, seed: int, index: int) -> str:
+    """What to say of a program that fails, or that the fuzzer itself could not check."""
+    try:
+        failure = check(program)
+        return "" if failure is None else report(seed, index, *shrink(program, failure))
+    except Discarded:
+        raise
+    except Exception:
+        return (
+            f"# The check of program {index} of seed {seed} raised:\n"
+            f"{textwrap.indent(traceback.format_exc(), '# ')}\n\n{program.code()}"
+        )
 
 
 def _chunks(programs: int) -> list[range]:
@@ -126,12 +141,15 @@ def run_all(folder: Path, options: argparse.Namespace) -> int:
             print(
                 f"{now['programs']} programs, {now['failures']} failures, {rate:.1f}/s", flush=True
             )
+    died = [k for k, w in enumerate(workers) if w.returncode]
+    if died:
+        print(f"Of the workers, {died} died: run the command again to check what they left.")
     end = _progress(folder, options.programs)
     print(
         f"{end['programs']} programs, {end['failures']} failures, seed {options.seed}, "
         f"jax {jax.__version__} ({end['discarded']} that plain JAX could not run)"
     )
-    return int(end["failures"] > 0 or end["programs"] < options.programs)
+    return int(bool(died) or end["failures"] > 0 or end["programs"] < options.programs)
 
 
 def _progress(folder: Path, programs: int) -> dict[str, int]:
