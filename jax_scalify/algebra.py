@@ -238,6 +238,11 @@ class Scale:
         exponent = max(-limit, min(limit, self.exponent))
         return Scale(exponent), Scale(self.exponent - exponent)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether a scale that it is made of was kept to a limit: data has what is beyond it."""
+        return any(atom.whole for atom, _ in self.factors)
+
     def whole(self) -> Scale:
         """The scale without the limits that it was kept to: data has what is beyond them.
 
@@ -279,11 +284,15 @@ class Scale:
         if self.ndim == 0:
             return self
         within, rest = self.bounded() if self.may_leave_range else (self, ONE)
-        mapped = [
-            s.factors[0][0].table.atom(function(s.array), extent=int(s.extent)) if s.ndim else s
-            for s in (within, rest)
-        ]
-        return mapped[0] * mapped[1]
+        return within._mapped(function) * rest._mapped(function)
+
+    def _mapped(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
+        if self.ndim == 0:
+            return self
+        known: dict[str, Any] = dict(extent=int(self.extent))
+        if self.is_limited:
+            known["whole"] = lambda: self.whole().map(function)
+        return self.factors[0][0].table.atom(function(self.array), **known)
 
 
 ONE = Scale(0)

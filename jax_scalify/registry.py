@@ -182,7 +182,8 @@ class RuleContext:
     def trace(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> Any:
         """Make a jaxpr of `function(table, *arrays)`, with a table for a trace of its own."""
         table = self.table
-        return scale_table.trace(function, arrays, table.dtype, splits_scalars=table.splits_scalars)
+        options = dict(splits_scalars=table.splits_scalars, narrow=table.narrow)
+        return scale_table.trace(function, arrays, table.dtype, **options)
 
     def scale_jaxpr(
         self, closed_jaxpr: Any, inputs: list[Value], table: ScaleTable | None = None

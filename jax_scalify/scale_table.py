@@ -33,14 +33,17 @@ class ScaleTable:
         *,
         program: ScaleProgram | None = None,
         splits_scalars: bool = True,
+        narrow: bool = True,
     ):
         """Start an empty table for scales of the given dtype.
 
         With a program, scalar scales are computed together when the trace is over; else, and other
-        scales always, one by one. If scalars are not split, a traced one has scale 1.
+        scales always, one by one. If scalars are not split, a traced one has scale 1. A program
+        that is `narrow` has values of the range of float16 or less.
         """
         self.dtype = jnp.dtype(dtype)
         self.splits_scalars = splits_scalars
+        self.narrow = narrow
         self._program = program
         self._counter = itertools.count()
         self._atoms: dict[int, Atom] = {}
@@ -107,7 +110,10 @@ class ScaleTable:
                 return self.bounded(scale, MAX_EXPONENT)
             program, (monomial,) = together
             number = program.bounded(monomial, math.inf)
-            known = dict(nonzero=scale.is_nonzero, extent=int(scale.extent), limit=math.inf)
+            extent = int(scale.extent)
+            known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=math.inf)
+            if scale.is_limited:
+                known["whole"] = lambda: math.prod(self.settled(scale.whole()), start=ONE)
             return self._computed(number, **known), ONE
 
         return self._memoised(("settled", scale), make)
@@ -118,8 +124,8 @@ class ScaleTable:
         def make() -> tuple[Scale, Scale]:
             extent = min(limit, int(scale.span))
             known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=limit)
-            if limit < min(scale.limit, MAX_EXPONENT):
-                known["whole"] = lambda: scale
+            if scale.is_limited or limit < min(scale.limit, MAX_EXPONENT):
+                known["whole"] = scale.whole
             if together := self._together(scale):
                 program, (monomial,) = together
                 within = self._computed(program.bounded(monomial, limit), **known)
@@ -219,7 +225,8 @@ class ScaleTable:
             nonzero = any(t.is_nonzero for t in terms)
             known: dict[str, Any] = dict(members=members, nonzero=nonzero)
             known |= dict(extent=extent, limit=limit)
-            if limit < min(max(t.limit for t in terms), MAX_EXPONENT):
+            limited = any(t.is_limited for t in terms)
+            if limited or limit < min(max(t.limit for t in terms), MAX_EXPONENT):
                 known["whole"] = lambda: self.maximum([t.whole() for t in terms])
             if together := self._together(*terms):
                 program, monomials = together
@@ -243,10 +250,13 @@ class ScaleTable:
         extent = math.ceil(scale.span / degree)
 
         def make() -> tuple[Scale, Scale]:
+            known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent)
+            if scale.is_limited:
+                known["whole"] = lambda: scale.whole().root(degree)[0]
             if together := self._together(scale):
                 program, (monomial,) = together
                 root, rest = program.root(monomial, degree)
-                found = self._computed(root, nonzero=scale.is_nonzero, extent=extent)
+                found = self._computed(root, **known)
                 return found, self._computed(rest, nonzero=True, extent=degree)
             array = scale.array
             integer, nmant = exponent_layout(self.dtype)
@@ -262,7 +272,6 @@ class ScaleTable:
                 root = lax.select(is_zero, jnp.zeros_like(root), root)
             power = lax.shift_left(np.array(1, integer), lax.rem(biased, count))
             rest = lax.convert_element_type(power, self.dtype)
-            known = dict(nonzero=scale.is_nonzero, extent=extent)
             return self.atom(_compat.pin(root), **known), self.atom(
                 rest, nonzero=True, extent=degree
             )
@@ -337,17 +346,17 @@ def trace(
     function: Callable[..., list[Any]],
     arrays: Sequence[Any],
     dtype: Any,
-    *,
-    splits_scalars: bool = True,
+    **options: bool,
 ) -> Any:
     """Make a jaxpr of `function(table, *arrays)` at some arrays, or their shapes and dtypes.
 
-    The scalar scales of its table are computed together, where XLA leaves them together.
+    The options are those of its table, whose scalar scales are computed together, where XLA leaves
+    them together.
     """
     program = ScaleProgram(dtype) if _compat.keeps_barriers() else None
 
     def flat(*arrays: Any) -> list[Any]:
-        table = ScaleTable(dtype, program=program, splits_scalars=splits_scalars)
+        table = ScaleTable(dtype, program=program, **options)
         results = function(table, *arrays)
         return [*results, *program.sources] if program else results
 

@@ -136,9 +136,11 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
             for value, is_matched in zip(outputs, matched, strict=True)
         ]
 
-    splits_scalars = not (keep_static and _keeps_wide_scales(closed.jaxpr))
+    narrow = _is_narrow(closed.jaxpr)
+    keeps_scales = keep_static and not narrow and _gives_state_back(closed.jaxpr)
+    options: dict[str, Any] = dict(splits_scalars=not keeps_scales, narrow=narrow)
     if not _compat.is_staging():
-        table = ScaleTable(config.scale_dtype, splits_scalars=splits_scalars)
+        table = ScaleTable(config.scale_dtype, **options)
         return interpret(table, operands)
 
     leaves, tree = jax.tree.flatten(list(operands))
@@ -156,7 +158,7 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
         return [x for i, x in enumerate(out) if i not in float0s]
 
     arrays = [leaves[i] for i in variable]
-    scaled = scale_table.trace(flat, arrays, config.scale_dtype, splits_scalars=splits_scalars)
+    scaled = scale_table.trace(flat, arrays, config.scale_dtype, **options)
     call = jex_core.jaxpr_as_fun(scaled)
     call = observing.as_call(call) if observing.is_observing() else call
     rest = iter(call(*arrays))
@@ -168,18 +170,21 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
     return jax.tree.unflatten(out_tree, out)
 
 
-def _keeps_wide_scales(jaxpr: Any) -> bool:
-    """Tell whether a step gives its state back at the scales that it got, all in wide dtypes.
-
-    The exponent of a traced scalar is its scale for the sake of results and of narrow data. Here
-    the scales of results are given, and everything has the range of float32.
-    """
-    equations = list(all_equations(jaxpr))
-    if not any(eqn.primitive is primitives.match_scale_p for eqn in equations):
-        return False
+def _is_narrow(jaxpr: Any) -> bool:
+    """Tell whether a value has a dtype of the range of float16 or less."""
+    equations = all_equations(jaxpr)
     variables = itertools.chain(jaxpr.invars, *(eqn.outvars for eqn in equations))
-    found = (getattr(v.aval, "dtype", np.int32) for v in variables)
-    return not any(map(dtypes.has_short_range, found))
+    found = {getattr(v.aval, "dtype", np.int32) for v in variables}
+    return any(map(dtypes.has_short_range, found))
+
+
+def _gives_state_back(jaxpr: Any) -> bool:
+    """Tell whether a step gives its state back at the scales that it got.
+
+    The exponent of a traced scalar is its scale for the sake of results and of narrow data. Where
+    the scales of results are given, and everything has the range of float32, it need not be.
+    """
+    return any(eqn.primitive is primitives.match_scale_p for eqn in all_equations(jaxpr))
 
 
 def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:

@@ -417,3 +417,35 @@ def test_squares_of_small_numbers_at_a_large_scale(name, dtype, kind):
     operands = 2 if name == "dot" else 1
     x = scaled([8e-8, -1e-8, 2.0**-20], 2.0**39, dtype, kind)
     check(lambda x: fun(*[x] * operands), x, dtype=dtype)
+
+
+def _square(x):
+    return jnp.square(x.astype(jnp.float32))
+
+
+CAST = {
+    "at_once": lambda x: _square(x),
+    "jitted_cast": lambda x: jax.jit(lambda y: y.astype(x.dtype))(_square(x)),
+    "jitted_square": lambda x: jax.jit(_square)(x),
+    "variance": lambda x: jnp.nanvar(x),
+    "beside_infinity": lambda x: jnp.where(x > 0, _square(x), jnp.inf),
+    "maximum": lambda x: jnp.maximum(_square(x), 2 * _square(jnp.abs(x))),
+    "sum": lambda x: _square(x) + x.astype(jnp.float32),
+    "root": lambda x: jnp.sqrt(2 * _square(x)),
+    "reciprocal": lambda x: 1 / _square(x),
+    "moved": lambda x: jnp.roll(_square(x), 1),
+    "square_of_a_square": lambda x: _square(jnp.sqrt(_square(x))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exponent", [-40, -30, 30, 40])
+@pytest.mark.parametrize("name", CAST)
+def test_a_cast_of_a_power_to_float16(name, exponent, kind):
+    """In float32, data has taken a part of the scale: a cast gives it back."""
+    x = scaled(
+        [2.0**exponent, -(2.0**exponent), 2.5 * 2.0**exponent], 2.0**exponent, "float16", kind
+    )
+    expected = jax.tree.map(np.asarray, CAST[name](jsa.asarray(x, jnp.float32)))
+    for got in outcomes(lambda x: CAST[name](x).astype(jnp.float16), x):
+        np.testing.assert_allclose(got, np.asarray(expected, np.float64), 2.0**-9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,17 @@ class _Slots:
         """A monomial of numbers instead of atoms."""
         factors = ((self.numbers.setdefault(a, len(self.numbers)), p) for a, p in scale.factors)
         return scale.exponent, tuple(factors)
+
+    def describe_wholes(self, start: int = 0) -> dict[int, Any]:
+        """For each atom from `start` on that was kept to a limit, the scale without it.
+
+        The atoms of these scales get numbers too.
+        """
+        wholes = {i: a.whole() for a, i in self.numbers.items() if i >= start and a.whole}
+        return {
+            i: self.describe(whole if _can_cross(whole) else whole.bounded()[0])
+            for i, whole in wholes.items()
+        }
 
 
 def _known_of(atom: Atom) -> dict[str, Any]:
@@ -91,7 +102,8 @@ class _Interpreted:
     jaxpr: Any
     consts: list[Any]
     results: list[_Known]
-    made: list[tuple[dict[str, Any], Any]]  # of each atom: what is known of it, and its members
+    # Of each atom: what is known of it, the members of a maximum, the scale without limits.
+    made: list[tuple[dict[str, Any], Any, Any]]
 
 
 _interpreted: weakref.WeakKeyDictionary[Any, dict[Any, _Interpreted]] = weakref.WeakKeyDictionary()
@@ -105,27 +117,35 @@ def _values(
 
 
 def _interpret(
-    ctx: RuleContext, jaxpr: Any, known: list[_Known], atoms: list[Atom], operands: list[Any]
+    ctx: RuleContext,
+    jaxpr: Any,
+    known: list[_Known],
+    atoms: list[Atom],
+    wholes: dict[int, Any],
+    operands: list[Any],
 ) -> _Interpreted:
     results: list[_Known] = []
-    made: list[tuple[dict[str, Any], Any]] = []
+    made: list[tuple[dict[str, Any], Any, Any]] = []
 
     def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
-        scales = [
-            table.atom(array, **_known_of(atom))
-            for array, atom in zip(arrays[len(arrays) - len(atoms) :], atoms, strict=True)
-        ]
+        scales: list[Scale] = []
+        for i, (array, atom) in enumerate(
+            zip(arrays[len(arrays) - len(atoms) :], atoms, strict=True)
+        ):
+            whole = _whole(wholes.get(i), scales)
+            scales.append(table.atom(array, **_known_of(atom), whole=whole))
         outputs = ctx.scale_jaxpr(jaxpr, _values(known, arrays, scales), table)
         outputs = [_crossing(o) for o in outputs]
         slots = _Slots([s.factors[0][0] for s in scales])
         results[:] = [_Known.of(o, slots, o.depth) for o in outputs]
         packed = [a for k, o in zip(results, outputs, strict=True) for a in k.arrays(o, table)]
+        new_wholes = slots.describe_wholes(len(atoms)) if table.narrow else {}
         new = list(slots.numbers)[len(atoms) :]
         for position, atom in enumerate(new, start=len(atoms)):
             members, parts = None, [a for factors, _ in atom.members for a, _ in factors]
             if all(slots.numbers.get(a, position) < position for a in parts):  # made before it
                 members = [slots.describe(Scale(e, factors)) for factors, e in atom.members]
-            made.append((_known_of(atom), members))
+            made.append((_known_of(atom), members, new_wholes.get(position)))
         return [*packed, *(atom.array for atom in new)]
 
     with _compat.no_name_stack():
@@ -158,9 +178,19 @@ def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[
     return [_constrain(v, s) for v, s in zip(outputs, params["out_shardings"], strict=True)]
 
 
+def _can_cross(scale: Scale) -> bool:
+    """Tell whether a scale is made of atoms that arrays can hold."""
+    return all(atom.limit < math.inf for atom, _ in scale.factors)
+
+
+def _whole(description: Any, atoms: Sequence[Scale]) -> Callable[[], Scale] | None:
+    """How to make the scale without limits, when all atoms are there."""
+    return None if description is None else lambda: _monomial(description, atoms)
+
+
 def _crossing(value: Value) -> Value:
     """A value whose scale is made of atoms that arrays can hold."""
-    if not value.is_scaled or all(a.limit < math.inf for a, _ in value.array.scale.factors):
+    if not value.is_scaled or _can_cross(value.array.scale):
         return value
     return dataclasses.replace(value, array=within_range(value.array))
 
@@ -176,21 +206,23 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
         inputs = [_settled(v) for v in inputs]
     slots, inputs = _Slots(), [_crossing(v) for v in inputs]
     known = [_Known.of(v, slots) for v in inputs]
+    wholes = slots.describe_wholes() if ctx.table.narrow else {}
     atoms = list(slots.numbers)
     operands = [a for k, v in zip(known, inputs, strict=True) for a in k.arrays(v, ctx.table)]
     operands += [atom.array for atom in atoms]
     key = (
         tuple((k.form.key(), k.scale, k.exponent) for k in known),
         tuple(tuple(_known_of(atom).values()) for atom in atoms),
+        tuple(wholes.items()),
         tuple(map(jax.typeof, operands)),
         ctx.config,
-        ctx.table.splits_scalars,
+        (ctx.table.splits_scalars, ctx.table.narrow),
         is_observing(),
         rules_version(),
     )
     bodies = _interpreted.setdefault(jaxpr, {})
     if key not in bodies:
-        body = _interpret(ctx, jaxpr, known, atoms, operands)
+        body = _interpret(ctx, jaxpr, known, atoms, wholes, operands)
         if any(map(_compat.is_traced, body.consts)):
             return ctx.scale_jaxpr(jaxpr, inputs)
         bodies[key] = body
@@ -198,12 +230,13 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
     arrays = _compat.bind_jit(ctx.primitive, body.jaxpr, [*body.consts, *operands], params)
     scales = [Scale(0, ((atom, 1),)) for atom in atoms]
     count = len(arrays) - len(body.made)
-    for array, (known_of_atom, members) in zip(arrays[count:], body.made, strict=True):
+    for array, (known_of_atom, members, whole) in zip(arrays[count:], body.made, strict=True):
         known_members = frozenset()
         if members is not None:
             terms = [_monomial(m, scales) for m in members]
             known_members = frozenset((t.factors, t.exponent) for t in terms)
-        scales.append(ctx.table.atom(array, members=known_members, **known_of_atom))
+        facts = dict(known_of_atom, members=known_members, whole=_whole(whole, scales))
+        scales.append(ctx.table.atom(array, **facts))
     return _values(body.results, arrays, scales, max((v.depth for v in inputs), default=0))
 
 

@@ -59,7 +59,10 @@ def factors_in_range(
     if total < 2:
         return list(operands)
     share, limit = 2 * algebra.LARGEST_EXTENT // total, _LARGEST_PRODUCT
-    if all(v is ctx.eqn.invars[0] for v in ctx.eqn.invars[: len(operands)]):
+    is_power = all(v is ctx.eqn.invars[0] for v in ctx.eqn.invars[: len(operands)])
+    # A cast to float16 has to find the scale without a limit: of a scalar scale it is known.
+    followed = all(x.scale.factors and not x.scale.ndim for x in operands)
+    if is_power and (followed or not ctx.table.narrow):
         share = _LARGEST_POWER // total**2
         limit = share * total
     if sum(extents) <= limit:

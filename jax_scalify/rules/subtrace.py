@@ -19,7 +19,7 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat, dtypes, pow2
 from jax_scalify.algebra import LARGEST_EXTENT, Scale
 from jax_scalify.array import ScaledArray, align_scale
-from jax_scalify.multiplying import within_range
+from jax_scalify.multiplying import moved, within_range
 from jax_scalify.registry import RuleContext
 from jax_scalify.rules.common import promote
 from jax_scalify.scale_table import ScaleTable
@@ -140,6 +140,10 @@ class Form:
         if not self.has_scale:
             return [jnp.asarray(x.data)]
         narrow = dtypes.has_short_range(self.dtype)
+        if table.narrow and any(a.limit < LARGEST_EXTENT for a, _ in x.scale.factors):
+            # A cast to float16, on the other side, does not know of the limit.
+            scale, _ = x.scale.whole().bounded(LARGEST_EXTENT)
+            x = ScaledArray(moved(x, x.scale / scale, x.dtype), scale)
         x = within_range(x, pow2.MAX_EXPONENT if narrow else LARGEST_EXTENT)
         if self._is_number:
             # The exponent of a number is its scale: it must not drift from step to step of a loop.
