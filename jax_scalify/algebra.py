@@ -246,13 +246,14 @@ class Scale:
     def whole(self) -> Scale:
         """The scale without the limits that it was kept to: data has what is beyond them.
 
-        In float32 that is `2**126` at most.
+        It is one that an array can hold.
         """
+        if not self.is_limited:
+            return self
         whole = Scale(self.exponent)
         for atom, power in self.factors:
             whole *= (atom.whole() if atom.whole else Scale(0, ((atom, 1),))) ** power
-        beyond = self / whole
-        return self / beyond.bounded()[0] if beyond.may_leave_range else whole
+        return whole.bounded()[0] if whole.may_leave_range else whole
 
     def choice_range(self) -> tuple[float, float]:
         """The least and largest exponents that choices, and the static factor, come to."""

@@ -449,3 +449,16 @@ def test_a_cast_of_a_power_to_float16(name, exponent, kind):
     expected = jax.tree.map(np.asarray, CAST[name](jsa.asarray(x, jnp.float32)))
     for got in outcomes(lambda x: CAST[name](x).astype(jnp.float16), x):
         np.testing.assert_allclose(got, np.asarray(expected, np.float64), 2.0**-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exponent", [-80, 80])
+def test_a_cast_of_a_square_beyond_the_range_of_float32(exponent, kind):
+    """What is infinite in float32, or 0, is so in float16."""
+    x = scaled(np.ldexp([0.0, 1.0, -2.0], exponent), 2.0**exponent, "float16", kind)
+    for function in (_square, lambda x: jnp.sum(_square(x)), jnp.var):
+        want = np.asarray(function(jsa.asarray(x, jnp.float32)))
+        assert set(want.ravel()) <= {0.0, np.inf}
+        for got in outcomes(lambda x, f=function: f(x).astype(jnp.float16), x):
+            near = np.where(np.isinf(want), got > 2.0**120, np.abs(got) < 2.0**-100)
+            assert np.all(near), (got, want)
