@@ -78,45 +78,45 @@ release-check: lint test-full site examples  ## all that has to hold before a re
 	$(VENV)/bin/python scripts/check_package.py --release
 
 table3: $(VENV)/.installed  ## Table 3 of the paper; goes on where it was stopped
-	$(VENV)/bin/python benchmarks/table3.py
+	$(VENV)/bin/python -m benchmarks.accuracy.table3
 
 # The newest JAX comes last: it writes the page from the results of both.
 bench-cost: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## compile time, size, step time, memory; docs/cost.md
-	$(VENV_LOWEST)/bin/python benchmarks/cost.py
-	$(VENV)/bin/python benchmarks/cost.py --docs docs/cost.md
+	$(VENV_LOWEST)/bin/python -m benchmarks.cost.steps
+	$(VENV)/bin/python -m benchmarks.cost.steps --docs docs/cost.md
 
 scale-quality: $(VENV)/.installed  ## RMS of every activation and gradient's data, for eight models
-	$(VENV)/bin/python benchmarks/scale_quality.py
+	$(VENV)/bin/python -m benchmarks.accuracy.scale_quality
 
 float16-training: $(VENV)/.installed  ## a GPT, a Llama and a BERT with everything in float16, and with FP8
-	$(VENV)/bin/python benchmarks/float16_training.py
+	$(VENV)/bin/python -m benchmarks.accuracy.float16_training
 
 fp8: $(VENV)/.installed  ## FP8 matmuls: ours, Flax's and (if installed) Qwix's
-	$(VENV)/bin/python benchmarks/fp8.py
+	$(VENV)/bin/python -m benchmarks.accuracy.fp8
 
 optimizers: $(VENV)/.installed  ## every optimizer of optax with float16 state, and the alternatives
-	$(VENV)/bin/python benchmarks/optimizers.py
+	$(VENV)/bin/python -m benchmarks.accuracy.optimizers
 
 soak: $(VENV)/.installed  ## 20,000 steps with everything in float16: is any of the state out of range?
-	$(VENV)/bin/python benchmarks/soak.py
+	$(VENV)/bin/python -m benchmarks.accuracy.soak
 
 numerics: $(VENV)/.installed  ## what float16 and E5M2 lose of a GPT's training step; docs/numerics.md
-	$(VENV)/bin/python benchmarks/numerics_page.py
+	$(VENV)/bin/python -m benchmarks.accuracy.numerics_page
 
 umup: $(VENV)/.installed  ## do learning rates transfer under u-µP? FP8 and float16 by unit scaling
-	$(VENV)/bin/python benchmarks/umup.py
+	$(VENV)/bin/python -m benchmarks.transfer.umup
 
 tracking: $(VENV)/.installed  ## what a record of scales and ranges each 100 steps costs
-	$(VENV)/bin/python benchmarks/tracking.py
+	$(VENV)/bin/python -m benchmarks.cost.tracking
 
 # On a machine with an H100 or a newer GPU, and JAX for it: `.venv/bin/pip install 'jax[cuda13]'`.
 gpu-fp8: $(VENV)/.installed  ## matmuls and transformer layers in bfloat16 and FP8, on a GPU
-	JAX_PLATFORMS= $(VENV)/bin/python benchmarks/gpu_fp8.py
+	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.cost.gpu_fp8
 
 # The newest JAX comes last: it writes the page from the results of both.
 coverage: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## JAX's own test harnesses, and docs/coverage.md
 	status=0; for venv in $(VENV_LOWEST) $(VENV); do \
-		$$venv/bin/python benchmarks/coverage.py || status=1; done; exit $$status
+		$$venv/bin/python -m benchmarks.coverage.sweep || status=1; done; exit $$status
 
 # Goes on where it was stopped; failures are kept as programs under .fuzz.
 N ?= 10000

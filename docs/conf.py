@@ -43,7 +43,10 @@ toc_object_entries_show_parents = "hide"
 # Types are not looked up in the documentation of others: that would need the network.
 nitpick_ignore_regex = [
     (r"py:.*", r"(jax|jaxlib|flax|optax|np|numpy|nnx|linen|collections|os|pathlib|typing)\..*"),
-    (r"py:class", r"jax_scalify\.(values|scale_table)\..*"),  # of a rule's context, opaque
+    (
+        r"py:class",
+        r"jax_scalify\.(interpreter\.value|scales\.table)\..*",
+    ),  # of a rule's context, opaque
 ]
 
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -27,37 +27,27 @@ class Layer:
 
 
 LAYERS = (  # the lowest first
-    Layer("JAX", "its versions and private names; walks over jaxprs", ("_compat", "jaxprs")),
     Layer(
-        "Numbers and scales",
-        "powers of two, dtypes, the algebra of scales",
-        ("pow2", "dtypes", "statistics", "config", "algebra", "scale_table", "scale_program"),
+        "Without scales",
+        "JAX's versions, options, dtypes",
+        ("_compat", "config", "base"),
     ),
     Layer(
         "Scaled arrays",
         "data and scale as one leaf of a tree",
-        ("objects", "array", "conversions", "tree", "storage", "checkpoint"),
+        ("arrays", "tree", "checkpoint"),
     ),
-    Layer(
-        "In a model",
-        "functions that speak about scales",
-        ("primitives", "custom_scale", "delayed", "ops", "lax"),
-    ),
-    Layer(
-        "While tracing",
-        "what is known of a value; the registry of rules",
-        (
-            *("traits", "values", "abstract", "deferred", "multiplying", "chains", "registry"),
-            *("tracing", "derivatives", "observing"),
-        ),
-    ),
+    Layer("Scales", "algebra, arrays, computed together", ("scales",)),
+    Layer("In a jaxpr", "primitives, functions with rules", ("primitives",)),
+    Layer("While interpreting", "values, facts, the registry of rules", ("interpreter",)),
     Layer("Rules", "one file a family of primitives", ("rules",)),
     Layer("The transform", "trace, then interpret", ("transform",)),
+    Layer("In a model", "functions that speak about scales", ("ops", "lax", "testing")),
     Layer("Networks", "functions with rules for both passes", ("nn",)),
     Layer(
         "Around training",
         "FP8, optimizers, diagnostics, checks",
-        ("fp8", "optim", "numerics", "testing", "unit_scaling"),
+        ("fp8", "optim", "numerics", "unit_scaling"),
     ),
     Layer(
         "Flax and optax",
@@ -69,10 +59,6 @@ LAYERS = (  # the lowest first
     ),
     Layer("The package", "the public names; a report for bugs", ("__init__", "__main__")),
 )
-
-# Imported by a function when it is called, upwards: outside of `scalify`, a function of scales
-# runs itself through the transform.
-LATE_IMPORTS = {("primitives", "transform"), ("delayed", "transform")}
 
 # What these modules need beyond the dependencies of the package.
 OPTIONAL = {
@@ -93,6 +79,12 @@ def layer_of(module: str) -> int | None:
         if module == entry or module.startswith(f"{entry}.")
     ]
     return max(found)[1] if found else None
+
+
+def extras_of(module: str) -> set[str]:
+    """What a module may import at the top beyond the dependencies of the package."""
+    found = [e for e in OPTIONAL if module == e or module.startswith(f"{e}.")]
+    return set().union(*(OPTIONAL[e] for e in found))
 
 
 def draw(path: Path = PICTURE) -> None:

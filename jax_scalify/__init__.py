@@ -2,31 +2,25 @@
 
 from importlib import metadata as _metadata
 
-from jax_scalify import (
-    checkpoint,
-    fp8,
-    lax,
-    nn,
-    numerics,
-    ops,
-    optim,
-    testing,
-    tree,
-    unit_scaling,
-)
-from jax_scalify.array import ScaledArray
-from jax_scalify.config import Pow2RoundMode, ScalifyConfig
-from jax_scalify.conversions import (
+from jax_scalify import checkpoint, fp8, lax, nn, numerics, ops, optim, testing, tree, unit_scaling
+from jax_scalify.arrays.conversions import (
     as_scaled_array,
     asarray,
     freeze_scales,
     scaled_array,
     thaw_scales,
 )
-from jax_scalify.custom_scale import custom_scale
-from jax_scalify.delayed import delayed_rescale, init_delayed_rescale
+from jax_scalify.arrays.packing import pack_scales, unpack_scales
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.config import Pow2RoundMode, ScalifyConfig
 from jax_scalify.fp8 import fp8_matmuls
-from jax_scalify.primitives import (
+from jax_scalify.interpreter.registry import (
+    DequantisedWarning,
+    MissingRuleError,
+    register_scale_rule,
+)
+from jax_scalify.ops.delayed import delayed_rescale, init_delayed_rescale
+from jax_scalify.ops.scaling import (
     dynamic_rescale,
     get_data_and_scale,
     match_scales,
@@ -34,8 +28,7 @@ from jax_scalify.primitives import (
     set_scaling,
     stop_scaling,
 )
-from jax_scalify.registry import DequantisedWarning, MissingRuleError, register_scale_rule
-from jax_scalify.storage import pack_scales, unpack_scales
+from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.transform import scalify
 
 try:

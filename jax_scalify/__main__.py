@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 import jax_scalify as jsa
-from jax_scalify.registry import registered_rules
+from jax_scalify.interpreter.registry import registered_rules
 
 _PACKAGES = ("jax", "jaxlib", "ml_dtypes", "numpy", "flax", "optax", "equinox", "orbax-checkpoint")
 _VARIABLES = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "XLA_FLAGS")

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from jax_scalify import _compat, dtypes, pow2, storage
-from jax_scalify.array import (
+from jax_scalify import _compat
+from jax_scalify.arrays import packing as storage
+from jax_scalify.arrays.scaled_array import (
     PACKED,
     ScaledArray,
     along_leading_axes,
@@ -31,7 +32,19 @@ from jax_scalify.array import (
     is_packed,
     is_scaled,
 )
-from jax_scalify.statistics import statistic
+from jax_scalify.arrays.stored_names import (
+    flatten,
+    full_shape,
+    is_key,
+    is_python,
+    match,
+    name_of,
+    scale_shape,
+    stored_data,
+    stored_shape,
+)
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.statistics import statistic
 
 __all__ = ["from_storable", "restore", "save", "to_storable"]
 
@@ -116,13 +129,13 @@ def restore(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> An
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         metadata = checkpointer.metadata(path).item_metadata.tree
         shardings = {
-            _data(names): _sharding(leaf.data if is_scaled(leaf) else leaf)
-            for leaf, names in _match(_flatten(metadata), like)
-            if not _is_key(leaf)
+            stored_data(names): _sharding(leaf.data if is_scaled(leaf) else leaf)
+            for leaf, names in match(flatten(metadata), like)
+            if not is_key(leaf)
         }
 
         def target(keys: tuple, leaf: Any) -> Any:
-            sharding = shardings.get(_name(keys))
+            sharding = shardings.get(name_of(keys))
             if sharding is None:  # to the host
                 return np.empty(leaf.shape, leaf.dtype)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -157,7 +170,7 @@ def to_storable(state: Any, *, pack: bool = True) -> dict[str, Any]:
     """
     check_scaled(state, "state", any_scale=True)
     stored = {}
-    for name, leaf in _flatten(storage.pack_scales(state) if pack else state).items():
+    for name, leaf in flatten(storage.pack_scales(state) if pack else state).items():
         if _compat.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"`state`: {name!r} must be a concrete array, got {leaf!r}.")
         if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "OUS":
@@ -200,10 +213,10 @@ def from_storable(stored: Any, like: Any, *, dtype: Any = None) -> Any:
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`dtype` must be a real floating dtype, got {jnp.dtype(dtype)}.")
-    flat = _flatten(stored)
+    flat = flatten(stored)
     leaves = [
         _load({part: flat[name] for part, name in names.items()}, leaf, dtype)
-        for leaf, names in _match(flat, like)
+        for leaf, names in match(flat, like)
     ]
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_scaled), leaves)
 
@@ -222,151 +235,43 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / "_METADATA").is_file()  # of orbax's tree of arrays
 
 
-# Names
-
-
-def _name(path: tuple) -> str:
-    return tree_util.keystr(path, simple=True, separator="/")
-
-
-def _join(name: str, part: str) -> str:
-    return f"{name}/{part}" if name else part
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _flatten(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by name, those that are scaled in two parts."""
-    flat = {}
-    for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
-        name = _name(path)
-        if 0 in getattr(leaf, "shape", ()):
-            continue  # orbax refuses arrays without elements
-        if is_scaled(leaf):
-            kind = "static_scale" if leaf.is_static else "scale"
-            parts = {_join(name, "data"): leaf.data, _join(name, kind): leaf.scale}
-        elif _is_key(leaf):
-            parts = {_join(name, str(leaf.dtype)): jax.random.key_data(leaf)}
-        else:
-            parts = {name: leaf}
-        twice = sorted(flat.keys() & parts.keys())
-        if twice:
-            raise ValueError(f"Two leaves have the name {twice[0]!r}: rename one of them.")
-        flat |= parts
-    return flat
-
-
-def _find(flat: dict[str, Any], name: str, leaf: Any) -> dict[str, str]:
-    """The names under which a leaf is stored: a plain one, data and scale, or none."""
-    forms = [
-        {"plain": name},
-        {"data": _join(name, "data"), "scale": _join(name, "scale")},
-        {"data": _join(name, "data"), "static_scale": _join(name, "static_scale")},
-    ]
-    if _is_key(leaf):  # the second is how orbax alone stores it
-        forms = [{"plain": _join(name, str(leaf.dtype))}, {"plain": name}]
-    return next((form for form in forms if flat.keys() >= set(form.values())), {})
-
-
-def _match(flat: dict[str, Any], like: Any) -> list[tuple[Any, dict[str, str]]]:
-    """Each leaf of `like` and the names under which it is stored, if everything fits."""
-    found, problems, left = [], [], dict(flat)
-    for path, leaf in tree_util.tree_leaves_with_path(like, is_leaf=is_scaled):
-        name, wanted, names = _name(path), _shape(leaf), {}
-        if wanted is not None:
-            names = _find(left, name, leaf)
-            parts = {part: left.pop(n) for part, n in names.items()}
-            if not parts and wanted.size:
-                problems.append(f"{name!r} is missing, `like` has {_text(wanted)}")
-            elif parts and (difference := _difference(parts, leaf, wanted)):
-                problems.append(f"{name!r} {difference}")
-        found.append((leaf, names))
-    problems += [f"{name!r} ({_text(leaf)}) has no place in `like`" for name, leaf in left.items()]
-    if problems:
-        raise ValueError("The checkpoint differs from `like`:\n  " + "\n  ".join(problems))
-    return found
-
-
-def _data(parts: dict[str, Any]) -> Any:
-    return parts.get("data", parts.get("plain"))
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct | None:
-    """Shape and dtype of what is stored of a leaf; None if nothing is."""
-    if _is_key(leaf):
-        return jax.eval_shape(jax.random.key_data, leaf)
-    if isinstance(leaf, (bool, int, float, complex)):
-        leaf = np.asarray(leaf)
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _is_python(leaf: Any) -> bool:
-    return isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
-
-
-def _is_weak(leaf: Any) -> bool:
-    """Whether a scalar has no dtype of its own: a Python number, or what JAX has made of one."""
-    return _is_python(leaf) or (getattr(leaf, "weak_type", False) and leaf.shape == ())
-
-
-def _text(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)
-
-
-def _difference(parts: dict[str, Any], leaf: Any, wanted: jax.ShapeDtypeStruct) -> str | None:
-    data = _data(parts)
-    for part in parts.values():
-        if hasattr(part, "dtype") and part.dtype.type is np.void:
-            return (
-                f"has bytes of no dtype ({_text(part)}): view them as what `to_storable` returned"
-            )
-    kinds = (jnp.floating, jnp.complexfloating, *([jnp.integer] if _is_weak(leaf) else []))
-    same_kind = data.dtype == wanted.dtype or any(
-        jnp.issubdtype(data.dtype, kind) and jnp.issubdtype(wanted.dtype, kind) for kind in kinds
-    )
-    if data.shape != wanted.shape or not same_kind:
-        have = f"a Python {type(leaf).__name__}" if _is_python(leaf) else _text(wanted)
-        found = f"is {_text(data)}, `like` has {have}"
-        if data.shape != wanted.shape:
-            return found
-        return f"{found}: let it have {data.dtype} there, and cast what comes back"
-    if is_scaled(leaf) and "scale" in parts:
-        shape = parts["scale"].shape
-        ndim = len(data.shape)
-        pairs = zip(_full(shape, ndim), _full(_scale_shape(leaf), ndim))
-        if len(shape) > ndim or not all(have in (1, want) for have, want in pairs):
-            return f"has a scale of shape {shape}, `like` has {_scale_shape(leaf)}"
-    return None
-
-
-# Values
-
-
 def _load(parts: dict[str, Any], leaf: Any, dtype: Any) -> Any:
     """A leaf like another one, of a stored value."""
-    wanted = _shape(leaf)
+    wanted = stored_shape(leaf)
     if wanted is None:
         return leaf
-    data = _data(parts)
+    data = stored_data(parts)
     if data is None:  # an array without elements
         data = np.zeros(wanted.shape, wanted.dtype)
-    if _is_key(leaf):
+    if is_key(leaf):
         return _placed(jax.random.wrap_key_data(jnp.asarray(data), impl=_key_impl(leaf)), leaf)
-    scale = parts.get("scale", parts.get("static_scale"))
-    if getattr(scale, "dtype", None) == PACKED:
-        scale = storage.unpack_scales(ScaledArray(np.zeros(data.shape), np.asarray(scale))).scale
+    scale = _stored_scale(parts, data.shape)
     if dtype is None or not jnp.issubdtype(wanted.dtype, jnp.floating):
         dtype = wanted.dtype
     if is_scaled(leaf):
         return _load_scaled(data, scale, leaf, jnp.dtype(dtype))
-    if _is_python(leaf) and scale is None and data.dtype not in _PYTHON_DTYPES:
-        return jnp.asarray(data)
     if isinstance(leaf, (bool, int, float, complex)):
-        return type(leaf)(np.asarray(data if scale is None else ScaledArray(data, scale)).item())
+        return _load_number(data, scale, leaf)
+    return _load_array(data, scale, leaf, dtype)
+
+
+def _stored_scale(parts: dict[str, Any], shape: tuple[int, ...]) -> Any:
+    """The scale of a stored leaf, unpacked; None for a plain one."""
+    scale = parts.get("scale", parts.get("static_scale"))
+    if getattr(scale, "dtype", None) == PACKED:
+        return storage.unpack_scales(ScaledArray(np.zeros(shape), np.asarray(scale))).scale
+    return scale
+
+
+def _load_number(data: Any, scale: Any, leaf: Any) -> Any:
+    """A number where another one is; what has a dtype of its own stays an array."""
+    if is_python(leaf) and scale is None and data.dtype not in _PYTHON_DTYPES:
+        return jnp.asarray(data)
+    return type(leaf)(np.asarray(data if scale is None else ScaledArray(data, scale)).item())
+
+
+def _load_array(data: Any, scale: Any, leaf: Any, dtype: Any) -> Any:
+    """A plain array where another one is."""
     if scale is None and jnp.issubdtype(dtype, jnp.integer) and data.dtype != dtype:
         return _placed(jnp.asarray(np.asarray(data).item(), dtype), leaf)  # raises if too large
     if scale is None:
@@ -376,8 +281,8 @@ def _load(parts: dict[str, Any], leaf: Any, dtype: Any) -> Any:
 
 
 def _load_scaled(data: Any, scale: Any, leaf: ScaledArray, dtype: np.dtype) -> ScaledArray:
-    shape = _scale_shape(leaf)
-    full = _full(shape, data.ndim)
+    shape = scale_shape(leaf)
+    full = full_shape(shape, data.ndim)
     if scale is not None:
         scale = np.asarray(scale, np.float64)
         scale = np.broadcast_to(along_leading_axes(scale, data.ndim), full)
@@ -431,15 +336,6 @@ def _cast(data: Any, dtype: Any) -> Any:
 def _is_wide(data: Any, dtype: Any) -> bool:
     """Whether NumPy has to compute it: JAX may have no dtype of 64 bits."""
     return isinstance(data, np.ndarray) and jnp.finfo(dtype).bits == 64
-
-
-def _scale_shape(leaf: ScaledArray) -> tuple[int, ...]:
-    return () if leaf.is_static else leaf.scale.shape
-
-
-def _full(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """The shape of a scale with the rank of its data, aligned with the leading axes."""
-    return tuple(shape) + (1,) * (ndim - len(shape))
 
 
 def _key_impl(key: Any) -> Any:

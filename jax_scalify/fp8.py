@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify import _compat, dtypes
-from jax_scalify.array import is_scaled
-from jax_scalify.jaxprs import all_equations, evaluate, scan_operands, while_operands
-from jax_scalify.nn.dot import DotGeneral
-from jax_scalify.tracing import trace
-from jax_scalify.traits import traits_of
+from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import is_scaled
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import all_equations, evaluate, scan_operands, while_operands
+from jax_scalify.interpreter.tracing import trace
+from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.nn.fp8_dot import DotGeneral
 
 __all__ = [
     "Matmul",

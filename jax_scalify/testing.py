@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes, pow2
-from jax_scalify.array import ScaledArray, is_scaled
+from jax_scalify.arrays.conversions import as_scaled_array, asarray
+from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.base import dtypes, pow2
 from jax_scalify.config import ScalifyConfig, current_config
-from jax_scalify.conversions import as_scaled_array, asarray
 from jax_scalify.transform import scalify
 
 __all__ = ["WAYS", "check_scale_rule"]
@@ -67,28 +66,37 @@ def check_scale_rule(
     Example:
         >>> jsa.testing.check_scale_rule(jnp.negative, np.float16([[1.0, -2.5]]))
     """
-    ways = (ways,) if isinstance(ways, str) else ways
-    unknown = [w for w in ways if w not in WAYS]
-    if unknown:
-        raise ValueError(f"`ways` must be among {list(WAYS)}, got {unknown}.")
-    known = [s for s in (*scales, static_scale) if s is not None]
-    wrong = [s for s in known if s != 0 and not pow2.is_power_of_two(s)]
-    if wrong:
-        raise ValueError(f"`scales` and `static_scale` must be powers of two or 0, got {wrong}.")
+    _check_powers_of_two((*scales, static_scale))
     data = [np.asarray(a) for a in args]
     floating = [i for i, d in enumerate(data) if dtypes.is_scalable(d.dtype)]
     if not floating:
         raise ValueError(f"`args` must hold a floating array, got {[d.dtype for d in data]}.")
     with ScalifyConfig(missing_rule="error", scale_dtype=current_config().scale_dtype):
-        for way in ways:
+        for way in _checked_ways(ways):
             calls = _Calls(fun, reference or fun, way, floating)
-            for row in _rows(data, floating, scales, static_scale, way):
-                operands = _operands(data, floating, row, way)
-                where = f"{way}, scales {[_shown(s) for s in row]}"
-                if way == "grad_outside":
-                    _check_outside(calls, operands, tolerance, where)
-                else:
-                    _check_call(calls, operands, tolerance, where)
+            rows = list(_rows(data, floating, scales, static_scale, way))
+            places = [f"{way}, scales {[_shown(s) for s in row]}" for row in rows]
+            operands = [_operands(data, floating, row, way) for row in rows]
+            if way == "grad_outside":
+                for x, where in zip(operands, places, strict=True):
+                    _check_outside(calls, x, tolerance, where)
+            else:
+                _check_calls(calls, operands, tolerance, places)
+
+
+def _checked_ways(ways: str | Sequence[str]) -> Sequence[str]:
+    ways = (ways,) if isinstance(ways, str) else ways
+    unknown = [w for w in ways if w not in WAYS]
+    if unknown:
+        raise ValueError(f"`ways` must be among {list(WAYS)}, got {unknown}.")
+    return ways
+
+
+def _check_powers_of_two(scales: Sequence[float | None]) -> None:
+    known = [s for s in scales if s is not None]
+    wrong = [s for s in known if s != 0 and not pow2.is_power_of_two(s)]
+    if wrong:
+        raise ValueError(f"`scales` and `static_scale` must be powers of two or 0, got {wrong}.")
 
 
 def _rows(
@@ -99,19 +107,27 @@ def _rows(
     dynamic = [np.float32(s) for s in scales if s != 0]
     yield from ((s,) * count for s in dynamic)
     if 0 in scales:
-        for i in range(count):
-            yield tuple(np.float32(j != i) for j in range(count))
+        yield from _in_turn(np.float32(0), np.float32(1), count)
     if static is not None:
         yield (float(static),) * count
     if count > 1 and dynamic:
-        yield from set(itertools.permutations([max(dynamic), *[np.float32(1)] * (count - 1)]))
+        yield from dict.fromkeys(_in_turn(max(dynamic), np.float32(1), count))
     if way != "jit":
         return
-    if count > 1:
-        middle = sorted(dynamic)[len(dynamic) // 2]
-        yield from (tuple(None if j == i else middle for j in range(count)) for i in range(count))
-    for axis in range(max(data[i].ndim for i in floating)):
-        yield tuple(_along(data[i], axis) for i in floating)
+    if count > 1 and dynamic:
+        yield from _in_turn(None, sorted(dynamic)[len(dynamic) // 2], count)
+    yield from _rows_along_axes([data[i] for i in floating])
+
+
+def _in_turn(one: Any, others: Any, count: int) -> Iterator[tuple[Any, ...]]:
+    """Rows of which each operand in turn is another one than the rest."""
+    return (tuple(one if j == i else others for j in range(count)) for i in range(count))
+
+
+def _rows_along_axes(operands: list[np.ndarray]) -> Iterator[tuple[Any, ...]]:
+    """Every index of an axis has a scale of its own."""
+    for axis in range(max(x.ndim for x in operands)):
+        yield tuple(_along(x, axis) for x in operands)
 
 
 def _along(data: np.ndarray, axis: int) -> np.ndarray:
@@ -165,8 +181,6 @@ def _weighted_sum(outputs: Any, units: Sequence[Any] | None = None) -> Any:
 class _Calls:
     """A function as a way of calling calls it, scalified and plain.
 
-    Each is compiled once for all rows of scales that have the same structure.
-
     Attributes:
         way: of calling.
         floating: positions of the floating operands.
@@ -178,11 +192,40 @@ class _Calls:
     def __init__(self, fun: Callable, reference: Callable, way: str, floating: list[int]) -> None:
         self.way, self.floating = way, floating
         self.run = self._called(fun, scalify)
-        self.run = self.run if way in ("eager", "grad_outside") else jax.jit(self.run)
         self.plain = self._called(fun)
         self.wanted = jax.jit(self._called(reference))
+        self._together = jax.jit(self._all_leaves, static_argnums=1)
         self._slopes = jax.jit(jax.grad(self._weighted_values))
         self._wanted_slopes = jax.jit(jax.grad(self._weighted_wanted))
+
+    def results(self, rows: list[list[Any]], places: Sequence[str]) -> list[list[Any]]:
+        """The leaves of the scalified function's results for each row of operands.
+
+        Compiled, rows of all structures are one program: compiling takes most of the time.
+        """
+        if self.way == "eager":
+            return [self._leaves(x, where) for x, where in zip(rows, places, strict=True)]
+        groups: dict[Any, list[int]] = {}
+        for i, operands in enumerate(rows):
+            leaves, tree = jax.tree.flatten(operands)
+            groups.setdefault((tree, *map(jax.typeof, leaves)), []).append(i)
+        firsts = tuple(places[group[0]] for group in groups.values())
+        found: dict[int, list[Any]] = {}
+        for k in range(max(map(len, groups.values()))):
+            chosen = [group[min(k, len(group) - 1)] for group in groups.values()]
+            together = self._together([rows[i] for i in chosen], firsts)
+            found |= dict(zip(chosen, together, strict=True))
+        return [found[i] for i in range(len(rows))]
+
+    def _all_leaves(self, rows: list[list[Any]], places: tuple[str, ...]) -> list[list[Any]]:
+        return [self._leaves(x, where) for x, where in zip(rows, places, strict=True)]
+
+    def _leaves(self, operands: Sequence[Any], where: str) -> list[Any]:
+        try:
+            return jax.tree.leaves(self.run(*operands), is_leaf=is_scaled)
+        except Exception as error:
+            error.add_note(f"check_scale_rule: {where}")
+            raise
 
     def _called(self, fun: Callable, transform: Callable = lambda f: f) -> Callable:
         if self.way == "grad":
@@ -254,10 +297,35 @@ def _in_float64(fun: Callable, operands: list[Any]) -> list[np.ndarray]:
         return [np.asarray(out) for out in jax.tree.leaves(fun(*wide))]
 
 
-def _check_call(calls: _Calls, operands: list[Any], tolerance: float | None, where: str) -> None:
-    outputs = jax.tree.leaves(calls.run(*operands), is_leaf=is_scaled)
-    plain = (getattr(x, "data", x) for x in operands)
+def _check_calls(
+    calls: _Calls, rows: list[list[Any]], tolerance: float | None, places: Sequence[str]
+) -> None:
+    """Check the results for each row of operands; `places` say which row it is."""
+    results = calls.results(rows, places)
+    plain = (getattr(x, "data", x) for x in rows[0])
     avals = jax.tree.leaves(jax.eval_shape(calls.plain, *plain))
+    for operands, outputs, where in zip(rows, results, places, strict=True):
+        _check_results(calls, operands, outputs, avals, tolerance, where)
+    if calls.way != "jit":
+        return
+    others = calls.results([[_other_data(x) for x in operands] for operands in rows], places)
+    for outputs, changed, where in zip(results, others, places, strict=True):
+        for before, after in zip(outputs, changed, strict=True):
+            if is_scaled(before) and not np.array_equal(before.scale, after.scale):
+                raise AssertionError(
+                    f"No hidden statistics ({where}): the scale is {before.scale}, and "
+                    f"{after.scale} for other data."
+                )
+
+
+def _check_results(
+    calls: _Calls,
+    operands: list[Any],
+    outputs: list[Any],
+    avals: list[Any],
+    tolerance: float | None,
+    where: str,
+) -> None:
     expected = _in_float64(calls.wanted, operands)
     factor = 16 if calls.way == "grad" else 4
     for out, number, aval in zip(outputs, expected, avals, strict=True):
@@ -269,17 +337,6 @@ def _check_call(calls: _Calls, operands: list[Any], tolerance: float | None, whe
         if is_scaled(out):
             _check_scale(out, where)
         _check_values(_value(out), number, _tolerance(out.dtype, tolerance, factor), where)
-    if calls.way != "jit":
-        return
-    other = [_other_data(x) for x in operands]
-    for before, after in zip(
-        outputs, jax.tree.leaves(calls.run(*other), is_leaf=is_scaled), strict=True
-    ):
-        if is_scaled(before) and not np.array_equal(before.scale, after.scale):
-            raise AssertionError(
-                f"No hidden statistics ({where}): the scale is {before.scale}, and {after.scale} "
-                "for other data."
-            )
 
 
 def _other_data(x: Any) -> Any:

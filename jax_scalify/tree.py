@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify import array as array_lib
-from jax_scalify import conversions
-from jax_scalify.array import ScaledArray
+from jax_scalify.arrays import conversions
+from jax_scalify.arrays import scaled_array as array_lib
+from jax_scalify.arrays.scaled_array import ScaledArray
 
 __all__ = [
     "all",
@@ -234,18 +234,30 @@ def _children(tree: Any) -> dict[Any, Any]:
 def _static_difference(new: Any, like: Any, path: str) -> str:
     """Name the field that differs between nodes whose children have the same structures."""
     place, pair = path or "the tree", (new, like)
-    if dataclasses.is_dataclass(new):
-        keys = {jax.tree_util.keystr(key, simple=True) for key in _children(new)}
-        for name in (field.name for field in dataclasses.fields(new)):
-            found, was = (getattr(tree, name, None) for tree in pair)
-            if name not in keys and found is not was and found != was:
-                place, pair = f"{path}.{name}", (found, was)
-                break
-    else:
-        is_child = lambda node: node is not new and node is not like  # noqa: E731
-        pair = [jax.tree.structure(t, is_leaf=is_child).node_data()[1] for t in pair]
-    texts = [repr(value) for value in pair]
-    found, was = (text if len(text) <= 60 else f"{text[:60]}..." for text in texts)
+    if not dataclasses.is_dataclass(new):
+        pair = _static_data(new), _static_data(like)
+    elif (field := _differing_field(new, like)) is not None:
+        name, *pair = field
+        place = f"{path}.{name}"
+    found, was = (_shortened(repr(value)) for value in pair)
     if found == was:
         return f"{place}: another static {type(pair[0]).__name__} than it was"
     return f"{place}: static {found}, was {was}"
+
+
+def _static_data(node: Any) -> Any:
+    return jax.tree.structure(node, is_leaf=lambda child: child is not node).node_data()[1]
+
+
+def _differing_field(new: Any, like: Any) -> tuple[str, Any, Any] | None:
+    """The first static field that differs, and both of its values; None if none does."""
+    children = {jax.tree_util.keystr(key, simple=True) for key in _children(new)}
+    for name in (field.name for field in dataclasses.fields(new)):
+        found, was = (getattr(tree, name, None) for tree in (new, like))
+        if name not in children and found is not was and found != was:
+            return name, found, was
+    return None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,7 +1,7 @@
 """One row a primitive rule: a function, its operands, and the law that its scale follows.
 
-`test_rules.py` crosses the rows with dtypes, scales and ways to call, `test_range.py` takes them
-far outside float16. A new rule is a new row.
+`rules/test_rules.py` crosses the rows with dtypes, scales and ways to call, `rules/test_range.py`
+takes them far outside float16. A new rule is a new row.
 """
 
 from __future__ import annotations

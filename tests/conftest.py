@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify import registry
+from jax_scalify.interpreter import registry
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 

@@ -65,11 +65,21 @@ def _own(module):
 
 def test_the_table_is_read_as_it_is_written():
     assert {"_compat", "__init__", "rules.summing", "nn", "nn.linen"} <= set(FILES)
-    assert ("pow2", "import") in _own("algebra")
-    assert ("scale_table", "types") in _own("algebra")
-    assert ("transform", "function") in _own("primitives")
+    assert ("base.pow2", "import") in _own("scales.algebra")
     assert table.layer_of("rules.summing") == table.layer_of("rules")
-    assert table.layer_of("nn.linen") > table.layer_of("nn.dot")
+    assert table.layer_of("nn.linen") > table.layer_of("nn.fp8_dot")
+
+
+def test_all_kinds_of_imports_are_seen(tmp_path, monkeypatch):
+    source = tmp_path / "module.py"
+    source.write_text(
+        "from jax_scalify.base import pow2\n"
+        "if TYPE_CHECKING:\n    from jax_scalify.scales import table\n"
+        "def f():\n    from jax_scalify import transform\n"
+    )
+    monkeypatch.setitem(FILES, "tried", source)
+    found = {("base.pow2", "import"), ("scales.table", "types"), ("transform", "function")}
+    assert _own("tried") == found
 
 
 def test_every_module_has_a_layer_and_every_entry_a_module():
@@ -81,23 +91,25 @@ def test_every_module_has_a_layer_and_every_entry_a_module():
 
 @pytest.mark.parametrize("module", FILES)
 def test_imports_go_down(module):
-    upwards = {
-        (module, other)
-        for other, _ in _own(module)
-        if table.layer_of(other) > table.layer_of(module)
-    }
-    assert upwards <= table.LATE_IMPORTS, "a module imports only from its own layer or lower ones"
-
-
-def test_the_exceptions_are_there_and_late():
-    for module, other in table.LATE_IMPORTS:
-        assert [when for name, when in _own(module) if name == other] == ["function"]
+    upwards = [o for o, _ in _own(module) if table.layer_of(o) > table.layer_of(module)]
+    assert upwards == [], "a module imports only from its own layer or lower ones"
 
 
 def test_there_are_no_cycles():
-    graph = {m: {o for o, when in _own(m) if when == "import"} for m in FILES}
+    graph = {m: {o for o, _ in _own(m)} for m in FILES}  # those for types, in functions, too
     order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
-    assert order.index("pow2") < order.index("transform") < order.index("__init__")
+    assert order.index("base.pow2") < order.index("transform") < order.index("__init__")
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_all_imports_of_the_package_are_at_the_top(module):
+    assert [other for other, when in _own(module) if when != "import"] == []
+
+
+def test_the_root_holds_what_is_public_and_no_file_is_long():
+    assert len([name for name in FILES if "." not in name and FILES[name].parent == PACKAGE]) <= 12
+    lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert {name: n for name, n in lengths.items() if n > 400} == {}
 
 
 def test_only_one_file_knows_jax_internals():
@@ -108,15 +120,15 @@ def test_only_one_file_knows_jax_internals():
 @pytest.mark.parametrize("module", FILES)
 def test_what_is_imported_from_outside(module):
     allowed = {"jax", "jax_scalify", "ml_dtypes", "numpy", *sys.stdlib_module_names}
-    allowed |= table.OPTIONAL.get(module, set())
+    allowed |= table.extras_of(module)
     outside = {name.split(".")[0] for name, when in _imports(module) if when == "import"}
     assert outside <= allowed, "other packages are imported by the functions that need them"
 
 
 def test_optional_modules_are_imported_by_nobody_else():
     for module in FILES:
-        if module not in table.OPTIONAL:
-            assert not {other for other, _ in _own(module)} & set(table.OPTIONAL)
+        if not table.extras_of(module):
+            assert [other for other, _ in _own(module) if table.extras_of(other)] == []
 
 
 def test_the_picture_shows_the_table():

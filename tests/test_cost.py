@@ -9,8 +9,8 @@ pytest.importorskip("optax")
 pytest.importorskip("flax")
 pytest.importorskip("sklearn")
 
-from benchmarks.cost_models import make_gpt, make_mlp  # noqa: E402
-from benchmarks.programs import count_hlo, scalar_arithmetic  # noqa: E402
+from benchmarks.cost.models import make_gpt, make_mlp  # noqa: E402
+from benchmarks.cost.programs import count_hlo, scalar_arithmetic  # noqa: E402
 from examples.gpt.config import Config  # noqa: E402
 
 # Ratios to the plain step, by the minor version of JAX: about 10% above what they are.

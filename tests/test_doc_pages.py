@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_scalify import registry
+from jax_scalify.interpreter import registry
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_scalify import registry
+from jax_scalify.interpreter import registry
 
 PAGE = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
 SETUP, *EXAMPLES = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGE, re.DOTALL)

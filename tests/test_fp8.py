@@ -12,7 +12,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from jax_scalify.jaxprs import all_equations
+from jax_scalify.base.jaxprs import all_equations
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 RNG = np.random.default_rng(0)

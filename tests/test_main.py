@@ -9,7 +9,7 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify import __main__ as report
-from jax_scalify.registry import registered_rules
+from jax_scalify.interpreter.registry import registered_rules
 
 
 def test_it_prints_what_a_bug_report_needs(capsys, monkeypatch):

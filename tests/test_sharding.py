@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_scalify as jsa
-from jax_scalify import ScaledArray, registry
+from jax_scalify import ScaledArray
+from jax_scalify.interpreter import registry
 
 DEVICES = 8
 CASES = {}

@@ -14,7 +14,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from jax_scalify.array import align_scale
+from jax_scalify.arrays.scaled_array import align_scale
 
 pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify import ScaledArray, registry
+from jax_scalify import ScaledArray
+from jax_scalify.interpreter import registry
 from jax_scalify.testing import check_scale_rule
 from tests.opaque import opaque_primitive
 
@@ -76,6 +77,10 @@ def test_what_cannot_be_checked_is_refused():
     for refused in (dict(scales=(1.0, 3.0)), dict(static_scale=0.3)):
         with pytest.raises(ValueError, match="must be powers of two"):
             check_scale_rule(jnp.negative, X, **refused)
+
+
+def test_all_operands_may_be_zero():
+    check_scale_rule(jnp.add, X, X, ways="jit", scales=(0.0,), static_scale=None)
 
 
 def test_one_way_may_be_given_by_its_name():

@@ -13,8 +13,8 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray, _compat
-from jax_scalify import registry as registry_lib
-from jax_scalify.jaxprs import all_equations
+from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.interpreter import registry as registry_lib
 from tests.helpers import scaled, value
 from tests.opaque import opaque_primitive
 

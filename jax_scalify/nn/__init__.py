@@ -17,7 +17,7 @@ from jax_scalify.nn.activations import (
 )
 from jax_scalify.nn.attention import dot_product_attention
 from jax_scalify.nn.conv import conv_general_dilated
-from jax_scalify.nn.dot import DotGeneral, dot_general, einsum, linear, matmul
+from jax_scalify.nn.fp8_dot import DotGeneral, dot_general, einsum, linear, matmul
 from jax_scalify.nn.layers import dropout, embed, residual_add
 from jax_scalify.nn.losses import (
     cross_entropy,
@@ -26,13 +26,7 @@ from jax_scalify.nn.losses import (
     softmax_cross_entropy_with_integer_labels,
     squared_error,
 )
-from jax_scalify.nn.normalization import (
-    batch_norm,
-    group_norm,
-    layer_norm,
-    rms_norm,
-    standardize,
-)
+from jax_scalify.nn.normalization import batch_norm, group_norm, layer_norm, rms_norm, standardize
 from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
 
 __all__ = [

@@ -11,8 +11,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_scalify.algebra import ONE, join, meet
 from jax_scalify.nn._rules import elementwise, fixed, of_input
+from jax_scalify.scales.algebra import ONE, join, meet
 
 
 @elementwise(of_input(0), fixed(0))

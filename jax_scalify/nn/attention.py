@@ -8,10 +8,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_scalify import dtypes
+from jax_scalify.base import dtypes
 from jax_scalify.nn.layers import dropout
 from jax_scalify.nn.softmax import softmax
-from jax_scalify.primitives import on_backward, rebalance_scale
+from jax_scalify.ops.scaling import on_backward, rebalance_scale
 
 
 def dot_product_attention(
@@ -62,7 +62,7 @@ def dot_product_attention(
         >>> print(jsa.scalify(jsa.nn.dot_product_attention)(x, x, x).shape)
         (1, 4, 2, 8)
     """
-    if query.ndim == 3:
+    if query.ndim == key.ndim == value.ndim == 3:
         return dot_product_attention(
             query[None],
             key[None],
@@ -75,33 +75,18 @@ def dot_product_attention(
             dropout_key=dropout_key,
             broadcast_dropout=broadcast_dropout,
         )[0]
-    if query.ndim != 4 or key.ndim != 4 or key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(
-            "`query`, `key` and `value` must have shapes (batch, time, heads, channels) and "
-            f"(batch, source, groups, channels), got {query.shape}, {key.shape}, {value.shape}."
-        )
+    _check_shapes(query, key, value)
     batch, time, heads, channels = query.shape
     source, groups = key.shape[1:3]
-    if key.shape[0] != batch or key.shape[3] != channels or heads % groups:
-        raise ValueError(
-            f"`key` must have the batch and the channels of `query` {query.shape} and a number of "
-            f"heads that divides its {heads}, got {key.shape}."
-        )
     factor = 1 / math.sqrt(channels) if scale is None else scale
-    grouped = query.reshape(batch, time, groups, heads // groups, channels)
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"`mask` must be bool, True where a query may look, got {mask.dtype}.")
-    wide = dtypes.compute_dtype(query.dtype)
-    scores = jnp.einsum("btgrc,bsgc->bgrts", grouped, key, preferred_element_type=wide) * factor
-    scores = scores.reshape(batch, heads, time, source)
+    for name, array in (("bias", bias), ("mask", mask)):
+        _check_fits(name, array, (batch, heads, time, source))
+    scores = _scores(query, key, factor)
     if bias is not None:
         scores = (scores + bias).astype(scores.dtype)
-    if is_causal:
-        causal = jnp.tril(jnp.ones((time, source), bool))
-        mask = causal if mask is None else mask & causal
-    if mask is not None:
-        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    weights = softmax(scores).astype(query.dtype)
+    weights = softmax(_masked(scores, mask, is_causal)).astype(query.dtype)
     weights = dropout(
         weights,
         dropout_rate,
@@ -114,6 +99,54 @@ def dot_product_attention(
     value = on_backward(value, _Rebalance(_eighth_root(time * heads // groups)))
     out = jnp.einsum("bgrts,bsgc->btgrc", weights, value)
     return rebalance_scale(out.reshape(*query.shape[:-1], value.shape[-1]), _eighth_root(source))
+
+
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    if query.ndim != 4 or key.ndim != 4 or key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            "`query`, `key` and `value` must have shapes (batch, time, heads, channels) and "
+            f"(batch, source, groups, channels), got {query.shape}, {key.shape}, {value.shape}."
+        )
+    batch, _, heads, channels = query.shape
+    groups = key.shape[2]
+    if not channels or not groups:
+        raise ValueError(
+            f"`query` and `key` must have heads and channels, got {query.shape}, {key.shape}."
+        )
+    if key.shape[0] != batch or key.shape[3] != channels or heads % groups:
+        raise ValueError(
+            f"`key` must have the batch and the channels of `query` {query.shape} and a number of "
+            f"heads that divides its {heads}, got {key.shape}."
+        )
+
+
+def _check_fits(name: str, array: jax.Array | None, shape: tuple[int, ...]) -> None:
+    """Refuse what does not broadcast to the scores."""
+    if array is None:
+        return
+    missing = len(shape) - array.ndim
+    if missing < 0 or any(n not in (1, s) for n, s in zip(array.shape, shape[missing:])):
+        raise ValueError(
+            f"`{name}` must broadcast to (batch, heads, time, source), {shape}, got {array.shape}."
+        )
+
+
+def _scores(query: jax.Array, key: jax.Array, factor: float) -> jax.Array:
+    """Products of queries and keys times a factor: `(batch, heads, time, source)`."""
+    batch, time, heads, channels = query.shape
+    source, groups = key.shape[1:3]
+    grouped = query.reshape(batch, time, groups, heads // groups, channels)
+    wide = dtypes.compute_dtype(query.dtype)
+    scores = jnp.einsum("btgrc,bsgc->bgrts", grouped, key, preferred_element_type=wide) * factor
+    return scores.reshape(batch, heads, time, source)
+
+
+def _masked(scores: jax.Array, mask: jax.Array | None, is_causal: bool) -> jax.Array:
+    """Scores, the smallest finite number where a query may not look."""
+    if is_causal:
+        causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        mask = causal if mask is None else mask & causal
+    return scores if mask is None else jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_scalify import dtypes
-from jax_scalify.nn.dot import DotGeneral
+from jax_scalify.base import dtypes
+from jax_scalify.nn.fp8_dot import DotGeneral
 from jax_scalify.ops.cast import reduce_precision_on_backward, reduce_precision_on_forward
-from jax_scalify.primitives import cast
+from jax_scalify.ops.scaling import cast
 
 
 def conv_general_dilated(

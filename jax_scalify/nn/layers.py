@@ -7,12 +7,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_scalify import dtypes
-from jax_scalify.algebra import Scale
-from jax_scalify.array import ScaledArray
-from jax_scalify.custom_scale import custom_scale
-from jax_scalify.deferred import split, takes_deferred
-from jax_scalify.rules.common import times, uniform_over
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.deferred import split, takes_deferred
+from jax_scalify.primitives.custom_scale import custom_scale
+from jax_scalify.rules.shared.along_axes import uniform_over
+from jax_scalify.rules.shared.products import times
+from jax_scalify.scales.algebra import Scale
 
 
 @custom_scale

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify import dtypes
-from jax_scalify.algebra import ONE, Scale, join
+from jax_scalify.base import dtypes
 from jax_scalify.nn._rules import scale_rules
 from jax_scalify.nn.softmax import class_count, log_scale, logsumexp
+from jax_scalify.scales.algebra import ONE, Scale, join
 
 
 def _cross_entropy_slope(logits: Any, axis: int) -> Scale:

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_scalify import dtypes
-from jax_scalify.algebra import ONE, ZERO, Scale, join
-from jax_scalify.array import ScaledArray
-from jax_scalify.custom_scale import custom_scale
-from jax_scalify.deferred import split, takes_deferred
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.deferred import split, takes_deferred
 from jax_scalify.nn._rules import scale_rules
-from jax_scalify.rules.common import times
+from jax_scalify.primitives.custom_scale import custom_scale
+from jax_scalify.rules.shared.products import times
+from jax_scalify.scales.algebra import ONE, ZERO, Scale, join
 
 
 def _root(epsilon: float) -> Scale:

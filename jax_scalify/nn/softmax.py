@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jax_scalify.algebra import ONE, Scale, join
 from jax_scalify.nn._rules import count_scale, scale_rules
+from jax_scalify.scales.algebra import ONE, Scale, join
 
 
 def class_count(x: Any, axis: Any) -> int:

@@ -1,7 +1,8 @@
 """Look at the numbers of a training step: scales, ranges, the first nan, and FP8 matmuls."""
 
 from jax_scalify.numerics.advice import suggest
-from jax_scalify.numerics.fp8 import Fp8Report, Matmul, check_fp8
+from jax_scalify.numerics.check_fp8 import Matmul, check_fp8
+from jax_scalify.numerics.fp8_report import Fp8Report
 from jax_scalify.numerics.measuring import Fit, Measure
 from jax_scalify.numerics.nonfinite import Nonfinite, find_nonfinite
 from jax_scalify.numerics.plot import plot_histogram, plot_scales

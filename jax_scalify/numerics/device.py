@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes, pow2
+from jax_scalify.base import dtypes, pow2
 from jax_scalify.numerics.measuring import mask_limit
 
 # What `observe` returns, in this order: `combine` takes the maximum of three, and sums the others.

@@ -8,15 +8,13 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify import dtypes
-
-if TYPE_CHECKING:
-    from jax_scalify.numerics.rows import Row
+from jax_scalify.base import dtypes
+from jax_scalify.numerics.rows import Row
 
 _TITLES = {"input": "weights, state, batch"}
 # Of Okabe and Ito's colours, which everyone can tell apart.

@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from jax_scalify.numerics import text
 from jax_scalify.numerics.heat_map import Limits, shown_exponents
-
-if TYPE_CHECKING:
-    from jax_scalify.numerics.report import Report
-    from jax_scalify.numerics.rows import Row
+from jax_scalify.numerics.rows import Row
 
 _HEIGHT = 16  # of the bars
 _STYLE = """
@@ -68,56 +64,63 @@ filter();
 """
 
 
-def page(report: Report) -> str:
-    """Return a self-contained page: summary, search, and a table that can be sorted."""
-    phases = dict.fromkeys(row.phase for row in report)
+def page(rows: Sequence[Row], shown: Sequence[Row], formats: Sequence[str], summary: str) -> str:
+    """Return a self-contained page: summary, search, and a table that can be sorted.
+
+    The rows are given in the order of computation, and as they are shown at first.
+    """
+    phases = dict.fromkeys(row.phase for row in rows)
     options = "".join(f"<option>{escape(phase)}</option>" for phase in phases)
-    order = {id(row): i for i, row in enumerate(report, start=1)}
+    order = {id(row): i for i, row in enumerate(rows, start=1)}
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<title>Report of {len(report)} values</title>
+<title>Report of {len(rows)} values</title>
 </head>
 <body class="jsa-report">
 <h1>What the numbers are</h1>
-<p>{escape(report.summary)}</p>
+<p>{escape(summary)}</p>
 <p>Bars: the exponents of the elements, their heights the roots of the shares; orange at the left
-end: zeros. {_shading(report)} Of a scaled value it is the data that is shown. Column
+end: zeros. {_shading(formats)} Of a scaled value it is the data that is shown. Column
 &ldquo;#&rdquo;: the order of computation; at first the worst come first.
 {escape(text.LOST.capitalize())}.</p>
 <p><label>Search <input id="search" type="search"></label>
 <label>Pass <select id="phase"><option value="">all</option>{options}</select></label>
 <span id="count"></span></p>
-{_table(report, report.sort().rows, order)}
+{_table(rows, shown, formats, order)}
 <script>{_SCRIPT}</script>
 </body>
 </html>
 """
 
 
-def table(report: Report, limit: int) -> str:
+def table(rows: Sequence[Row], formats: Sequence[str], summary: str, limit: int) -> str:
     """Return a table of the first rows, for a notebook."""
-    shown = report.rows[:limit]
-    more = len(report) - len(shown)
+    more = len(rows) - limit
     below = f"<p>... and {more} more</p>" if more > 0 else ""
     return (
-        f'<div class="jsa-report">{_table(report, shown)}{below}'
-        f"<p>{escape(text.LOST)}<br>{escape(report.summary)}</p></div>"
+        f'<div class="jsa-report">{_table(rows, rows[:limit], formats)}{below}'
+        f"<p>{escape(text.LOST)}<br>{escape(summary)}</p></div>"
     )
 
 
-def _table(report: Report, rows: Sequence[Row], order: Mapping[int, int] | None = None) -> str:
-    limits = _limits(report)
-    first, last = shown_exponents(report.rows, limits)
+def _table(
+    rows: Sequence[Row],
+    shown: Sequence[Row],
+    formats: Sequence[str],
+    order: Mapping[int, int] | None = None,
+) -> str:
+    limits = _limits(formats)
+    first, last = shown_exponents(rows, limits)
     last += 1
-    titles = [*(["#"] if order else []), *text.header(report.formats), "exponents"]
+    titles = [*(["#"] if order else []), *text.header(formats), "exponents"]
     tag = "button" if order else "span"
     head = "".join(f"<th><{tag}>{escape(title)}</{tag}></th>" for title in titles)
     lines = []
-    for row in rows:
+    for row in shown:
         number = [f'<td class="number">{order[id(row)]}</td>'] if order else []
-        cells = [*number, *_cells(row, report.formats), _bars(row, first, last)]
+        cells = [*number, *_cells(row, formats), _bars(row, first, last)]
         lines.append(f'<tr data-phase="{escape(row.phase)}">{"".join(cells)}</tr>')
     style = _STYLE + _background(limits[0], first, last)
     body = "\n".join(lines)
@@ -176,12 +179,12 @@ def _bars(row: Row, first: int, last: int) -> str:
     )
 
 
-def _limits(report: Report) -> list[Limits]:
-    return [Limits.of(dtype) for dtype in report.formats or ("float16",)]
+def _limits(formats: Sequence[str]) -> list[Limits]:
+    return [Limits.of(dtype) for dtype in formats or ("float16",)]
 
 
-def _shading(report: Report) -> str:
-    name = escape(_limits(report)[0].name)
+def _shading(formats: Sequence[str]) -> str:
+    name = escape(_limits(formats)[0].name)
     return f"Grey: out of the range of {name}; light grey: subnormal in it."
 
 

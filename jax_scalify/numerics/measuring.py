@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_scalify import dtypes
+from jax_scalify.base import dtypes
 
 # The floating dtypes that every array is tried in.
 DTYPES = tuple(

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_scalify.numerics.fp8 import clean_name
-from jax_scalify.traits import traits_of
+from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.numerics.scopes import clean_name
 
 
 # Results that are what was given, elsewhere: rows that would say the same again.

@@ -9,14 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify import dtypes
+from jax_scalify.arrays.nnx_objects import pure_call
+from jax_scalify.base import dtypes
 from jax_scalify.numerics import remedies
-from jax_scalify.numerics.fp8 import clean_name
 from jax_scalify.numerics.measuring import Measure, measure
 from jax_scalify.numerics.rows import exponent_range
 from jax_scalify.numerics.running import Runner, Step, Tagged, trace
+from jax_scalify.numerics.scopes import clean_name
 from jax_scalify.numerics.text import exponents_text, shape_text
-from jax_scalify.objects import pure_call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from jax_scalify.numerics import heat_map
 from jax_scalify.numerics.measuring import as_formats
 from jax_scalify.numerics.report import Report
-from jax_scalify.numerics.rows import PHASES
+from jax_scalify.numerics.rows import PHASES, Row
 
 # Okabe and Ito's colours, which everyone can tell apart; yellow is too pale for a line.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -65,24 +65,34 @@ def plot_histogram(
     if not isinstance(report, Report):
         raise TypeError(f"`report` must be a `Report`, got {type(report).__name__}.")
     phases = [phases] if isinstance(phases, str) else list(phases)
-    for phase in phases:
-        if phase not in PHASES:
-            raise ValueError(f"`phases` must be of {', '.join(PHASES)}, got {phase!r}.")
+    _check_phases(phases)
     if exponents is not None and exponents[0] >= exponents[1]:
         raise ValueError(f"`exponents` must be a first and a larger last one, got {exponents}.")
     limits = [heat_map.Limits.of(d) for d in as_formats(formats or report.formats or ("float16",))]
-    panels = {p: [r for r in report if r.phase == p and math.prod(r.shape) > 1] for p in phases}
-    panels = {phase: rows for phase, rows in panels.items() if rows}
-    if not panels:
-        raise ValueError(
-            f"`report` has no tensor of more than one element in the phases {', '.join(phases)}."
-        )
+    panels = _panels(report, phases)
     rows = [row for found in panels.values() for row in found]
     first, last = exponents or heat_map.shown_exponents(rows, limits)
     figure = heat_map.draw(_import("plot_histogram"), panels, limits, first, last)
     if title:
         figure.suptitle(title)
     figure.savefig(file, dpi=heat_map.DPI)
+
+
+def _check_phases(phases: Sequence[str]) -> None:
+    for phase in phases:
+        if phase not in PHASES:
+            raise ValueError(f"`phases` must be of {', '.join(PHASES)}, got {phase!r}.")
+
+
+def _panels(report: Report, phases: Sequence[str]) -> dict[str, list[Row]]:
+    """The rows of more than one element of each phase that has some."""
+    panels = {p: [r for r in report if r.phase == p and math.prod(r.shape) > 1] for p in phases}
+    panels = {phase: rows for phase, rows in panels.items() if rows}
+    if not panels:
+        raise ValueError(
+            f"`report` has no tensor of more than one element in the phases {', '.join(phases)}."
+        )
+    return panels
 
 
 def plot_scales(
@@ -117,33 +127,15 @@ def plot_scales(
     known = list(dict.fromkeys(name for record in records for name in record["tensors"]))
     if isinstance(names, str):
         names = [names]
-    if not known or names is not None and not names:
-        raise ValueError("`names` is empty." if known else "`history` has no tensor.")
-    for name in names or ():
-        if name not in known:
-            some = ", ".join(map(repr, known[:8])) + (", ..." if len(known) > 8 else "")
-            raise ValueError(f"`names` must be of {some}, got {name!r}.")
+    _check_names(names, known)
     curves = {name: _curve(records, name) for name in names or known}
     if names is None:
-        moved = sorted(curves, key=lambda name: -_movement(curves[name]))[:_MAX_CURVES]
-        curves = {name: curve for name, curve in curves.items() if name in moved}
-    steps = [record["step"] for record in records]
+        curves = _most_moved(curves)
 
     figure = _import("plot_scales").figure.Figure(figsize=(10, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    few = {"marker": "o", "markersize": 3} if len(steps) < 30 else {}
-    lines = []
-    for i, (name, (scales, rms)) in enumerate(curves.items()):
-        dashes = _STYLES[i // len(_COLORS) % len(_STYLES)]
-        style = dict(color=_COLORS[i % len(_COLORS)], linestyle=dashes, linewidth=1.4, **few)
-        lines += above.plot(steps, scales, drawstyle="steps-post", label=name, **style)
-        below.plot(steps, rms, **style)
-    above.set_ylabel("exponent of the scale")
-    below.set(xlabel="step", ylabel="log2 of the RMS of the data")
-    for ax in (above, below):
-        ax.yaxis.get_major_locator().set_params(integer=True)
-        ax.grid(color="#dddddd", linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
+    lines = _draw_curves(above, below, [record["step"] for record in records], curves)
+    _style_axes(above, below)
     texts = [heat_map.short(name.split("/")) for name in curves]
     figure.legend(lines, texts, loc="outside right upper", fontsize=8, frameon=False)
     more = len(known) - len(curves)
@@ -153,6 +145,44 @@ def plot_scales(
     if title:
         figure.suptitle(title)
     figure.savefig(file, dpi=heat_map.DPI)
+
+
+def _check_names(names: Sequence[str] | None, known: Sequence[str]) -> None:
+    if not known or names is not None and not names:
+        raise ValueError("`names` is empty." if known else "`history` has no tensor.")
+    for name in names or ():
+        if name not in known:
+            some = ", ".join(map(repr, known[:8])) + (", ..." if len(known) > 8 else "")
+            raise ValueError(f"`names` must be of {some}, got {name!r}.")
+
+
+def _most_moved(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The curves whose scale or RMS moves furthest, in the order given."""
+    moved = sorted(curves, key=lambda name: -_movement(curves[name]))[:_MAX_CURVES]
+    return {name: curve for name, curve in curves.items() if name in moved}
+
+
+def _draw_curves(
+    above: Any, below: Any, steps: Sequence[int], curves: Mapping[str, np.ndarray]
+) -> list[Any]:
+    """Draw scales above and RMS below; return the lines of the scales."""
+    few = {"marker": "o", "markersize": 3} if len(steps) < 30 else {}
+    lines = []
+    for i, (name, (scales, rms)) in enumerate(curves.items()):
+        dashes = _STYLES[i // len(_COLORS) % len(_STYLES)]
+        style = dict(color=_COLORS[i % len(_COLORS)], linestyle=dashes, linewidth=1.4, **few)
+        lines += above.plot(steps, scales, drawstyle="steps-post", label=name, **style)
+        below.plot(steps, rms, **style)
+    return lines
+
+
+def _style_axes(above: Any, below: Any) -> None:
+    above.set_ylabel("exponent of the scale")
+    below.set(xlabel="step", ylabel="log2 of the RMS of the data")
+    for ax in (above, below):
+        ax.yaxis.get_major_locator().set_params(integer=True)
+        ax.grid(color="#dddddd", linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
 
 
 def _records(history: Any) -> list[Mapping[str, Any]]:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify import dtypes
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.numerics.running import Step
-from jax_scalify.traits import traits_of
 
 _EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
 _LOGARITHMS = ("log", "log2", "log1p")

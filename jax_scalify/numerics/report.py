@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify import dtypes
-from jax_scalify.jaxprs import sub_jaxprs
+from jax_scalify.arrays.nnx_objects import pure_call
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import sub_jaxprs
 from jax_scalify.numerics import html, text
 from jax_scalify.numerics.measuring import DTYPES, as_formats, measure
 from jax_scalify.numerics.naming import Phases, has_same_elements, matches, scopes_of, updated
 from jax_scalify.numerics.rows import PHASES, Row, exponent_range
 from jax_scalify.numerics.running import Runner, Step, Tagged, scaled_arguments, trace
-from jax_scalify.objects import pure_call
 
 _SHOWN = 40
 
@@ -148,13 +148,13 @@ class Report:
 
         It needs nothing else: no network, no library. A row's exponents are drawn as bars.
         """
-        page = html.page(self)
+        page = html.page(self.rows, self.sort().rows, self.formats, self.summary)
         if file is not None:
             Path(file).write_text(page, encoding="utf-8")
         return page
 
     def _repr_html_(self) -> str:
-        return html.table(self.sort(), _SHOWN)
+        return html.table(self.sort().rows, self.formats, self.summary, _SHOWN)
 
     def to_dataframe(self) -> Any:
         """Return a `pandas.DataFrame` with a row for each value.

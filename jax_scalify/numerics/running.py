@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify import _compat, observing, scale_program
-from jax_scalify.array import is_scaled
-from jax_scalify.jaxprs import applied, evaluate, makers, scan_operands, while_operands
-from jax_scalify.objects import PureCall
-from jax_scalify.observing import Observed, observe_p
-from jax_scalify.tracing import flat_function
+from jax_scalify import _compat
+from jax_scalify.arrays.nnx_objects import PureCall
+from jax_scalify.arrays.scaled_array import is_scaled
+from jax_scalify.base.jaxprs import applied, evaluate, makers, scan_operands, while_operands
+from jax_scalify.interpreter import observing
+from jax_scalify.interpreter.observing import Observed, observe_p
+from jax_scalify.interpreter.tracing import flat_function
+from jax_scalify.scales import rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ def bodies(eqn: Any) -> list[tuple[Any, int]]:
     Not that of a `while`, of which it is not known how often it runs.
     """
     name, params = eqn.primitive.name, eqn.params
-    if params.get("name") == scale_program.CALL_NAME:  # scales alone
+    if params.get("name") == rounds.CALL_NAME:  # scales alone
         return []
     call = applied(eqn)
     if call is not None:

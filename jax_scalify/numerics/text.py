@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jax_scalify.numerics.rows import Row
+from jax_scalify.numerics.rows import Row
 
 LOST = "lost: to zero / subnormal / at or beyond the largest finite value"
 

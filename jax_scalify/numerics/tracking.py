@@ -12,14 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify import _compat, dtypes
-from jax_scalify.jaxprs import is_var
+from jax_scalify import _compat
+from jax_scalify.arrays.nnx_objects import PureCall, pure_call
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import is_var
 from jax_scalify.numerics import device
 from jax_scalify.numerics.measuring import as_formats
 from jax_scalify.numerics.naming import matches
 from jax_scalify.numerics.running import is_array, scaled_arguments, trace
 from jax_scalify.numerics.watching import Place, Watcher, find_places
-from jax_scalify.objects import PureCall, pure_call
 
 Select = str | Sequence[str] | Callable[[str], bool] | None
 

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_scalify import _compat, dtypes
-from jax_scalify.jaxprs import evaluate, scan_operands
+from jax_scalify import _compat
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import evaluate, scan_operands
+from jax_scalify.interpreter.observing import observe_p
 from jax_scalify.numerics import device
 from jax_scalify.numerics.naming import Phases, has_same_elements, scopes_of, updated
 from jax_scalify.numerics.running import bodies, first_known, is_interpreted
-from jax_scalify.observing import observe_p
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,30 +75,36 @@ class _Finder:
                 for i, (body, first) in enumerate(held)
             ]
             return outs[0]
-        avals = [v.aval for v in eqn.invars]
-        if eqn.primitive is observe_p:
-            observed = eqn.params["observed"]
-            count = len(observed.results)
-            given = observed.pairs(list(zip(avals, tags, strict=True)))[count:]
-            avals = [data[0] for data, _ in given]
-            tags = [data[1] for data, _ in given]
-            eqn, results = observed.eqn, [v.aval for v in eqn.outvars]
-        elif inside:
+        if inside and eqn.primitive is not observe_p:
             return [first_known(tags, None)] * len(eqn.outvars)
-        else:
-            results = [v.aval for v in eqn.outvars]
-        primitive, phase = eqn.primitive.name, self._phases.of(path)
+        primitive, avals, tags = _observed(eqn, tags)
+        phase, results = self._phases.of(path), [v.aval for v in eqn.outvars]
         arguments = [updated(avals, tags, aval) for aval in results]
         for i, aval in enumerate(results):
             if not has_same_elements(primitive) and dtypes.is_scalable(aval.dtype):
-                scopes = scopes_of(path, primitive, phase, arguments[i])
-                name = f"{scopes}:{primitive}" if scopes else primitive
-                name = name if phase == "forward" else f"{phase}/{name}"
-                self._counts[name] += 1
-                if self._counts[name] > 1:
-                    name += f"#{self._counts[name]}"
+                name = self._name(path, primitive, phase, arguments[i])
                 self.places.append(Place(name, position, i))
         return arguments
+
+    def _name(self, path: str, primitive: str, phase: str, argument: str | None) -> str:
+        """A name for a value that no other one has."""
+        scopes = scopes_of(path, primitive, phase, argument)
+        name = f"{scopes}:{primitive}" if scopes else primitive
+        name = name if phase == "forward" else f"{phase}/{name}"
+        self._counts[name] += 1
+        count = self._counts[name]
+        return f"{name}#{count}" if count > 1 else name
+
+
+def _observed(eqn: Any, tags: list[Any]) -> tuple[str, list[Any], list[Any]]:
+    """The primitive, operands and tags of an equation, or of the one that it observes."""
+    avals = [v.aval for v in eqn.invars]
+    if eqn.primitive is not observe_p:
+        return eqn.primitive.name, avals, tags
+    observed = eqn.params["observed"]
+    pairs = observed.pairs(list(zip(avals, tags, strict=True)))[len(observed.results) :]
+    given = [data for data, _ in pairs]
+    return observed.eqn.primitive.name, [aval for aval, _ in given], [tag for _, tag in given]
 
 
 class Watcher:

@@ -1,12 +1,12 @@
 """Casts and rescales for use inside models."""
 
-from jax_scalify.delayed import amax_history, delayed_rescale
 from jax_scalify.ops.cast import (
     cast_on_backward,
     cast_on_forward,
     reduce_precision_on_backward,
     reduce_precision_on_forward,
 )
+from jax_scalify.ops.delayed import amax_history, delayed_rescale
 from jax_scalify.ops.rescale import (
     dynamic_rescale_l1,
     dynamic_rescale_l1_grad,

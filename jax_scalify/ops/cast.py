@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify import dtypes
-from jax_scalify.primitives import cast, checked_array, on_backward
+from jax_scalify.base import dtypes
+from jax_scalify.ops.scaling import cast, checked_array, on_backward
 
 
 @jax.custom_jvp

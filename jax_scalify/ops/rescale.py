@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jax_scalify.primitives import on_backward, rescale_leaf
+from jax_scalify.ops.scaling import on_backward, rescale_leaf
 
 Rescale = Callable[[Any], jax.Array]
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex_core
 
-from jax_scalify.abstract import Interpretation
-from jax_scalify.traits import traits_of
+from jax_scalify.base.jaxprs import Interpretation
+from jax_scalify.interpreter.traits import traits_of
 
 Degree = float | None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -9,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_scalify import dtypes, primitives
 from jax_scalify import tree as tree_lib
-from jax_scalify.array import ScaledArray, is_scaled
+from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.base import dtypes
+from jax_scalify.ops.scaling import stop_scaling
 from jax_scalify.optim.roles import Role, RoleFinder
 from jax_scalify.optim.storing import (
     GRADIENT_EXPONENTS,
@@ -130,53 +132,85 @@ def low_precision(
         )
     _check_policy(policy)
     dtype = _checked_dtype(dtype, "dtype")
-    first, second = (
-        dtype if own is None else _checked_dtype(own, name)
-        for own, name in (
-            (first_moment_dtype, "first_moment_dtype"),
-            (second_moment_dtype, "second_moment_dtype"),
-        )
-    )
+    first, second = first_moment_dtype, second_moment_dtype
+    first = dtype if first is None else _checked_dtype(first, "first_moment_dtype")
+    second = dtype if second is None else _checked_dtype(second, "second_moment_dtype")
     find_roles = RoleFinder(optimizer.init, optimizer.update)
+    inner = _LowPrecision(optimizer, find_roles, dtype, first, second, policy, round_updates)
 
-    def like_of(x: Any, role: Role, params: list[Any]) -> ScaledArray:
-        own = second if role.degree == 2 else dtype
-        if role.degree == 1 and not role.nonneg:
-            own = first
-        if role.is_weight and role.param is not None:
-            own = jnp.result_type(params[role.param].dtype)
-        return ScaledArray(jax.ShapeDtypeStruct(x.shape, own), jnp.float32(0))
-
+    # Functions, not methods: `copy.deepcopy` of a state leaves its optimizer the same.
     def init(params: Any) -> Any:
+        return inner.init(params)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        return inner.update(grads, state, params, extra_args)
+
+    if not hasattr(optimizer, "_replace"):
+        return Optimizer(init, update)
+    return optimizer._replace(init=init, update=update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LowPrecision:
+    """An optimizer, and how its state is stored.
+
+    Attributes:
+        optimizer: that computes, in float32.
+        find_roles: tells what the leaves of its state are.
+        dtype: of the stored leaves, unless they are first or second moments.
+        first_moment_dtype: of leaves of degree 1 that may be negative.
+        second_moment_dtype: of leaves of degree 2.
+        policy: how scales are chosen.
+        round_updates: whether updates end at numbers of the parameters' dtype.
+    """
+
+    optimizer: Any
+    find_roles: RoleFinder
+    dtype: Any
+    first_moment_dtype: Any
+    second_moment_dtype: Any
+    policy: str
+    round_updates: bool
+
+    def init(self, params: Any) -> Any:
         wide = _widen(params)
-        state = _widen(optimizer.init(wide))
-        if {first, second} == {dtype}:
-            roles = find_roles.at_start(state, wide)
+        state = _widen(self.optimizer.init(wide))
+        if {self.first_moment_dtype, self.second_moment_dtype} == {self.dtype}:
+            roles = self.find_roles.at_start(state, wide)
         else:
-            roles = find_roles(wide, state, wide, {})
+            roles = self.find_roles(wide, state, wide, {})
         leaves, tree = jax.tree.flatten(state)
         weights = jax.tree.leaves(params, is_leaf=is_scaled)
         new = [
-            stored(x, like_of(x, role, weights)) if _is_stored(x, role) else _kept(x, x)
+            stored(x, self._like(x, role, weights)) if _is_stored(x, role) else _kept(x, x)
             for x, role in zip(leaves, roles, strict=True)
         ]
         return jax.tree.unflatten(tree, new)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def _like(self, x: Any, role: Role, params: list[Any]) -> ScaledArray:
+        """What a leaf is first stored like: nothing is known of its scale."""
+        dtype = self.second_moment_dtype if role.degree == 2 else self.dtype
+        if role.degree == 1 and not role.nonneg:
+            dtype = self.first_moment_dtype
+        if role.is_weight and role.param is not None:
+            dtype = jnp.result_type(params[role.param].dtype)
+        return ScaledArray(jax.ShapeDtypeStruct(x.shape, dtype), jnp.float32(0))
+
+    def update(self, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
         olds = jax.tree.leaves(state, is_leaf=is_scaled)
-        if policy == "gradient" and any(map(is_scaled, olds)):
+        if self.policy == "gradient" and any(map(is_scaled, olds)):
             raise ValueError(
                 '`policy="gradient"` needs the scales of the gradients: call `update` inside '
                 '`jax_scalify.scalify`, or take `policy="statistic"`.'
             )
-        if round_updates and params is None:
+        if self.round_updates and params is None:
             raise ValueError(
                 "`round_updates` needs the parameters: `update(grads, state, params)`."
             )
         try:
-            return _updated(grads, state, params, extra_args)
+            return self._updated(grads, state, params, extra_args)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            problem = _mismatch(optimizer.init, grads, state, params)
+            problem = _mismatch(self.optimizer.init, grads, state, params)
             if problem is None:
                 raise
             raise ValueError(
@@ -184,27 +218,23 @@ def low_precision(
                 "shapes, and the state that `init` has made of them."
             ) from error
 
-    def _updated(grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
+    def _updated(self, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
         olds = jax.tree.leaves(state, is_leaf=is_scaled)
         weights = params
         grads, state, params = _widen((grads, state, params))
-        roles = find_roles(grads, state, params, extra_args)
-        updates, new = optimizer.update(grads, state, params, **extra_args)
-        if round_updates:
+        roles = self.find_roles(grads, state, params, extra_args)
+        updates, new = self.optimizer.update(grads, state, params, **extra_args)
+        if self.round_updates:
             each, tree = _weights_and_updates(weights, updates)
             factor = _count_factor(new)
-            updates = tree.unflatten(_rounded(*pair, policy, factor) for pair in each)
+            updates = tree.unflatten(_rounded(*pair, self.policy, factor) for pair in each)
         leaves, tree = jax.tree.flatten(new)
         gradients = jax.tree.leaves(grads)
         new = [
-            _store(x, old, role, gradients, policy) if _is_stored(x, role) else _kept(x, old)
+            _store(x, old, role, gradients, self.policy) if _is_stored(x, role) else _kept(x, old)
             for x, old, role in zip(leaves, olds, roles, strict=True)
         ]
         return updates, jax.tree.unflatten(tree, new)
-
-    if not hasattr(optimizer, "_replace"):
-        return Optimizer(init, update)
-    return optimizer._replace(init=init, update=update)
 
 
 def _mismatch(init: Callable[[Any], Any], grads: Any, state: Any, params: Any) -> str | None:
@@ -249,7 +279,7 @@ def _kept(x: Any, old: Any) -> Any:
     if not dtypes.is_scalable(kind):
         return x
     # `scalify` does not see that this is `x` alone: the result is scaled if `old` is.
-    return lax.select(jnp.ones(x.shape, bool), primitives.stop_scaling(x), jnp.asarray(old))
+    return lax.select(jnp.ones(x.shape, bool), stop_scaling(x), jnp.asarray(old))
 
 
 def _store(x: Any, old: Any, role: Role, grads: list[Any], policy: str) -> Any:
@@ -331,7 +361,7 @@ def _count_factor(state: Any) -> jax.Array:
         if jnp.ndim(leaf) == 0 and jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
     ]
     total = sum(counts, start=jnp.int32(0))
-    return primitives.stop_scaling(1 + 2.0**-10 * jnp.asarray(total, jnp.float32))
+    return stop_scaling(1 + 2.0**-10 * jnp.asarray(total, jnp.float32))
 
 
 def _rounded(param: Any, update: Any, policy: str, factor: jax.Array) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify.jaxprs import evaluate
+from jax_scalify.base.jaxprs import evaluate
+from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.optim.degrees import Degree, degrees_of_results
-from jax_scalify.values import nonnegative_results
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import array as array_lib
-from jax_scalify import dtypes, pow2
-from jax_scalify.algebra import Scale
-from jax_scalify.array import ScaledArray
-from jax_scalify.custom_scale import custom_scale
-from jax_scalify.multiplying import at_whole_scale
-from jax_scalify.statistics import statistic
+from jax_scalify.arrays import scaled_array as array_lib
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.statistics import statistic
+from jax_scalify.interpreter.multiplying import at_whole_scale
+from jax_scalify.primitives.custom_scale import custom_scale
+from jax_scalify.scales.algebra import Scale
 
 # `j` in `scale = 2**j * s**d`, for a leaf of degree `d` in a gradient of scale `s`. The data of
 # gradients has an RMS of 2**-9 to 2**4, and single elements are 2**4 times as large. So a second

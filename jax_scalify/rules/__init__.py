@@ -1,11 +1,8 @@
-"""The scale rules, one file a family."""
+"""The scale rules, one file a family; importing them registers them."""
 
 from jax_scalify.rules import (
     aligning,
-    calls,
     collective,
-    control_flow,
-    custom,
     linear_algebra,
     mixed,
     multiplicative,
@@ -17,13 +14,14 @@ from jax_scalify.rules import (
     summing,
     through_zero,
 )
+from jax_scalify.rules.bodies import calls, control_flow, custom_scale
 
 __all__ = [
     "aligning",
     "calls",
     "collective",
     "control_flow",
-    "custom",
+    "custom_scale",
     "linear_algebra",
     "mixed",
     "multiplicative",

@@ -10,13 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import algebra, dtypes, pow2
-from jax_scalify.algebra import ZERO, Scale
-from jax_scalify.array import ScaledArray
-from jax_scalify.deferred import defer, split, takes_deferred
-from jax_scalify.multiplying import multiply
-from jax_scalify.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.rules.along_axes import (
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.interpreter.constants import align_constant, constant_floor, room
+from jax_scalify.interpreter.deferred import defer, split, takes_deferred
+from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.interpreter.value import filled
+from jax_scalify.rules.choosing import chosen_multiple
+from jax_scalify.rules.scattering import (
+    applies_function,
+    apply_function,
+    scatter,
+    scatter_along_axes,
+)
+from jax_scalify.rules.shared.along_axes import (
     Windows,
     comparable,
     gathered_scale,
@@ -26,27 +34,13 @@ from jax_scalify.rules.along_axes import (
     own_scales,
     scale_array,
     scale_of,
-    varying_axes,
-)
-from jax_scalify.rules.choosing import chosen_multiple
-from jax_scalify.rules.common import (
-    align,
-    align_constant,
-    bring_together,
-    constant_floor,
-    filled,
-    room,
-    same_dtype,
-    shared_scale,
     uniform_over,
+    varying_axes,
     windowed_axes,
 )
-from jax_scalify.rules.scattering import (
-    applies_function,
-    apply_function,
-    scatter,
-    scatter_along_axes,
-)
+from jax_scalify.rules.shared.joining import align, bring_together, same_dtype, shared_scale
+from jax_scalify.scales import algebra
+from jax_scalify.scales.algebra import ZERO, Scale
 
 
 def _sum_rule(negate_rhs: bool) -> Rule:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes
-from jax_scalify.algebra import Scale
-from jax_scalify.array import ScaledArray
-from jax_scalify.registry import RuleContext
-from jax_scalify.rules.common import filled
-from jax_scalify.scale_table import ScaleTable
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.interpreter.value import filled
+from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.table import ScaleTable
 
 # Multiples that are nearer than this have one scale.
 _SPREAD = 4
@@ -35,11 +35,7 @@ def chosen_multiple(
     kinds = {_kind(ctx, i, x) for i, x in enumerate(cases, start=1)}
     first = cases[0].scale
     multiples = [x.scale / first for x in cases]
-    chosen = all(a.choices for m in multiples for a, _ in m.factors)
-    if len(kinds) > 1 or not chosen:
-        return None
-    lowest, highest = zip(*(m.choice_range() for m in multiples), strict=True)
-    if max(highest) - min(lowest) <= _SPREAD:
+    if len(kinds) > 1 or not _are_far_apart(multiples):
         return None
     degree = _common_degree(multiples)
     bases = tuple(_root(m, degree) for m in multiples)
@@ -50,6 +46,14 @@ def chosen_multiple(
     if isinstance(kind, float):
         ctx.table.mantissas[id(data)] = (data, kind)
     return ScaledArray(data, first * atom**degree)
+
+
+def _are_far_apart(multiples: Sequence[Scale]) -> bool:
+    """Tell whether multiples are known, but for choices, and need scales of their own."""
+    if not all(atom.choices for m in multiples for atom, _ in m.factors):
+        return False
+    lowest, highest = zip(*(m.choice_range() for m in multiples), strict=True)
+    return max(highest) - min(lowest) > _SPREAD
 
 
 def _kind(ctx: RuleContext, index: int, x: ScaledArray) -> float | int:

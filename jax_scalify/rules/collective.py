@@ -10,13 +10,15 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify import algebra, dtypes
-from jax_scalify.algebra import Scale
-from jax_scalify.array import ScaledArray
-from jax_scalify.multiplying import multiply
-from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.along_axes import varying_axes
-from jax_scalify.rules.common import Terms, filled, finish, growth, uniform_over
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
+from jax_scalify.interpreter.value import filled
+from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes
+from jax_scalify.rules.shared.growth import Terms, finish, growth
+from jax_scalify.scales import algebra
+from jax_scalify.scales.algebra import Scale
 
 
 def _axis_names(params: dict[str, Any]) -> tuple[Any, ...]:

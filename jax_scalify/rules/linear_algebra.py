@@ -9,12 +9,15 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify import algebra, dtypes
-from jax_scalify.algebra import ONE
-from jax_scalify.array import ScaledArray
-from jax_scalify.multiplying import multiply
-from jax_scalify.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.rules.common import factors_in_range, filled, uniform_over
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.interpreter.value import filled
+from jax_scalify.rules.shared.along_axes import uniform_over
+from jax_scalify.rules.shared.products import factors_in_range
+from jax_scalify.scales import algebra
+from jax_scalify.scales.algebra import ONE
 
 
 def _matrix(ctx: RuleContext, index: int, x: ScaledArray) -> ScaledArray:

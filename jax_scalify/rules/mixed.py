@@ -6,45 +6,19 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify import dtypes
-from jax_scalify.algebra import ONE
-from jax_scalify.array import ScaledArray
-from jax_scalify.jaxprs import sub_jaxprs
-from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import filled
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.dequantising import dequantising_rule, evaluate_plain
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
+from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.scattering import scatter
-
-
-def _evaluate(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any], wide: bool) -> list:
-    plain = []
-    for x, aval in zip(args, ctx.in_avals, strict=True):
-        if dtypes.is_scalable(aval.dtype):
-            dtype = dtypes.compute_dtype(aval.dtype) if wide else aval.dtype
-            x = filled(dtypes.cast(ctx.dequantise(x, dtype), dtype), aval)
-        plain.append(x)
-    out = ctx.bind(*plain, **params)
-    out = out if ctx.primitive.multiple_results else [out]
-    return [
-        ScaledArray(dtypes.cast(o, aval.dtype), ONE) if dtypes.is_scalable(aval.dtype) else o
-        for o, aval in zip(out, ctx.out_avals, strict=True)
-    ]
-
-
-def dequantising_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
-    """`scale = 1`, on plain values: in at least float32, where the primitive takes it."""
-    if sub_jaxprs(params):  # which expects the dtypes that it was made for
-        return _evaluate(ctx, args, params, wide=False)
-    try:
-        return _evaluate(ctx, args, params, wide=True)
-    except TypeError:  # a parameter may fix a dtype as well
-        return _evaluate(ctx, args, params, wide=False)
 
 
 def own_dtype_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
     """`scale = 1`, on plain values of the operands' own dtype."""
     if ctx.primitive is lax.bitcast_convert_type_p and ctx.out_dtype == args[0].dtype:
         return [args[0]]  # as they were
-    return _evaluate(ctx, args, params, wide=False)
+    return evaluate_plain(ctx, args, params, wide=False)
 
 
 def _register(reason: str, *primitives: Any, **traits: Any) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes
-from jax_scalify.algebra import ONE, Scale
-from jax_scalify.array import ScaledArray
-from jax_scalify.deferred import (
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.deferred import (
     Deferred,
     defer,
     defer_constant,
@@ -19,10 +18,12 @@ from jax_scalify.deferred import (
     split_product,
     takes_deferred,
 )
-from jax_scalify.multiplying import moved, multiply
-from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import factors_in_range, filled
+from jax_scalify.interpreter.multiplying import moved, multiply
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
+from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.nonlinear import wide_rule
+from jax_scalify.rules.shared.products import factors_in_range
+from jax_scalify.scales.algebra import ONE, Scale
 
 # Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
 _LARGEST_POWER = 64

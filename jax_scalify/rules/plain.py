@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_scalify.registry import RuleContext, register_scale_rule
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 
 
 @register_scale_rule("and", "or", "not", "xor", elements="new", elementwise=True)

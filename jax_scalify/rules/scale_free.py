@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes
-from jax_scalify.algebra import ONE
-from jax_scalify.array import ScaledArray
-from jax_scalify.deferred import split, takes_deferred
-from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.along_axes import comparable
-from jax_scalify.rules.common import bring_together, same_dtype, shared_scale
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.deferred import split, takes_deferred
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
+from jax_scalify.rules.shared.along_axes import comparable
+from jax_scalify.rules.shared.joining import bring_together, same_dtype, shared_scale
+from jax_scalify.scales.algebra import ONE
 
 
 @register_scale_rule(lax.argmax_p, lax.argmin_p, elements="new")

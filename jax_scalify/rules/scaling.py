@@ -9,19 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import algebra, dtypes, pow2, primitives
-from jax_scalify import array as array_lib
-from jax_scalify.algebra import Scale
-from jax_scalify.array import ScaledArray
+from jax_scalify.arrays import scaled_array as array_lib
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.statistics import statistic
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.deferred import defer, split, takes_deferred
-from jax_scalify.delayed import NOTHING_SEEN, delayed_rescale_p
-from jax_scalify.multiplying import keep_infinity
-from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import filled, times, uniform_over
-from jax_scalify.rules.subtrace import takes_values
-from jax_scalify.statistics import statistic
-from jax_scalify.values import Facts, Value
+from jax_scalify.interpreter.deferred import defer, split, takes_deferred
+from jax_scalify.interpreter.multiplying import keep_infinity
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
+from jax_scalify.interpreter.value import Facts, Value, filled
+from jax_scalify.primitives import definitions as primitives
+from jax_scalify.rules.shared.along_axes import uniform_over
+from jax_scalify.rules.shared.products import times
+from jax_scalify.scales import algebra
+from jax_scalify.scales.algebra import Scale
 
 
 def _requested_scale(ctx: RuleContext, index: int) -> Scale:
@@ -161,7 +162,7 @@ def _of_examples(finite: jax.Array, examples: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(jnp.all(finite, rest), examples)
 
 
-@register_scale_rule(delayed_rescale_p, elements="rescaled")
+@register_scale_rule(primitives.delayed_rescale_p, elements="rescaled")
 @takes_values
 def delayed_rescale_rule(
     ctx: RuleContext, value: Value, history: Value, *, algorithm: str, top: int, batch_ndim: int
@@ -178,7 +179,7 @@ def delayed_rescale_rule(
     amax, finite = _amax_exponent(ctx, x, seen.shape[1:])
     expected = jnp.max(seen, 0) if algorithm == "max" else seen[0]
     scale = pow2.power(expected - top, ctx.table.dtype)
-    scale = jnp.where(expected == NOTHING_SEEN, jnp.zeros_like(scale), scale)
+    scale = jnp.where(expected == primitives.NOTHING_SEEN, jnp.zeros_like(scale), scale)
     entered = jnp.concatenate([amax[None], seen[:-1]])
     return [
         _at_scale(ctx, x, ctx.table.atom(scale)),
@@ -201,7 +202,7 @@ def _amax_exponent(
     else:
         array = jnp.asarray(x.scale.array, ctx.table.dtype)
         scale, nonzero = pow2.exponent(array), (power > 0) & (array > 0)
-    amax = jnp.where(nonzero, pow2.exponent(power) + scale, NOTHING_SEEN)
+    amax = jnp.where(nonzero, pow2.exponent(power) + scale, primitives.NOTHING_SEEN)
     axes = tuple(a for a in range(x.ndim) if shared[a])
     amax = jnp.max(amax, axes, keepdims=True)
     finite = jnp.all(jnp.isfinite(largest), axes, keepdims=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,19 +13,24 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
-from jax_scalify import _compat, algebra, dtypes, jaxprs
-from jax_scalify.algebra import Scale
-from jax_scalify.array import ScaledArray
-from jax_scalify.registry import RuleContext
-from jax_scalify.rules.along_axes import (
+from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes, jaxprs
+from jax_scalify.interpreter.constants import promote
+from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.interpreter.value import Value, filled
+from jax_scalify.rules.shared.along_axes import (
     Windows,
     own_scales,
     scale_array,
     scale_of,
+    uniform_over,
     varying_axes,
 )
-from jax_scalify.rules.common import align, filled, multiply, promote, uniform_over
-from jax_scalify.values import Value
+from jax_scalify.rules.shared.joining import align
+from jax_scalify.scales import algebra
+from jax_scalify.scales.algebra import Scale
 
 _SCATTERS = {
     lax.scatter_p: lax.scatter,
@@ -70,14 +75,7 @@ def scatter_along_axes(
     dims = params["dimension_numbers"]
     windows = Windows.scattered(dims, x.ndim, ctx.in_avals[2].shape)
     partial = windows.partial_axes(ctx.in_avals[0].shape)
-    axes = _axes_of_result(x, updates, windows, partial)
-    if not _is_worth_it(x, axes):
-        whole = [d for d, a in zip(windows.dims, windows.axes, strict=True) if a not in partial]
-        updates = uniform_over(updates, [d for d in range(rank) if d not in whole])
-        axes = _axes_of_result(x, updates, windows, partial)
-        if not _is_worth_it(x, axes):
-            updates = uniform_over(updates)
-            axes = varying_axes(x.scale)
+    updates, axes = _with_few_scales(x, updates, windows, partial)
     own = own_scales(ctx, {0: x, 2: updates})
     replaces = False
     if not partial & set(axes):
@@ -103,6 +101,21 @@ def scatter_along_axes(
         for i, a in ((0, x), (2, updates))
     ]
     return scatter(ctx, data[0], indices, data[1], params), scale
+
+
+def _with_few_scales(
+    x: ScaledArray, updates: ScaledArray, windows: Windows, partial: set[int]
+) -> tuple[ScaledArray, Sequence[int]]:
+    """The updates, and the axes along which the result has scales: not too many for its size."""
+    axes = _axes_of_result(x, updates, windows, partial)
+    if _is_worth_it(x, axes):
+        return updates, axes
+    whole = [d for d, a in zip(windows.dims, windows.axes, strict=True) if a not in partial]
+    updates = uniform_over(updates, [d for d in range(updates.ndim) if d not in whole])
+    axes = _axes_of_result(x, updates, windows, partial)
+    if _is_worth_it(x, axes):
+        return updates, axes
+    return uniform_over(updates), varying_axes(x.scale)
 
 
 def _wide(scale: Scale, rank: int) -> tuple[int, ...]:

@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import algebra, dtypes
-from jax_scalify.algebra import ONE, Scale
-from jax_scalify.array import ScaledArray
-from jax_scalify.deferred import can_defer, defer, split, takes_deferred, with_scale
-from jax_scalify.multiplying import moved
-from jax_scalify.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.rules.along_axes import comparable, scale_of
-from jax_scalify.rules.common import filled, room, same_dtype, uniform_over, windowed_axes
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.constants import room
+from jax_scalify.interpreter.deferred import can_defer, defer, split, takes_deferred, with_scale
+from jax_scalify.interpreter.multiplying import moved
+from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.interpreter.value import filled
+from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
+from jax_scalify.rules.shared.joining import same_dtype
+from jax_scalify.scales import algebra
+from jax_scalify.scales.algebra import ONE, Scale
 
 
 def structural_rule(

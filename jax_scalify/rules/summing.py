@@ -11,20 +11,15 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from jax_scalify import dtypes
-from jax_scalify.algebra import ONE, Scale
-from jax_scalify.array import ScaledArray
-from jax_scalify.deferred import split, split_product, takes_deferred
-from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import (
-    Terms,
-    factors_in_range,
-    filled,
-    finish,
-    growth,
-    uniform_over,
-    windowed_axes,
-)
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.deferred import split, split_product, takes_deferred
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
+from jax_scalify.interpreter.value import filled
+from jax_scalify.rules.shared.along_axes import uniform_over, windowed_axes
+from jax_scalify.rules.shared.growth import Terms, finish, growth
+from jax_scalify.rules.shared.products import factors_in_range
+from jax_scalify.scales.algebra import ONE, Scale
 
 
 @register_scale_rule(lax.reduce_sum_p, elements="summed", degree=1)

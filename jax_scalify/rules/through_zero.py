@@ -6,13 +6,13 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify import algebra
-from jax_scalify.algebra import ONE
-from jax_scalify.array import ScaledArray
-from jax_scalify.deferred import takes_deferred
-from jax_scalify.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.common import finish
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.interpreter.deferred import takes_deferred
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.nonlinear import evaluate_wide
+from jax_scalify.rules.shared.growth import finish
+from jax_scalify.scales import algebra
+from jax_scalify.scales.algebra import ONE
 
 
 @register_scale_rule(

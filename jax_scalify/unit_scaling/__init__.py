@@ -8,7 +8,7 @@ Sources: Blake et al., *Unit Scaling: Out-of-the-Box Low-Precision Training* (20
 
 from jax_scalify.unit_scaling import constraints, functional
 from jax_scalify.unit_scaling.automatic import unit_parameters, unit_scale
-from jax_scalify.unit_scaling.fp8 import fp8_matmul
+from jax_scalify.unit_scaling.fp8_scheme import fp8_matmul
 from jax_scalify.unit_scaling.residuals import fixed_tau, running_mean, umup_residuals
 from jax_scalify.unit_scaling.roles import Role, get_roles
 from jax_scalify.unit_scaling.scaling import scale_bwd, scale_fwd

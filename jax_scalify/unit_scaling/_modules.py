@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_scalify.unit_scaling import functional as F
-from jax_scalify.unit_scaling.fp8 import fp8_matmul
+from jax_scalify.unit_scaling.fp8_scheme import fp8_matmul
 from jax_scalify.unit_scaling.residuals import ResidualScheme
 from jax_scalify.unit_scaling.umup import UmupConfig
 

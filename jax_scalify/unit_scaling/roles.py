@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify.array import is_scaled
+from jax_scalify.arrays.scaled_array import is_scaled
 
 ROLES = ("weight", "output", "bias", "norm", "embedding")
 

@@ -1,4 +1,4 @@
-"""`benchmarks/cost.py`: what it counts, its models, a short run, and what its tables say."""
+"""`benchmarks/cost/steps.py`: what it counts, its models, a short run, and what its tables say."""
 
 import functools
 import json
@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cost, cost_page
-from benchmarks.cost_models import MODELS, VARIANTS, make_gpt, make_mlp, make_scanned_gpt
-from benchmarks.programs import count_hlo, count_stablehlo, scalar_arithmetic
+from benchmarks.cost import page as cost_page
+from benchmarks.cost import steps as cost
+from benchmarks.cost.models import MODELS, VARIANTS, make_gpt, make_mlp, make_scanned_gpt
+from benchmarks.cost.programs import count_hlo, count_stablehlo, scalar_arithmetic
 from examples.gpt.config import Config
 
 TINY = Config(layers=2, width=16, heads=2, context=8, batch=2)

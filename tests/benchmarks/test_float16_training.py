@@ -1,4 +1,4 @@
-"""One short run of `benchmarks/float16_training.py`, and what its table says."""
+"""One short run of `benchmarks/accuracy/float16_training.py`, and what its table says."""
 
 import functools
 import json
@@ -7,7 +7,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from benchmarks import float16_training, scale_models
+from benchmarks.accuracy import float16_training, scale_models
 
 
 def test_a_short_run_is_stored_and_compared(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""One short run of `benchmarks/fp8.py`, and what its table says."""
+"""One short run of `benchmarks/accuracy/fp8.py`, and what its table says."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from benchmarks import fp8
+from benchmarks.accuracy import fp8
 from examples.gpt import model
 
 

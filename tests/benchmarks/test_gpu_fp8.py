@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_fp8.py` with tiny sizes on the CPU: it loops, checks kernels and stores."""
+"""`benchmarks/cost/gpu_fp8.py` with tiny sizes on the CPU: it loops, checks kernels and stores."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("flax.linen")
 pytest.importorskip("rich")
 
-from benchmarks import gpu_fp8
+from benchmarks.cost import gpu_fp8
 
 NO_GPU = pytest.mark.skipif(
     gpu_fp8.has_fp8_units(jax.devices()[0]), reason="there is a GPU with FP8 units"

@@ -7,7 +7,7 @@ pytest.importorskip("PIL")
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 
-from benchmarks import numerics_page
+from benchmarks.accuracy import numerics_page
 from jax_scalify.numerics.measuring import measure
 from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row

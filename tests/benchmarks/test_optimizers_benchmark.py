@@ -1,4 +1,4 @@
-"""Short runs of `benchmarks/optimizers.py`, and what its tables say."""
+"""Short runs of `benchmarks/accuracy/optimizers.py`, and what its tables say."""
 
 import json
 import math
@@ -10,9 +10,9 @@ import optax
 import pytest
 from rich.console import Console
 
-from benchmarks import alternatives, optimizers
+from benchmarks.accuracy import alternatives, optimizers
+from benchmarks.accuracy.small_problems import PROBLEMS
 from benchmarks.cells import Cells, Store
-from benchmarks.small_problems import PROBLEMS
 
 
 def test_every_optimizer_of_optax_is_run_or_skipped_with_a_reason():

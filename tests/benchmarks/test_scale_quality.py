@@ -14,8 +14,8 @@ pytest.importorskip("optax")
 pytest.importorskip("matplotlib")
 
 import jax_scalify as jsa
-from benchmarks import scale_models, scale_quality
-from benchmarks.scale_quality import PLAIN, RESCALED, Cell
+from benchmarks.accuracy import scale_models, scale_quality
+from benchmarks.accuracy.scale_quality import PLAIN, RESCALED, Cell
 
 BATCH, CONTEXT, WIDTH, VOCABULARY = 2, 8, 16, 32
 

@@ -1,4 +1,4 @@
-"""Short runs of `benchmarks/soak.py` and of its situations, and what the tables say."""
+"""Short runs of `benchmarks/accuracy/soak.py` and of its situations, and what the tables say."""
 
 import json
 import math
@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 import jax_scalify as jsa
-from benchmarks import situations, soak
-from benchmarks.small_problems import PROBLEMS, TrainState, scaled_state
+from benchmarks.accuracy import situations, soak
+from benchmarks.accuracy.small_problems import PROBLEMS, TrainState, scaled_state
 
 
 def test_a_short_run_is_stored_compared_and_drawn(tmp_path, capsys, monkeypatch):

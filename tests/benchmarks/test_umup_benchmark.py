@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import figure4, umup, umup_models
+from benchmarks.transfer import figure4, umup
+from benchmarks.transfer import models as umup_models
 
 
 def printed(table, capsys):

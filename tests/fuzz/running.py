@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_scalify as jsa
-from jax_scalify.array import is_scaled
+from jax_scalify.arrays.scaled_array import is_scaled
 from tests.fuzz.noise import noisy_runs
 from tests.fuzz.programs import Discarded, Program, check_plain, load
 

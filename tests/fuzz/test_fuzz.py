@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jax_scalify import registry
-from jax_scalify.array import ScaledArray
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.interpreter import registry
 from tests.fuzz import __main__ as command
 from tests.fuzz.programs import DTYPES, WRAPPERS, Discarded, Input, Program, Statement, generate
 from tests.fuzz.running import check

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_scalify as jsa
 from jax_scalify.numerics import check_fp8
-from jax_scalify.numerics.fp8 import clean_name, match
+from jax_scalify.numerics.check_fp8 import match
 from jax_scalify.numerics.hlo import Program, Sizes, parse_program
+from jax_scalify.numerics.scopes import clean_name
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 MATMUL = (((1,), (0,)), ((), ()))

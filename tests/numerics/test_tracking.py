@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
+from jax_scalify.arrays.nnx_objects import pure_call
 from jax_scalify.numerics import device
 from jax_scalify.numerics.measuring import measure
-from jax_scalify.objects import pure_call
 
 STATISTICS = ["scale_exponent", "log2_rms", "zeros", "underflow", "overflow", "nonfinite"]
 DTYPES = [

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.optim.degrees import degrees_of_results
 from jax_scalify.optim.roles import Role, RoleFinder
-from jax_scalify.values import nonnegative_results
 
 optax = pytest.importorskip("optax")
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from jax_scalify import unit_scaling as us
-from jax_scalify.tracing import trace
+from jax_scalify.interpreter.tracing import trace
 from jax_scalify.unit_scaling.automatic import evaluation, planning, program
 from tests.helpers import compiled
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from jax_scalify.traits import traits_of
+from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value
 
 
@@ -56,10 +56,7 @@ class Group:
 
 def partition(scope: Scope, has_loss: bool) -> list[Group]:
     """Return the groups of a scope, in order; equations of known values belong to none."""
-    consumers: dict[Value, list[Op]] = {}
-    for op in scope.ops:
-        for value in op.inputs:
-            consumers.setdefault(value, []).append(op)
+    consumers = _consumers(scope.ops)
     unknown = [op for op in scope.ops if op.eqn.effects or not all(v.is_known for v in op.inputs)]
     leads = _leads_to_product(unknown, scope, consumers, has_loss)
     splits: dict[Op, tuple[Value, int]] = {}
@@ -67,20 +64,37 @@ def partition(scope: Scope, has_loss: bool) -> list[Group]:
     groups: list[Group] = []
     of: dict[Op, Group] = {}
     for op in reversed(unknown):
-        if op not in kinds and not any(v in scope.outputs for v in op.outputs):
-            users = {of[c] for v in op.outputs for c in consumers.get(v, ())}
-            if len(users) == 1 and (group := users.pop()).kind == "function":
-                group.ops.insert(0, op)
-                of[op] = group
-                continue
-        of[op] = group = Group(kinds.get(op, "function"), [op])
-        group.is_tail = has_loss and group.kind == "function" and op not in leads
-        if op in splits:
-            group.split, group.branch = splits[op]
-        groups.append(group)
+        is_root = op in kinds or any(v in scope.outputs for v in op.outputs)
+        group = None if is_root else _function_that_uses(op, consumers, of)
+        if group is None:
+            group = Group(kinds.get(op, "function"), [])
+            group.is_tail = has_loss and group.kind == "function" and op not in leads
+            if op in splits:
+                group.split, group.branch = splits[op]
+            groups.append(group)
+        group.ops.insert(0, op)
+        of[op] = group
     for group in groups:
         group.operands = _operands(group)
     return groups[::-1]
+
+
+def _consumers(ops: list[Op]) -> dict[Value, list[Op]]:
+    """The equations that use each value."""
+    consumers: dict[Value, list[Op]] = {}
+    for op in ops:
+        for value in op.inputs:
+            consumers.setdefault(value, []).append(op)
+    return consumers
+
+
+def _function_that_uses(
+    op: Op, consumers: Mapping[Value, list[Op]], of: Mapping[Op, Group]
+) -> Group | None:
+    """The function that is the only one to use the results of an equation, if there is one."""
+    users = {of[c] for v in op.outputs for c in consumers.get(v, ())}
+    group = users.pop() if len(users) == 1 else None
+    return group if group is not None and group.kind == "function" else None
 
 
 def _operands(group: Group) -> list[Value]:

@@ -66,26 +66,41 @@ def make_plan(scope: Scope, constraint: Constraint, residuals: bool = True) -> P
     final = _final(loss) if loss is not None else None
     groups = {s: partition(s, final is not None and final in s.outputs) for s in scopes}
     graph = graphs.build(scope, groups, results, _carries)
-    measuring = Measuring(scope)
-    terms: dict[tuple[Value, bool], float] = {}
-    factors: dict[Group, Factors] = {}
-    for each in scopes:
-        branches = each.repeats * sum(group.split is not None for group in groups[each])
-        for group in groups[each]:
-            count = len(group.operands)
-            cut = [graph.edge_of(group, slot).is_cut for slot in range(count)]
-            own = Factors(1.0, [1.0] * count, [1.0] * count, cut)
-            factors[group] = own
-            if group.kind == "sum":
-                _weigh(group, own, terms, constraint, branches if each.repeats > 1 else 0)
-            elif group.kind == "body":
-                _scale_body(group, own)
-            elif group.kind != "opaque":
-                _scale(group, own, measuring, constraint, final)
+    factors = _choose_factors(groups, graph, Measuring(scope), constraint, final)
     for group, own in factors.items():
         if group.split is not None and residuals and constraint is not None:
             _delay(group, own, graph, factors)
     return Plan(scope, groups, factors, loss)
+
+
+def _choose_factors(
+    groups: dict[Scope, list[Group]],
+    graph: graphs.Graph,
+    measuring: Measuring,
+    constraint: Constraint,
+    loss: Value | None,
+) -> dict[Group, Factors]:
+    """Factors of the operations of all scopes, with those of branches at the branches' ends."""
+    terms: dict[tuple[Value, bool], float] = {}
+    factors: dict[Group, Factors] = {}
+    for scope, members in groups.items():
+        branches = scope.repeats * sum(group.split is not None for group in members)
+        for group in members:
+            own = factors[group] = _ones(group, graph)
+            if group.kind == "sum":
+                _weigh(group, own, terms, constraint, branches if scope.repeats > 1 else 0)
+            elif group.kind == "body":
+                _scale_body(group, own)
+            elif group.kind != "opaque":
+                _scale(group, own, measuring, constraint, loss)
+    return factors
+
+
+def _ones(group: Group, graph: graphs.Graph) -> Factors:
+    """Factors that leave an operation as it is."""
+    count = len(group.operands)
+    cut = [graph.edge_of(group, slot).is_cut for slot in range(count)]
+    return Factors(1.0, [1.0] * count, [1.0] * count, cut)
 
 
 def _is_loss(value: Value) -> bool:
@@ -113,10 +128,7 @@ def _scale(
     group: Group, own: Factors, measuring: Measuring, constraint: Constraint, loss: Value | None
 ) -> None:
     try:
-        if group.kind == "function":
-            rms, grads = measuring.function(group)
-        else:
-            rms, grads = _of_product(group, measuring)
+        rms, grads = _measured(group, measuring)
     except Exception as error:  # anything at all can be an operation of a user's program
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         own.note = f"not measured: {reason}"
@@ -126,31 +138,51 @@ def _scale(
             stacklevel=2,
         )
         return
-    output, betas = _inverse(rms), [_inverse(g) for g in grads]
+    own.output, own.grads = _inverse(rms), [_inverse(g) for g in grads]
     is_loss = loss is not None and through_movement(loss).op in group.ops
     if is_loss:
-        # The edge at the end is a cut-edge: one factor for all gradients of the model.
-        largest = max(
-            range(len(betas)), key=lambda i: (group.operands[i].is_inexact, group.operands[i].size)
-        )
-        own.result_grad = betas[largest]
-        betas = [b / own.result_grad for b in betas]
-    bound = [i for i, v in enumerate(group.operands) if v.is_inexact and not own.is_cut[i]]
+        _move_to_result(group, own)
+    bound = _bound(group, own)
     # What the loss is made of stays as it is; and a single number has no distribution.
     if is_loss or group.is_tail or all(v.size == 1 for v in group.outputs):
+        own.output = 1.0
         if constraint is not None:
             for i in bound:
-                betas[i] = 1.0
-        output = 1.0
+                own.grads[i] = 1.0
     elif bound:
-        try:
-            output, *same = apply_constraint(constraint, output, *(betas[i] for i in bound))
-        except ValueError as error:
-            error.add_note(f"It was `{group.root.name}` at {_compat.layer_line(group.root.eqn)}.")
-            raise
-        for i, beta in zip(bound, same, strict=True):
-            betas[i] = beta
-    own.output, own.grads = output, betas
+        _constrain(group, own, bound, constraint)
+
+
+def _measured(group: Group, measuring: Measuring) -> tuple[float, list[float]]:
+    """The RMS of the result of an operation and those of its operands' gradients."""
+    if group.kind == "function":
+        return measuring.function(group)
+    return _of_product(group, measuring)
+
+
+def _move_to_result(group: Group, own: Factors) -> None:
+    """Take a factor out of all gradients of a loss: the edge at its end is a cut-edge."""
+    largest = max(
+        range(len(own.grads)), key=lambda i: (group.operands[i].is_inexact, group.operands[i].size)
+    )
+    own.result_grad = own.grads[largest]
+    own.grads = [beta / own.result_grad for beta in own.grads]
+
+
+def _bound(group: Group, own: Factors) -> list[int]:
+    """The operands whose gradients a constraint is on."""
+    return [i for i, v in enumerate(group.operands) if v.is_inexact and not own.is_cut[i]]
+
+
+def _constrain(group: Group, own: Factors, bound: list[int], constraint: Constraint) -> None:
+    """Make the factors of the result and of the `bound` gradients what a constraint says."""
+    try:
+        own.output, *same = apply_constraint(constraint, own.output, *(own.grads[i] for i in bound))
+    except ValueError as error:
+        error.add_note(f"It was `{group.root.name}` at {_compat.layer_line(group.root.eqn)}.")
+        raise
+    for i, beta in zip(bound, same, strict=True):
+        own.grads[i] = beta
 
 
 def _of_product(group: Group, measuring: Measuring) -> tuple[float, list[float]]:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify.array import is_scaled
-from jax_scalify.tracing import Traced, trace
+from jax_scalify.arrays.scaled_array import is_scaled
+from jax_scalify.interpreter.tracing import Traced, trace
 from jax_scalify.unit_scaling.automatic.evaluation import run
 from jax_scalify.unit_scaling.automatic.explanation import Explanation, explain
 from jax_scalify.unit_scaling.automatic.planning import Plan, make_plan

@@ -10,12 +10,7 @@ from jax_scalify.unit_scaling.functional.activations import (
 )
 from jax_scalify.unit_scaling.functional.attention import rope, scaled_dot_product_attention
 from jax_scalify.unit_scaling.functional.losses import cross_entropy, mse_loss
-from jax_scalify.unit_scaling.functional.normalization import (
-    dropout,
-    layer_norm,
-    rms_norm,
-    softmax,
-)
+from jax_scalify.unit_scaling.functional.normalization import dropout, layer_norm, rms_norm, softmax
 from jax_scalify.unit_scaling.functional.products import (
     conv,
     einsum,

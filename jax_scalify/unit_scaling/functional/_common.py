@@ -1,4 +1,4 @@
-"""What the functions share: operands at the door, and the form of an elementwise function."""
+"""What the functions share: checks of their arguments, and the form of an elementwise one."""
 
 from __future__ import annotations
 

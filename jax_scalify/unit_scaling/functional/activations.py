@@ -15,11 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify.unit_scaling.constraints import Constraint
-from jax_scalify.unit_scaling.factors import (
-    gaussian_rms,
-    gaussian_std,
-    logarithmic_interpolation,
-)
+from jax_scalify.unit_scaling.factors import gaussian_rms, gaussian_std, logarithmic_interpolation
 from jax_scalify.unit_scaling.functional._common import floating, positive, scaled
 
 _DEFAULT = "to_output_scale"

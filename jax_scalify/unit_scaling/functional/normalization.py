@@ -11,13 +11,7 @@ from jax import lax
 
 from jax_scalify.unit_scaling.constraints import Constraint
 from jax_scalify.unit_scaling.factors import softmax_stds
-from jax_scalify.unit_scaling.functional._common import (
-    axis_of,
-    floating,
-    inverse,
-    positive,
-    scaled,
-)
+from jax_scalify.unit_scaling.functional._common import axis_of, floating, inverse, positive, scaled
 from jax_scalify.unit_scaling.scaling import scale_bwd
 
 _DEFAULT = "to_output_scale"

@@ -1,0 +1,1 @@
+"""How well training in few bits goes."""

@@ -1,0 +1,337 @@
+"""What is lost in float16 and E5M2 by a plain training step, and by a scalified one?
+
+    python -m benchmarks.accuracy.numerics_page  # writes docs/numerics.md and two heat maps
+
+The GPT of the example is trained in float32, and with everything in float16 (`fp16-all`); then
+`jsa.numerics.report` looks at the next step of each. Tensors of the two are paired by pass, module,
+primitive, line of the model, shape, and order, where both have equally many of that kind; the page
+compares what the pairs lose, and names what is not better.
+"""
+
+import argparse
+import collections
+import dataclasses
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+from PIL import Image
+
+import jax_scalify as jsa
+from benchmarks.paths import ROOT
+from examples.gpt import data, step
+from examples.gpt.config import get_size
+from examples.gpt.presets import get_preset
+from jax_scalify.numerics import Report, Row
+from jax_scalify.numerics.heat_map import label
+
+FORMATS = ("float16", "float8_e5m2")
+PRESETS = {"fp32": "numerics-float32.png", "fp16-all": "numerics-scalified.png"}
+PHASES = ("forward", "backward", "input")  # an update is computed in float32 by both
+EXPONENTS = (-44, 15)
+SUMMARY, SUMMARY_EXPONENTS = "numerics-summary.png", (-40, 17)
+SHARE = 0.01  # what is lost below that is not spoken of
+SEED = 0
+
+INTRO = """\
+# Looking at the numbers
+
+`jsa.numerics.report` runs a function once and keeps, of every value that it computes, the scale,
+the range and a histogram of the exponents. It knows what a format would make of them:
+
+```python
+report = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(state, batch)
+print(report)  # the worst first
+print(report.underflowing("float16"))  # what float16 would make zero
+report.to_html("report.html")  # every value, to be sorted and searched
+jsa.numerics.plot_histogram(report, "report.png")
+```
+
+This page is written by `make numerics`: the GPT of the example (size `tiny`: 4 blocks of width 64),
+after {steps} training steps, on JAX {version}. The pictures show the tensors that both steps have;
+each row is one of them, from the first that is computed at the top. Where the colours lie on dark
+grey, float16 makes zeros of the numbers; in light grey it keeps some of their bits.
+
+## The plain step, in float32
+
+Would float16 do? The forward pass is at home in it. The backward pass and Adam's second moments
+(`nu`) are not.
+
+![Exponents of the plain float32 step]({plain})
+
+## The scalified step, in float16
+
+The same step through `scalify`, with weights, activations, gradients and moments in float16 and no
+loss scaling. A dot is the exponent of a tensor's scale; the colours are the data, what float16 has
+to hold.
+
+![Exponents of the scalified float16 step]({scalified})
+"""
+
+METHOD = """\
+## What would underflow, and what does
+
+A line stands for the tensors of one kind in all blocks (`*`), with the least and the largest share
+among them. "Plain" is the share of a float32 tensor's elements that the format would make zero.
+"Scalified" is the share of its partner's elements that are zero in the format, less those that are
+zero in the plain step; for float16, that the step really computes in, at least those that its own
+equation has flushed. A tensor is fixed if that is below {share:.0%}.
+
+What the optimizer computes on the way from gradients to new weights is left out: both steps compute
+it in float32. What it stores is in the tables.
+"""
+
+WITHOUT_PARTNER = """\
+{count} values of the plain step's forward and backward pass that would underflow have no partner:
+most are inside of functions with a rule of their own (LayerNorm, GELU, softmax, the loss), which
+the scalified step computes as a whole, with float32 inside, and the rest cannot be told from them.
+Of the {rest} values that only the scalified step has, the results of these rules among them, {bad}
+lose more than {share:.0%}. By the line of the model, the plain step's are:
+"""
+
+NOT_FIXED = """\
+`qkv/bias`, in the moments, and the `reduce_sum` of `Attention:43`, which is its gradient, is a bias
+of queries, keys and values. That of the keys adds the same number to all scores of a query, which
+softmax does not see: its gradient is zero in exact arithmetic, and rounding noise in any other. It
+is a third of the elements, the 33% of the tables, and it is this noise that is lost.
+
+The others in the table of E5M2 lose the tails of wide distributions. Of a step with FP8 matmuls,
+E5M2 has to hold the cotangents of linear layers only; that of the queries, keys and values is one
+of them (`Attention:43`, `concatenate`), those inside of attention are not.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A tensor of the plain step, and of the scalified one if it has it."""
+
+    plain: Row
+    scalified: Row | None
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Name, primitive and pass, the same for all blocks."""
+        *place, last = label(self.plain)
+        name = "/".join(place)
+        if self.plain.phase == "input":
+            name, last = f"{name}/{last}", ""
+        name = re.sub(r"(blocks/|block_)\d+", r"\1*", name)
+        return name, last, self.plain.phase
+
+    def lost(self, dtype: str) -> float:
+        """Return the share of the scalified tensor's elements that are lost."""
+        row = self.scalified
+        assert row is not None
+        zeros = (row.measure.zeros - self.plain.measure.zeros) / row.size
+        lost = max(zeros, 0) + row.shares(dtype)[0]
+        return max(lost, row.shares()[0]) if row.dtype == dtype else lost
+
+
+def look(preset_name: str, steps: int) -> Report:
+    """Train, and report on the next step."""
+    config, preset = get_size("tiny"), get_preset(preset_name)
+    corpus = data.load_corpus(None, context=config.context)
+
+    def batch(number: int):
+        return data.train_batch(
+            corpus, seed=SEED, step=number, batch=config.batch, context=config.context
+        )
+
+    state = step.init_state(config, preset, seed=SEED)
+    update = step.make_update(config, preset)
+    for number in range(1, steps + 1):
+        state, _ = update(state, batch(number))
+    return jsa.numerics.report(update, formats=FORMATS)(state, batch(steps + 1))
+
+
+def pair(plain: Report, scalified: Report) -> tuple[list[Pair], list[Row]]:
+    """Pair the tensors of two reports; return the pairs, and what of the second one is left."""
+    pairs, known = [], _by_kind(scalified)
+    for kind, rows in _by_kind(plain).items():
+        # Where one has more, they are inside of a function that the other computes as a whole.
+        partners = known.pop(kind) if len(known.get(kind, ())) == len(rows) else [None] * len(rows)
+        pairs += map(Pair, rows, partners)
+    order = {id(row): i for i, row in enumerate(plain)}
+    pairs.sort(key=lambda p: order[id(p.plain)])
+    return pairs, [row for rows in known.values() for row in rows]
+
+
+def _by_kind(report: Report) -> dict[tuple, list[Row]]:
+    kinds: dict[tuple, list[Row]] = {}
+    for row in report:
+        if row.size > 1 and row.phase in PHASES:
+            line = row.line.rpartition("/")[2]
+            # The casts of one step are not those of the other.
+            cast = id(row) if row.primitive == "convert_element_type" else None
+            key = (row.phase, row.name, line, row.primitive, row.shape, cast)
+            kinds.setdefault(key, []).append(row)
+    return kinds
+
+
+def table(pairs: Iterable[Pair], dtype: str) -> str:
+    """Return a table of pairs, those of one kind in a line, the worst first."""
+    kinds: dict[tuple, list[Pair]] = {}
+    for found in pairs:
+        kinds.setdefault(found.kind, []).append(found)
+    lines = []
+    for (name, primitive, phase), members in kinds.items():
+        before = [p.plain.shares(dtype)[0] for p in members]
+        after = [p.lost(dtype) for p in members]
+        phase = "state" if phase == "input" else phase
+        cells = (f"`{name}`", primitive or "-", phase, str(len(members)))
+        lines.append((-max(before), (*cells, _range(before), _range(after))))
+    header = ("tensor", "primitive", "pass", "tensors", "plain", "scalified")
+    rows = [header, ("---",) * 3 + ("---:",) * 3, *(cells for _, cells in sorted(lines))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def by_line(rows: Sequence[Row]) -> str:
+    """Return a list of rows, a line for each line of the model."""
+    lines: dict[str, collections.Counter] = {}
+    for row in rows:
+        place = re.sub(r".*/", "", row.line) or "functions of JAX and of `jsa.nn`"
+        lines.setdefault(place, collections.Counter())[row.primitive] += 1
+    texts = []
+    for place, counts in sorted(lines.items()):
+        kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        texts.append(f"- {place}: {kinds}\n")
+    return "".join(texts)
+
+
+def _range(shares: Sequence[float]) -> str:
+    low, high = (_percent(f(shares)) for f in (min, max))
+    return low if low == high else f"{low} - {high}"
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"
+
+
+def page(reports: dict[str, Report], steps: int) -> str:
+    """Return the page as Markdown."""
+    plain, scalified = reports["fp32"], reports["fp16-all"]
+    pairs, rest = pair(plain, scalified)
+    parts = [
+        INTRO.format(
+            steps=steps,
+            version=jax.__version__,
+            plain=PRESETS["fp32"],
+            scalified=PRESETS["fp16-all"],
+        ),
+        METHOD.format(share=SHARE),
+    ]
+    for dtype in FORMATS:
+        under = [p for p in pairs if p.plain.shares(dtype)[0] > SHARE]
+        both = [p for p in under if p.scalified is not None]
+        fixed = [p for p in both if p.lost(dtype) <= SHARE]
+        bad = [p for p in both if p.lost(dtype) > SHARE]
+        alone = [p.plain for p in under if p.scalified is None]
+        lossy = [row for row in rest if max(row.shares(dtype)[0], row.shares()[0]) > SHARE]
+        parts.append(
+            f"### {dtype}\n\n{len(under)} of {len(pairs)} tensors of the plain step would lose "
+            f"more than {SHARE:.0%} to zero.\n{len(both)} of them have a partner: {len(fixed)} are "
+            f"fixed, {len(bad)} are not.\n"
+        )
+        if bad:
+            parts += ["**Not fixed:**\n", table(bad, dtype)]
+        if fixed:
+            parts += ["**Fixed:**\n", table(fixed, dtype)]
+        if alone:
+            counts = dict(count=len(alone), rest=len(rest), bad=len(lossy), share=SHARE)
+            parts += [WITHOUT_PARTNER.format(**counts), by_line(alone)]
+            parts += ["These lose it:\n", by_line(lossy)] if lossy else []
+    parts += ["### What is not fixed, and why\n", NOT_FIXED]
+    return "\n".join(parts)
+
+
+def draw(reports: dict[str, Report], directory: Path) -> None:
+    """Draw the tensors that both reports have."""
+    pairs, _ = pair(reports["fp32"], reports["fp16-all"])
+    both = [p for p in pairs if p.scalified is not None]
+    titles = {
+        "fp32": "The plain training step in float32: would float16 hold its numbers?",
+        "fp16-all": "The scalified training step in float16: the data, and the scales as dots",
+    }
+    for preset, name in PRESETS.items():
+        rows = tuple(p.plain if preset == "fp32" else p.scalified for p in both)
+        shown = Report(rows, FORMATS)
+        jsa.numerics.plot_histogram(
+            shown, directory / name, exponents=EXPONENTS, title=titles[preset]
+        )
+        picture = Image.open(directory / name).convert("RGB")
+        picture = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        picture.save(directory / name, optimize=True)
+
+
+def draw_summary(reports: dict[str, Report], path: Path) -> None:
+    """Draw how the exponents of gradients and of second moments lie, without and with scales."""
+    from matplotlib.figure import Figure
+
+    pairs, _ = pair(reports["fp32"], reports["fp16-all"])
+    kinds = {
+        "gradients": lambda row: row.phase == "backward",
+        "Adam's second moments": lambda row: row.phase == "input" and ".nu" in row.name,
+    }
+    exponents = range(*SUMMARY_EXPONENTS)
+    figure = Figure(figsize=(10, 2.9), layout="constrained")
+    for ax, (kind, belongs) in zip(figure.subplots(1, 2, sharex=True), kinds.items(), strict=True):
+        both = [p for p in pairs if p.scalified is not None and belongs(p.plain)]
+        curves = {
+            "plain step, in float32": ("#8c8c8c", [p.plain for p in both]),
+            "scalified step: data in float16": ("#0072B2", [p.scalified for p in both]),
+        }
+        for title, (colour, rows) in curves.items():
+            shares = _mean_shares(rows, exponents)
+            ax.fill_between(exponents, shares, step="mid", color=colour, alpha=0.6, label=title)
+        top = 1.12 * ax.get_ylim()[1]
+        ax.set_ylim(0, top)
+        for low, high, alpha, text in (
+            (exponents[0], -24, 0.16, "zero in float16"),
+            (-24, -14, 0.07, "fewer bits"),
+        ):
+            ax.axvspan(low, high, color="#d55e00", alpha=alpha, lw=0)
+            ax.text((low + high) / 2, top * 0.98, text, ha="center", va="top", color="#a04000")
+        ax.set_title(kind, fontsize=11)
+        ax.set_xlim(exponents[0], exponents[-1])
+        ticks = range(-40, 17, 8)
+        ax.set_xticks(ticks, [f"$2^{{{e}}}$" for e in ticks])
+        ax.set_yticks([])
+        ax.spines[["top", "right", "left"]].set_visible(False)
+    figure.axes[0].set_ylabel("share of the elements")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _mean_shares(rows: Sequence[Row], exponents: range) -> list[float]:
+    """Share of the elements that have an exponent, the mean of all tensors."""
+    return [
+        statistics.fmean(row.measure.histogram.get(e, 0) / row.size for row in rows)
+        for e in exponents
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the reports, write the page and draw the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--steps", type=int, default=50, help="training steps (default: %(default)s)")
+    add("--out", type=Path, default=ROOT / "docs", help="(default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps must be positive, got {options.steps}")
+    reports = {}
+    for preset in PRESETS:
+        reports[preset] = look(preset, options.steps)
+        print(f"{preset}: {reports[preset].summary}", flush=True)
+    draw(reports, options.out)
+    draw_summary(reports, options.out / SUMMARY)
+    (options.out / "numerics.md").write_text(page(reports, options.steps))
+
+
+if __name__ == "__main__":
+    main()

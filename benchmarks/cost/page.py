@@ -1,0 +1,207 @@
+"""Tables of `benchmarks/cost/steps.py`: ratios, targets, times and sizes; `docs/cost.md`."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+Results = dict[str, dict[str, dict]]  # by model, then by variant
+
+OLD_JAX = "0.10."
+OLD_FACTOR = 1.5  # its targets for what the compiler does
+MLPS = ("mlp-784-512-512-10", "mlp-8x512", "mlp-8x64")
+DEEP = ("gpt-12x128", "gpt-12x512", "gpt-12x128-scanned")
+NAMES = {
+    "first_call": "trace + lower + compile",
+    "hlo": "HLO instructions",
+    "fusions": "fusions",
+    "step": "step",
+    "temporary": "temporary memory",
+}
+
+INTRO = """\
+# What it costs
+
+This page is written by `make bench-cost`. Each model is trained in float32 by three steps:
+
+- `plain`: the step itself;
+- `dynamic`: the step through `scalify`, all scales arrays;
+- `frozen`: the same with static scales, `jsa.freeze_scales(state)` of a state that was trained for
+  two steps; the step ends in `jsa.match_scales(new_state, state)`.
+
+MLPs (their sizes are their names; batch 128) and the ResNet are trained with SGD, the GPTs (layers
+x width, unrolled or one `lax.scan`) with AdamW and clipping. Ratios are those of medians. Tracing,
+lowering and compiling were measured in processes of their own without a cache, in seconds of
+processor time; steps were timed in turn in one process, on two CPU cores.
+`benchmarks/cost/steps.py` says more.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A limit for the ratio to the plain step.
+
+    Attributes:
+        variant: `dynamic` or `frozen`.
+        column: what is compared.
+        limit: the largest ratio on the newest JAX.
+        models: for which models; for all if there are none.
+    """
+
+    variant: str
+    column: str
+    limit: float
+    models: tuple[str, ...] = ()
+
+    def limit_on(self, version: str) -> float:
+        """Return the limit on a version of JAX: the old compiler may do worse."""
+        is_old = version.startswith(OLD_JAX) and self.column in ("hlo", "first_call")
+        return self.limit * (OLD_FACTOR if is_old else 1)
+
+
+TARGETS = (
+    Target("dynamic", "hlo", 2.0, MLPS),
+    Target("dynamic", "first_call", 1.4, MLPS),
+    Target("dynamic", "step", 1.02, MLPS[:2]),
+    Target("dynamic", "step", 1.10, MLPS[2:]),
+    Target("dynamic", "hlo", 2.2, DEEP),
+    Target("dynamic", "first_call", 1.5, DEEP),
+    Target("dynamic", "step", 1.03, DEEP),
+    Target("dynamic", "temporary", 1.03, DEEP),
+    Target("frozen", "hlo", 1.25),
+    Target("frozen", "fusions", 1.25),
+    Target("frozen", "first_call", 1.25),
+    Target("frozen", "step", 1.01),
+)
+GROWTH = 1.1  # of the instructions a layer, from 4 layers to 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A table as text."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def for_terminal(self) -> Table:
+        """Return the table as `rich` prints it."""
+        table = Table(title=self.title, box=box.SIMPLE)
+        for i, name in enumerate(self.header):
+            table.add_column(name, justify="left" if i < 2 else "right", no_wrap=i < 2)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def for_page(self) -> str:
+        """Return the table in Markdown."""
+        rule = ("---", "---", *["---:"] * (len(self.header) - 2))
+        lines = (f"| {' | '.join(row)} |\n" for row in (self.header, rule, *self.rows))
+        return f"\n### {self.title}\n\n" + "".join(lines)
+
+
+def value(row: dict, column: str) -> float:
+    """Return a number, of a time the median."""
+    return row[column][1] if isinstance(row[column], list) else row[column]
+
+
+def ratio(variants: dict[str, dict], variant: str, column: str) -> float:
+    """Return how often the plain step's value a variant takes."""
+    plain = value(variants["plain"], column)
+    return value(variants[variant], column) / plain if plain else 1.0
+
+
+def make_tables(version: str, results: Results) -> list[Rows]:
+    """Return all tables of one version of JAX."""
+    makers = (ratio_rows, time_rows, size_rows, target_rows)
+    return [make(f"JAX {version}: ", results, version) for make in makers]
+
+
+def _every(results: Results) -> list[tuple[str, str, dict[str, dict]]]:
+    return [(model, variant, of) for model, of in results.items() for variant in of]
+
+
+def ratio_rows(title: str, results: Results, version: str) -> Rows:
+    """What people ask first: everything as a ratio to plain."""
+    rows = [
+        (model, variant, *(f"{ratio(of, variant, column):.2f}×" for column in NAMES))
+        for model, variant, of in _every(results)
+        if variant != "plain"
+    ]
+    return Rows(title + "ratios to the plain step", ("model", "variant", *NAMES.values()), rows)
+
+
+def time_rows(title: str, results: Results, version: str) -> Rows:
+    """Seconds, with quartiles."""
+
+    def shown(quartiles: list[float], unit: float) -> str:
+        first, median, third = (unit * q for q in quartiles)
+        return f"{median:.3g} ({first:.3g}–{third:.3g})"
+
+    columns = ("trace", "lower", "compile")
+    rows = [
+        (
+            model,
+            variant,
+            *(shown(of[variant][column], 1) for column in columns),
+            shown(of[variant]["step"], 1e3),
+        )
+        for model, variant, of in _every(results)
+    ]
+    header = ("model", "variant", *(f"{column}, s" for column in columns), "step, ms")
+    return Rows(title + "median times (quartiles)", header, rows)
+
+
+def size_rows(title: str, results: Results, version: str) -> Rows:
+    """Instructions and bytes."""
+    counts = ("stablehlo", "scalars", "hlo", "fusions")
+    sizes = ("temporary", "arguments")
+    rows = [
+        (
+            model,
+            variant,
+            *(f"{of[variant][column]:,}" for column in counts),
+            *(f"{of[variant][column] / 1e6:,.2f}" for column in sizes),
+        )
+        for model, variant, of in _every(results)
+    ]
+    header = ("model", "variant", "StableHLO", "of them scalar", "HLO", "fusions")
+    header += ("temporary, MB", "arguments + outputs, MB")
+    return Rows(title + "sizes of the programs", header, rows)
+
+
+def target_rows(title: str, results: Results, version: str) -> Rows:
+    """Every target, met or not."""
+    rows = []
+
+    def add(model: str, variant: str, name: str, got: float, limit: float) -> None:
+        verdict = "pass" if got <= limit else "FAIL"
+        rows.append((model, variant, name, f"{got:.3f}", f"{limit:.3g}", verdict))
+
+    for target in TARGETS:
+        for model in target.models or results:
+            if target.variant in results.get(model, {}):
+                got = ratio(results[model], target.variant, target.column)
+                limit = target.limit_on(version)
+                add(model, target.variant, NAMES[target.column], got, limit)
+    for width in (128, 512):
+        few, many = (results.get(f"gpt-{layers}x{width}", {}) for layers in (4, 12))
+        for variant in (v for v in few if v in many and v != "plain"):
+            got = (many[variant]["hlo"] / 12) / (few[variant]["hlo"] / 4)
+            add(f"gpt-12x{width}", variant, "HLO a layer, to 4 layers", got, GROWTH)
+    return Rows(title + "targets", ("model", "variant", "what", "ratio", "target", ""), rows)
+
+
+def write_page(path: Path, results: Path) -> None:
+    """Write the page from all results of a directory, the newest JAX first."""
+    parts = [INTRO]
+    for file in sorted(results.glob("cost-jax*.json"), reverse=True):
+        version = file.stem.removeprefix("cost-jax")
+        cells = json.loads(file.read_text())
+        parts.append(f"\n## JAX {version}\n")
+        tables = make_tables(version, {key: cell["result"] for key, cell in cells.items()})
+        parts.extend(table.for_page() for table in tables)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(parts))

@@ -1,0 +1,1 @@
+"""Which primitives `scalify` handles rightly."""

@@ -1,0 +1,1 @@
+"""Do learning rates transfer under u-µP?"""

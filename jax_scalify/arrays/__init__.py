@@ -1,0 +1,1 @@
+"""`ScaledArray`, and what trees of them become."""

@@ -1,0 +1,278 @@
+"""Conversions between trees of arrays and trees of scaled arrays."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+
+from jax_scalify import _compat
+from jax_scalify.arrays.nnx_objects import map_states
+from jax_scalify.arrays.scaled_array import (
+    ScaledArray,
+    align_scale,
+    check_scale,
+    check_scale_dtype,
+    check_scaled,
+    is_scaled,
+    rescale_data,
+)
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.statistics import statistic
+
+
+def _own_axes(axis: Any) -> tuple[int, ...]:
+    """The axes that `axis` names."""
+    if axis is None:
+        return ()
+    try:
+        return tuple(map(operator.index, axis if isinstance(axis, Iterable) else [axis]))
+    except TypeError:
+        raise TypeError(f"`axis` must be an int or a sequence of ints, got {axis!r}.") from None
+
+
+def _keepdims_axes(own: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """The axes that share a scale, given those that have their own."""
+    own = tuple(a % ndim for a in own if -ndim <= a < ndim)
+    return tuple(a for a in range(ndim) if a not in own)
+
+
+def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = None) -> ScaledArray:
+    """Make a `ScaledArray` of the value `data * scale`.
+
+    Args:
+        data: array-like of a floating dtype.
+        scale: not negative and finite. One that is not a power of two is rounded down and the
+            data takes the rest. A Python float makes a static scale, an array a dynamic one.
+        dtype: dtype of the data; by default, its own.
+        scale_dtype: dtype of a dynamic scale; by default float32.
+
+    Raises:
+        TypeError: if `data` or `dtype` is not floating point, or `scale_dtype` too narrow.
+        ValueError: if `scale` is negative, nan, infinite, of a shape that does not fit, or 0
+            where the data is not zero.
+
+    Example:
+        >>> print(scaled_array(jnp.ones(2), 6.0).to_array())
+        [6. 6.]
+    """
+    data = jnp.asarray(data, None if dtype is None else dtypes.as_floating(dtype, "dtype"))
+    if not dtypes.is_scalable(data.dtype):
+        raise TypeError(f"`data` must have a floating dtype, got {data.dtype}.")
+    check_scale(scale, data)
+    static = type(scale) in (float, int)
+    if static:
+        limit = pow2.MAX_EXPONENT
+        exponent = max(-limit, min(limit, pow2.floor_exponent(scale)))
+        power = 0.0 if scale == 0 else math.ldexp(1.0, exponent)
+        with np.errstate(over="ignore"):  # the value is infinite then
+            compute = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
+            rest = np.asarray(scale / power if power else 1.0, compute)
+        data = data if rest == 1 else rescale_data(data, jnp.asarray(rest))
+        return ScaledArray(data, power)
+    scale_dtype = check_scale_dtype(scale_dtype)
+    power = _power_of(scale, scale_dtype)
+    if _compat.is_traced(scale):
+        wide = scale.astype(jnp.promote_types(scale.dtype, scale_dtype))
+        rest = jnp.where(power == 0, 1, wide / power.astype(wide.dtype))
+    else:
+        powers = pow2.round_down_number(scale)
+        with np.errstate(over="ignore"):  # the value is infinite then
+            rest = np.asarray(scale, np.float64) / np.where(powers == 0, 1, powers)
+            rest = np.where(powers == 0, 1, rest)
+            compute = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
+            rest = jnp.asarray(rest.astype(compute))
+    return ScaledArray(rescale_data(data, align_scale(rest, data.ndim)), power)
+
+
+def _power_of(scale: Any, dtype: Any) -> jax.Array:
+    """Round a scale that somebody gave down to a power of two within the range of scales."""
+    if not _compat.is_traced(scale):
+        return jnp.array(pow2.round_down_number(scale).astype(dtype))
+    wide = scale if jnp.issubdtype(scale.dtype, jnp.floating) else scale.astype(dtype)
+    return pow2.round_down(wide, dtype)
+
+
+def _choose_scale(data: jax.Array, scale: Any, scale_dtype: Any, axis: Any) -> jax.Array:
+    """The power of two (or 0) by which `as_scaled_array` divides a leaf."""
+    if scale is not None and not isinstance(scale, str):
+        check_scale(scale, data)
+        return _power_of(scale, scale_dtype)
+    axes = _keepdims_axes(axis, data.ndim)
+    per_axis = len(axes) < data.ndim
+    if scale is not None:
+        largest = statistic(data, scale, axes if per_axis else None)
+        power = pow2.round_down(largest, scale_dtype)
+        return jnp.where(jnp.isfinite(largest), power, jnp.ones_like(power))
+    is_zero = not _compat.is_traced(data) and not np.any(np.asarray(data))
+    shape = tuple(1 if a in axes else d for a, d in enumerate(data.shape)) if per_axis else ()
+    return jnp.full(shape, 0.0 if is_zero else 1.0, scale_dtype)
+
+
+def _convert(leaf: Any, path: tuple, scale: Any, dtype: Any, scale_dtype: Any, axis: Any) -> Any:
+    if is_scaled(leaf):
+        return leaf if dtype is None else leaf.astype(dtype)
+    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "OUS":
+        raise TypeError(
+            f"`tree{tree_util.keystr(path)}` is an array of dtype {leaf.dtype}: only numbers have "
+            "scales. Remove it from the tree or convert it to a numeric dtype."
+        )
+    kind = dtypes.leaf_dtype(leaf)
+    if kind is None or not dtypes.is_scalable(kind):
+        return leaf
+    data = jnp.asarray(leaf)
+    power = _choose_scale(data, scale, scale_dtype, axis)
+    compute = dtypes.compute_dtype(data.dtype)
+    ratio = jnp.where(power == 0, 1, 1 / power).astype(dtypes.real_dtype(compute))
+    wide = dtypes.times(data.astype(compute), align_scale(ratio, data.ndim))
+    return ScaledArray(dtypes.cast(wide, dtype or data.dtype), power)
+
+
+def as_scaled_array(
+    tree: Any,
+    scale: Any | Literal["rms", "max"] | None = None,
+    *,
+    dtype: Any = None,
+    scale_dtype: Any = None,
+    axis: int | Sequence[int] | None = None,
+) -> Any:
+    """Turn every floating-point leaf of a tree into a `ScaledArray` of the same value.
+
+    Integers, bools, PRNG keys, `None`, callables, strings and other non-arrays pass through; a
+    leaf that is a `ScaledArray` already keeps its scale. Every leaf gets a scale buffer of its
+    own, so that a state can be donated. Of an NNX object it makes a new one, in which variables
+    that are shared stay shared.
+
+    Args:
+        tree: any pytree: a Flax `TrainState`, NNX state, optax state, Equinox module, array...
+        scale: `None` for 1 (a concrete all-zero leaf gets 0, "any scale will do"); a number or
+            array, rounded down to a power of two; or `"rms"` or `"max"`, taken from each leaf.
+        dtype: dtype of the data, to which it is rounded *after* the division by the scale; by
+            default each leaf's own.
+        scale_dtype: dtype of the scales, float32 by default.
+        axis: axis or axes along which every index has a scale of its own, of shape `(..., n, ...)`
+            with 1 for the other axes. A leaf without that axis has one scale.
+
+    Returns:
+        The tree with `ScaledArray` leaves whose scales are dynamic.
+
+    Raises:
+        TypeError: for an array of objects or strings, naming the leaf; for a `dtype` that is not
+            floating point; for a `scale_dtype` that cannot hold the exponents of float32; for an
+            `axis` that is no int.
+        ValueError: for a `scale` that is negative, nan, infinite, of a shape that does not fit,
+            or 0 where the leaf is not zero; for an unknown statistic.
+
+    Example:
+        >>> w = as_scaled_array({"w": jnp.full((2, 2), 0.03)}, scale="rms", dtype=jnp.float16)
+        >>> print(w["w"].scale, w["w"].dtype)
+        0.015625 float16
+    """
+    if isinstance(scale, str) and scale not in ("rms", "max"):
+        raise ValueError(
+            f'`scale` must be None, a number, an array, "rms" or "max", got {scale!r}.'
+        )
+    if dtype is not None:
+        dtype = dtypes.as_floating(dtype, "dtype")
+    scale_dtype = check_scale_dtype(scale_dtype)
+    check_scaled(tree)
+    convert = functools.partial(
+        _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=_own_axes(axis)
+    )
+
+    return _map_leaves(convert, tree)
+
+
+def _map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
+    """Convert each leaf, given with its path."""
+
+    def of_pytree(tree: Any) -> Any:
+        return tree_util.tree_map_with_path(
+            lambda path, leaf: convert(leaf, path), tree, is_leaf=is_scaled
+        )
+
+    return map_states(of_pytree, tree)
+
+
+def asarray(tree: Any, dtype: Any = None) -> Any:
+    """Turn every `ScaledArray` of a tree back into a plain array `data * scale`.
+
+    Args:
+        tree: any pytree; plain leaves pass through unchanged unless `dtype` is given, then
+            floating-point ones are cast.
+        dtype: dtype of the values. `jnp.float32` is what evaluation wants: a value outside the
+            range of float16 data is still inside that of `data * scale`. Default: the data's.
+
+    Example:
+        >>> x = ScaledArray(jnp.array([40000.0], jnp.float16), jnp.float32(2.0**-25))
+        >>> print(asarray(x, jnp.float32))
+        [0.00119209]
+    """
+    check_scaled(tree, any_scale=True)
+
+    def convert(leaf: Any, path: tuple) -> Any:
+        if is_scaled(leaf):
+            return leaf.to_array(dtype)
+        kind = dtypes.leaf_dtype(leaf)
+        if dtype is None or kind is None or not dtypes.is_scalable(kind):
+            return leaf
+        return dtypes.cast(jnp.asarray(leaf), dtype)
+
+    return _map_leaves(convert, tree)
+
+
+def freeze_scales(tree: Any) -> Any:
+    """Make every scalar scale of concrete state static: a Python float in the tree's structure.
+
+    A step that is traced with static scales has no scale arithmetic left for them. Scales that
+    are not scalar stay dynamic. A leaf of scale 0 has none to keep: it takes that of its first
+    value, so freeze a state of zeros after its first steps, or the step compiles once more. The
+    arrays of data are those of `tree`, not copies.
+
+    Raises:
+        TypeError: for a scale that is traced or packed for storage.
+        ValueError: for a scale that is no power of two or does not fit its data.
+
+    Example:
+        >>> state = jsa.as_scaled_array({"w": jnp.ones(2)}, scale=4.0)
+        >>> print(jsa.freeze_scales(state)["w"].scale)
+        4.0
+    """
+    check_scaled(tree)
+
+    def freeze(leaf: Any, path: tuple) -> Any:
+        if not is_scaled(leaf) or leaf.is_static or np.ndim(leaf.scale):
+            return leaf
+        if _compat.is_traced(leaf.scale):
+            raise TypeError(
+                f"`tree{tree_util.keystr(path)}.scale` must be concrete: what is traced has no "
+                "value yet. Call `freeze_scales` outside of `jit`, on the state between two steps."
+            )
+        return ScaledArray(leaf.data, float(leaf.scale))
+
+    return _map_leaves(freeze, tree)
+
+
+def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:
+    """Make every static scale dynamic again: an array, a leaf of the tree.
+
+    Example:
+        >>> state = jsa.freeze_scales(jsa.as_scaled_array({"w": jnp.ones(2)}, scale=4.0))
+        >>> jsa.thaw_scales(state)["w"].scale
+        Array(4., dtype=float32)
+    """
+    check_scaled(tree)
+
+    def thaw(leaf: Any, path: tuple) -> Any:
+        if is_scaled(leaf) and leaf.is_static:
+            return ScaledArray(leaf.data, jnp.array(leaf.scale, scale_dtype or jnp.float32))
+        return leaf
+
+    return _map_leaves(thaw, tree)

@@ -1,0 +1,162 @@
+"""Flax NNX objects among the arguments of a function: what it writes into them comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_scalify.arrays.scaled_array import is_scaled
+
+
+def _stops(nnx: Any) -> Callable[[Any], bool]:
+    """The nodes at which to look for objects; a state is an ordinary tree.
+
+    A `ScaledArray` is a leaf: inside of a function an array stands in its place.
+    """
+    return lambda x: is_scaled(x) or isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
+
+
+def _is_object(x: Any, nnx: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["structure", "number"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    """Stands for an object in a pytree: one of a list, by its number, or a new one."""
+
+    state: Any = None
+    structure: Any = None
+    number: int | None = None
+
+
+def _is_placeholder(x: Any) -> bool:
+    return isinstance(x, _Object)
+
+
+def _find(tree: Any) -> tuple[Any, Any, list[Any], list[int]]:
+    """Flax NNX, the structure of a tree around objects, its leaves, and which of them are objects.
+
+    Where NNX is not imported, there are none.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None, None, [], []
+    leaves, outer = jax.tree.flatten(tree, is_leaf=_stops(nnx))
+    return nnx, outer, leaves, [i for i, x in enumerate(leaves) if _is_object(x, nnx)]
+
+
+def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function of pytrees to a tree that may hold NNX objects, of which it makes new ones.
+
+    A variable that is shared stays shared: flattened as pytrees, it would become two.
+    """
+    nnx, outer, leaves, where = _find(tree)
+    if not where:
+        return convert(tree)
+    structure, states = nnx.split(tuple(leaves[i] for i in where))
+    for number, i in enumerate(where):
+        leaves[i] = _Object(states.get(number, {}), number=number)
+    converted = convert(outer.unflatten(leaves))
+    found = jax.tree.leaves(converted, is_leaf=_is_placeholder)
+    states = nnx.State({x.number: x.state for x in found if _is_placeholder(x)})
+    objects = nnx.merge(structure, states)
+    return jax.tree.map(
+        lambda x: objects[x.number] if _is_placeholder(x) else x, converted, is_leaf=_is_placeholder
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PureCall:
+    """A pure function and its arguments, for a function that may write into some of them.
+
+    Attributes:
+        fun: of pytrees; returns what has been written beside its results.
+        args, kwargs: its arguments: the states of objects in place of the objects.
+        structure: what `fun` depends on beside its arguments; can be hashed.
+        finish: takes the results of `fun`, writes into the objects, returns the results alone.
+    """
+
+    fun: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    structure: Any = None
+    finish: Callable[[Any], Any] = lambda results: results
+
+
+def pure_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> PureCall:
+    """Return a call of a pure function for that of one that may write into NNX objects.
+
+    An NNX module, optimizer or stream of random numbers holds variables, which may be shared and
+    are written to: `nnx.jit` and this function give them to a pure function and back.
+
+    Returns:
+        `fun` as it is where no argument holds an object.
+
+    Raises:
+        ValueError: by the function, if `fun` adds or removes variables, or changes a static
+            attribute.
+    """
+    nnx, tree, leaves, where = _find((args, kwargs))
+    if not where:
+        return PureCall(fun, args, kwargs)
+    objects = tuple(leaves[i] for i in where)
+    structure, state = nnx.split(objects)
+    for number, i in enumerate(where):  # the state of a shared variable is the first object's
+        leaves[i] = state.get(number, {})
+
+    def pure(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        inner = tree.flatten_up_to((args, kwargs))
+        states = nnx.State({number: inner[i] for number, i in enumerate(where)})
+        given = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(states)}
+        copies = nnx.merge(structure, states)
+        for copy, i in zip(copies, where, strict=True):
+            inner[i] = copy
+        args, kwargs = tree.unflatten(inner)
+        results = fun(*args, **kwargs)
+        new_structure, new_states = nnx.split(copies)
+        if new_structure != structure:
+            raise ValueError(
+                "The function adds or removes variables of an NNX object, or changes one of its "
+                "static attributes (`model.eval()` does): do that before the call."
+            )
+        written = [
+            (path, variable)
+            for path, variable in nnx.to_flat_state(new_states)
+            if any(map(operator.is_not, jax.tree.leaves(variable), given[path]))
+        ]
+        numbers = {id(copy): number for number, copy in enumerate(copies)}
+
+        def returned(x: Any) -> Any:
+            if not _is_object(x, nnx):
+                return x
+            if id(x) in numbers:
+                return _Object(number=numbers[id(x)])
+            new_structure, state = nnx.split(x)
+            return _Object(state, new_structure)
+
+        results = jax.tree.map(returned, results, is_leaf=_stops(nnx))
+        return results, nnx.from_flat_state(written)
+
+    def finish(results: tuple[Any, Any]) -> Any:
+        nnx.update(objects, results[1])
+
+        def restored(x: Any) -> Any:
+            if not _is_placeholder(x):
+                return x
+            if x.number is not None:
+                return objects[x.number]
+            return nnx.merge(x.structure, x.state)
+
+        return jax.tree.map(restored, results[0], is_leaf=_is_placeholder)
+
+    args, kwargs = tree.unflatten(leaves)
+    return PureCall(pure, args, kwargs, structure, finish)

@@ -1,0 +1,360 @@
+"""`ScaledArray`: data and scale as one leaf of a tree, and what is asked of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, tree_util
+
+from jax_scalify import _compat
+from jax_scalify.base import dtypes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScaledArray:
+    """A tensor `data * scale`, with `scale` a power of two.
+
+    Arithmetic is refused, since it belongs under `scalify`. Comparisons (`==`, `<`, ...) have no
+    scale to lose: they speak of values, element by element, in at least float32, and a Python
+    number is first rounded to the precision of `dtype`, as JAX does. Hashes speak of identity.
+
+    Attributes:
+        data: array of any floating dtype, best close to unit RMS.
+        scale: power of two, or 0 ("the data is zero, any scale will do"). Shape `()`; or the rank
+            of `data` with every dim 1 or equal (one scale a channel); or a lower rank, aligned
+            with the *leading* axes of `data`, as `vmap` and a scan's stacking produce them.
+            A Python float is a *static* scale: it is part of the tree's structure, so that `jit`
+            specialises on it. An array is a *dynamic* scale, a leaf.
+
+    Nothing is validated here, since tree functions put placeholders in both fields: `scaled_array`
+    and `as_scaled_array` validate, and so does every function that takes one. What `jit` traces
+    cannot be looked at: there, a dynamic scale that is no power of two is not refused.
+
+    Example:
+        >>> x = ScaledArray(jnp.array([1.0, -0.5], jnp.float16), jnp.float32(2.0**20))
+        >>> print(x.to_array(jnp.float32)[1], x.dtype)
+        -524288.0 float16
+    """
+
+    data: Any
+    scale: Any
+
+    is_static: bool = dataclasses.field(init=False, repr=False)
+    """Whether the scale is a Python number, known while tracing."""
+
+    def __post_init__(self) -> None:
+        # Numbers in both fields are placeholders, as in `in_axes=(ScaledArray(1, 0),)`.
+        static = type(self.scale) in (float, int) and type(self.data) is not int
+        object.__setattr__(self, "is_static", static)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the data."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the data."""
+        return self.data.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the data."""
+        return self.data.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the data."""
+        return math.prod(self.shape)
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the data."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    def astype(self, dtype: Any, *, key: Any = None) -> ScaledArray:
+        """Cast the data and keep the scale; to FP8, values out of range saturate.
+
+        With a `key` of `jax.random` the rounding is stochastic, else to nearest even.
+        """
+        dtype = dtypes.as_floating(dtype, "dtype")
+        return ScaledArray(dtypes.cast(jnp.asarray(self.data), dtype, key=key), self.scale)
+
+    def to_array(self, dtype: Any = None) -> jax.Array:
+        """Return `data * scale`, multiplied in at least float32 and cast once to `dtype`."""
+        _check_form(self)
+        data = jnp.asarray(self.data)
+        compute = dtypes.compute_dtype(data.dtype)
+        if not self.is_static or self.scale != 1:
+            scale = align_scale(self.scale, data.ndim).astype(dtypes.real_dtype(compute))
+            data = dtypes.times(data.astype(compute), scale)
+        return dtypes.cast(data, self.dtype if dtype is None else dtype)
+
+    def item(self) -> float | complex:
+        """Return the only element as a Python number."""
+        return np.asarray(self).item()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("A ScaledArray has no buffer of its values: `copy` cannot be False.")
+        _check_form(self)
+        data = np.asarray(self.data)
+        wide = np.promote_types(np.dtype(dtypes.compute_dtype(data.dtype)), np.float32)
+        scale = along_leading_axes(np.asarray(self.scale), data.ndim)
+        values: Any = np.broadcast_to(data, np.broadcast_shapes(data.shape, scale.shape))
+        values = np.array(values, wide)
+        for part in (values.real, values.imag) if np.iscomplexobj(values) else (values,):
+            part *= scale.astype(part.dtype)
+        return values.astype(data.dtype if dtype is None else dtype)
+
+    def __float__(self) -> float:
+        return float(self.__array__(np.float64))
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
+
+    def __repr__(self) -> str:
+        return f"ScaledArray(data={self.data!r}, scale={self.scale!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"A ScaledArray has no `{name}`. {_ADVICE}")
+
+
+_ADVICE = (
+    "Put `@jsa.scalify` on the function that computes with it (below `@jax.jit`) and pass it as an "
+    "argument; or take its value, `jsa.asarray(x)`."
+)
+_OPERATORS = {
+    **{"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"},
+    **{"@": "matmul", "**": "pow", "divmod": "divmod"},
+}
+_REFUSED = {
+    **{f"__{name}__": symbol for symbol, name in _OPERATORS.items()},
+    **{f"__r{name}__": symbol for symbol, name in _OPERATORS.items()},
+    **{"__neg__": "-", "__pos__": "+", "__abs__": "abs", "__round__": "round"},
+    **{"__getitem__": "[]", "__setitem__": "[]"},
+}
+
+
+def _refusal(symbol: str) -> Any:
+    def refuse(self: ScaledArray, *operands: Any) -> Any:
+        raise TypeError(f"A ScaledArray has no `{symbol}`. {_ADVICE}")
+
+    return refuse
+
+
+for _name, _symbol in _REFUSED.items():
+    setattr(ScaledArray, _name, _refusal(_symbol))
+
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
+    def compared(self: ScaledArray, other: Any) -> Any:
+        if not (_has_values(self) and _has_values(other)):
+            return NotImplemented  # so `==` is identity
+        return compare(_comparable(self, None), _comparable(other, self.dtype))
+
+    return compared
+
+
+def _has_values(x: Any) -> bool:
+    """Whether it is an array or a number, or a `ScaledArray` that holds no placeholder."""
+    if is_scaled(x):
+        return isinstance(x.data, (jax.Array, np.ndarray, np.generic))
+    return dtypes.leaf_dtype(x) is not None
+
+
+def _comparable(x: Any, dtype: Any) -> Any:
+    """The value in at least float32; a Python number rounded to the bits of a dtype."""
+    if is_scaled(x):
+        _check_form(x)
+        return x.to_array(dtypes.compute_dtype(x.dtype))
+    if type(x) not in (int, float) or not math.isfinite(x):
+        return x
+    mantissa, exponent = np.frexp(np.float64(x))
+    mantissa = np.asarray(mantissa, dtypes.real_dtype(dtype)).astype(np.float64)
+    return float(np.ldexp(mantissa, exponent))
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(ScaledArray, f"__{_name}__", _comparison(getattr(operator, _name)))
+
+
+def _flatten_with_keys(array: ScaledArray) -> tuple[tuple, float | None]:
+    data = (tree_util.GetAttrKey("data"), array.data)
+    if array.is_static:
+        return (data,), float(array.scale)
+    return (data, (tree_util.GetAttrKey("scale"), array.scale)), None
+
+
+def _flatten(array: ScaledArray) -> tuple[tuple, float | None]:
+    if array.is_static:
+        return (array.data,), float(array.scale)
+    return (array.data, array.scale), None
+
+
+def _unflatten(static_scale: float | None, children: Iterable[Any]) -> ScaledArray:
+    data, *dynamic = children
+    array = ScaledArray(data, dynamic[0] if static_scale is None else static_scale)
+    # Whatever is put in the fields, the structure stays.
+    object.__setattr__(array, "is_static", static_scale is not None)
+    return array
+
+
+tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflatten, _flatten)
+export.register_pytree_node_serialization(
+    ScaledArray,
+    serialized_name="jax_scalify.ScaledArray",
+    serialize_auxdata=lambda scale: b"" if scale is None else scale.hex().encode(),
+    deserialize_auxdata=lambda text: float.fromhex(text.decode()) if text else None,
+)
+
+
+def is_scaled(leaf: Any) -> bool:
+    """Tell whether a leaf is a `ScaledArray`."""
+    return isinstance(leaf, ScaledArray)
+
+
+PACKED = jnp.dtype(jnp.float8_e8m0fnu)
+"""Dtype of scales that are stored, not computed with: `storage.pack_scales`."""
+
+
+def is_packed(leaf: Any) -> bool:
+    """Tell whether a leaf is a `ScaledArray` whose scale is packed for storage."""
+    return is_scaled(leaf) and not leaf.is_static and getattr(leaf.scale, "dtype", None) == PACKED
+
+
+def check_scaled(tree: Any, name: str = "tree", *, any_scale: bool = False) -> None:
+    """Refuse a tree with a `ScaledArray` that is none, naming the leaf.
+
+    Its data must be a floating array, its scale of a shape that fits, not packed for storage, and
+    where it is concrete a power of two, or 0 with data that is zero. `any_scale` is for products,
+    which are right for any scale.
+    """
+    for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
+        if is_scaled(leaf):
+            where = f"{name}{tree_util.keystr(path)}"
+            _check_form(leaf, f"{where}.")
+            if not any_scale:
+                _check_powers(leaf, where)
+
+
+def _check_form(x: ScaledArray, prefix: str = "") -> None:
+    """Refuse fields that no `ScaledArray` can have, whatever their values are."""
+    data, scale = x.data, x.scale
+    if not hasattr(data, "dtype") or is_scaled(data):
+        raise TypeError(
+            f"`{prefix}data` must be an array, got {type(data).__name__}. "
+            "`jsa.scaled_array(data, scale)` takes numbers and lists."
+        )
+    if not dtypes.is_scalable(data.dtype):
+        raise TypeError(
+            f"`{prefix}data` must have a floating dtype, got {data.dtype}. What is no float has no "
+            "scale: put the array itself in the place of its ScaledArray."
+        )
+    if not hasattr(scale, "shape") or hasattr(scale, "dtype"):  # the scales of rules have no dtype
+        _check_real(scale, f"{prefix}scale")
+    _check_shape(getattr(scale, "shape", ()), data.shape, f"{prefix}scale")
+
+
+def _check_powers(x: ScaledArray, where: str) -> None:
+    """Refuse a concrete scale that is no power of two."""
+    if is_packed(x):
+        raise TypeError(
+            f"`{where}` has a scale that is packed for storage ({PACKED}). Unpack the state "
+            "first: `state = jsa.unpack_scales(state)`."
+        )
+    if not may_be_powers_of_two(x.scale):
+        raise ValueError(
+            f"`{where}.scale` must be a power of two or 0, got {x.scale!r}. "
+            "`jsa.as_scaled_array(jsa.asarray(x))` is of the same value, with such a scale."
+        )
+    if _is_known(x.scale) and _is_known(x.data) and np.any(np.asarray(x.scale) == 0):
+        data = jnp.asarray(x.data)
+        zero = along_leading_axes(np.asarray(x.scale) == 0, x.ndim)
+        if jnp.any(jnp.isfinite(data) & (data != 0) & zero):
+            raise ValueError(f"`{where}.scale` 0 needs data that is zero, got data that is not.")
+
+
+def _is_known(x: Any) -> bool:
+    """Whether the values can be looked at: neither traced nor on devices of other processes."""
+    return not _compat.is_traced(x) and getattr(x, "is_fully_addressable", True)
+
+
+def may_be_powers_of_two(scale: Any) -> bool:
+    """Tell whether a number or array is of powers of two and 0, as far as it can be looked at."""
+    if not _is_known(scale):
+        return True
+    values = np.asarray(scale, np.float64)
+    return bool(np.all((values == 0) | (np.frexp(values)[0] == 0.5)))
+
+
+def along_leading_axes(scale: Any, ndim: int) -> Any:
+    """Reshape a scale of a lower rank so that it lies along the leading axes."""
+    return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim)) if scale.ndim else scale
+
+
+def align_scale(scale: Any, ndim: int) -> jax.Array:
+    """Bring a scale to shape `()` or to the rank `ndim` of its data."""
+    return along_leading_axes(jnp.asarray(scale), ndim)
+
+
+def check_scale(scale: Any, data: Any, name: str = "scale") -> None:
+    """Refuse a scale that cannot belong to the data; a traced one is checked for its shape."""
+    _check_real(scale, name)
+    shape, data_shape = np.shape(scale), np.shape(data)
+    _check_shape(shape, data_shape, name)
+    if _compat.is_traced(scale):
+        return
+    values = np.asarray(scale, np.float64)
+    if not np.all(np.isfinite(values)) or np.any(values < 0):
+        raise ValueError(f"`{name}` must be finite and not negative, got {scale!r}.")
+    if np.any(values == 0) and not _compat.is_traced(data):
+        values = along_leading_axes(values, len(data_shape))
+        zero_where = np.broadcast_to(values, data_shape) == 0 if shape else True
+        if np.any(np.asarray(data)[zero_where] != 0):
+            raise ValueError(f"`{name}` 0 needs data that is zero, got data that is not.")
+
+
+def _check_real(scale: Any, name: str) -> None:
+    kind = dtypes.leaf_dtype(scale)
+    if kind is None or not (
+        jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
+    ):
+        raise TypeError(f"`{name}` must be a real number or array, got {type(scale).__name__}.")
+
+
+def _check_shape(shape: tuple[int, ...], data_shape: tuple[int, ...], name: str) -> None:
+    leading = data_shape[: len(shape)]
+    if len(shape) > len(data_shape) or any(s not in (1, d) for s, d in zip(shape, leading)):
+        raise ValueError(
+            f"`{name}` of shape {shape} does not fit data of shape {data_shape}: it must have "
+            "shape (), or its rank with every dim 1 or equal, or match its leading axes."
+        )
+
+
+def check_scale_dtype(scale_dtype: Any) -> Any:
+    """Return the dtype of scales, float32 if there is none; refuse one that cannot hold them."""
+    dtype = jnp.dtype(scale_dtype or jnp.float32)
+    if dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
+        raise TypeError(
+            f"`scale_dtype` must be float32, float64 or bfloat16, got {dtype}: it has to hold the "
+            "exponents of float32."
+        )
+    return dtype
+
+
+def rescale_data(data: jax.Array, ratio: jax.Array) -> jax.Array:
+    """Return `data * ratio`, in at least float32 and cast once."""
+    compute = dtypes.compute_dtype(data.dtype)
+    ratio = ratio.astype(dtypes.real_dtype(compute))
+    return dtypes.cast(data.astype(compute) * ratio, data.dtype)

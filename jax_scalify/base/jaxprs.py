@@ -1,0 +1,173 @@
+"""Every walk over jaxprs: which equations hold others, and how anything passes through them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat
+
+_CALLS = frozenset(
+    """jit pjit closed_call core_call call custom_jvp_call custom_vjp_call custom_scale remat2
+    checkpoint eval_jaxpr composite""".split()
+)
+
+
+def is_var(atom: Any) -> bool:
+    """Tell whether an operand or result is a variable, not a literal."""
+    return not isinstance(atom, jex_core.Literal)
+
+
+def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Return the jaxprs among the parameters of an equation."""
+    values = [
+        item
+        for value in params.values()
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
+    jaxprs = [getattr(v, "jaxpr", v) for v in [*values, *_compat.hi_jaxprs(params)]]
+    return [j for j in jaxprs if hasattr(j, "eqns")]
+
+
+def all_equations(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
+    """The equations of a jaxpr and of all that they hold."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in sub_jaxprs(eqn.params):
+            yield from all_equations(sub)
+
+
+def makers(jaxpr: Any) -> dict[Any, Any]:
+    """Return the equation that makes each variable of a jaxpr."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def applied(eqn: Any) -> Any:
+    """Return the jaxpr that a call applies to all of its operands; None of other equations."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    held = eqn.params.get("jaxpr")
+    return eqn.params.get("call_jaxpr") if held is None else held
+
+
+def scan_operands(params: dict[str, Any], operands: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Divide the operands of a `scan` into constants, carry and what is scanned over."""
+    consts, carry = _compat.scan_counts(params)
+    start = consts + carry
+    return operands[:consts], operands[consts:start], operands[start:]
+
+
+def while_operands(params: dict[str, Any], operands: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Divide the operands of a `while` into constants of its condition, of its body, and carry."""
+    first = params["cond_nconsts"]
+    start = first + params["body_nconsts"]
+    return operands[:first], operands[first:start], operands[start:]
+
+
+def evaluate(
+    jaxpr: Any,
+    operands: Sequence[Any],
+    equation: Callable[[Any, list[Any]], Sequence[Any]],
+    literal: Callable[[Any], Any] = lambda atom: atom.val,
+    constant: Callable[[Any, Any], Any] = lambda var, value: value,
+) -> list[Any]:
+    """Return what the results of a jaxpr are, given what its operands are: arrays, facts, names.
+
+    What is not used any more is forgotten, so that arrays are freed.
+
+    Args:
+        jaxpr: closed or not; the constants of one that is not closed are None.
+        operands: one for each.
+        equation: is given an equation and what its operands are, and returns the same of its
+            results.
+        literal: of an atom, what that literal is; by default its number.
+        constant: of a variable and its number, what that constant is; by default its number.
+
+    Example:
+        >>> closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
+        >>> def count(eqn, used):
+        ...     return [1 + max(used)] * len(eqn.outvars)
+        >>> evaluate(closed, [0], count, literal=lambda atom: 0)  # how deep each result is
+        [2]
+    """
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    consts = getattr(jaxpr, "consts", [None] * len(inner.constvars))
+    known = {v: constant(v, c) for v, c in zip(inner.constvars, consts, strict=True)}
+    known.update(zip(inner.invars, operands, strict=True))
+    last = _last_uses(inner)
+
+    def read(atom: Any) -> Any:
+        return known[atom] if is_var(atom) else literal(atom)
+
+    for i, eqn in enumerate(inner.eqns):
+        results = equation(eqn, [read(v) for v in eqn.invars])
+        pairs = zip(eqn.outvars, results, strict=True)
+        known.update((var, result) for var, result in pairs if var in last)
+        for var in {v for v in eqn.invars if is_var(v) and last[v] == i}:
+            del known[var]
+    return [read(v) for v in inner.outvars]
+
+
+def _last_uses(jaxpr: Any) -> dict[Any, int]:
+    """The equation that is the last to read a variable; of results, one beyond the last."""
+    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if is_var(v)}
+    last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if is_var(v))
+    return last
+
+
+_MAX_ROUNDS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpretation:
+    """Facts of some kind, and how equations make them.
+
+    Attributes:
+        equation: the facts about the results of an equation, given those about its operands.
+        constant: the fact about a literal.
+        join: what is still known of a value that may be either of two.
+        unknown: the fact that says nothing.
+    """
+
+    equation: Callable[[Any, list[Any]], list[Any]]
+    constant: Callable[[Any], Any]
+    join: Callable[[Any, Any], Any]
+    unknown: Any
+
+    def results(self, jaxpr: Any, facts: Sequence[Any]) -> list[Any]:
+        """Return the facts about the results of a jaxpr, through calls, branches and loops."""
+        return evaluate(jaxpr, facts, self._results, self.constant, lambda var, value: self.unknown)
+
+    def _results(self, eqn: Any, facts: list[Any]) -> list[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        call = applied(eqn)
+        if call is not None:
+            return self.results(call, facts)
+        if name == "cond":
+            branches = [self.results(branch, facts[1:]) for branch in params["branches"]]
+            return [self._join_all(outs) for outs in zip(*branches, strict=True)]
+        if name == "while":
+            _, consts, carry = while_operands(params, facts)
+            return self._loop(params["body_jaxpr"], consts, carry, [])
+        if name == "scan":
+            return self._loop(params["jaxpr"], *scan_operands(params, facts))
+        return self.equation(eqn, facts)
+
+    def _loop(self, body: Any, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
+        """The facts about carries that each step keeps, and about what it stacks."""
+        for _ in range(_MAX_ROUNDS):
+            out = self.results(body, [*consts, *carry, *xs])
+            joined = [self.join(a, b) for a, b in zip(carry, out, strict=False)]
+            if joined == carry:
+                return [*carry, *out[len(carry) :]]
+            carry = joined
+        return [self.unknown] * len(out)
+
+    def _join_all(self, facts: Sequence[Any]) -> Any:
+        joined = facts[0]
+        for fact in facts[1:]:
+            joined = self.join(joined, fact)
+        return joined

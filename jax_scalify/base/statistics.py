@@ -1,0 +1,73 @@
+"""The size of data: what a rescale by a statistic reads."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_scalify.base import dtypes
+
+STATISTICS = ("rms", "l2", "l1", "max")
+
+
+def check_statistic(stat: Any, name: str = "stat") -> None:
+    """Raise a `ValueError` for a statistic that does not exist."""
+    if stat not in STATISTICS:
+        raise ValueError(f"`{name}` must be one of {list(STATISTICS)}, got {stat!r}.")
+
+
+@functools.partial(jax.jit, static_argnames=("stat", "axes"))
+def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """Return the RMS ("rms", "l2"), mean absolute value ("l1") or maximum ("max").
+
+    In at least float32, and a constant to derivatives. Without axes the result is 0-d; else the
+    axes are kept with size 1. Right for every finite input, and not finite if an element is not.
+    XLA flushes subnormal float32 to 0; where the result would be subnormal and the data is not, it
+    is the smallest normal number.
+
+    The data is read once. Only where squares or sums in float32 have left its range, which those
+    of float16 and FP8 cannot, is it read again, divided by its largest power of two.
+    """
+    data = lax.stop_gradient(data)
+    wide = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
+    if data.size == 0:
+        return jnp.zeros(jnp.sum(data, axes, keepdims=axes is not None).shape, wide)
+    average = _average(_sizes(data, wide), stat, axes)
+    if stat == "max" or dtypes.has_short_range(data.dtype):
+        return average
+    # Squares below the smallest normal number are lost: more than a rounding error of a mean that
+    # is less than 2**nmant times as large.
+    finfo = jnp.finfo(wide)
+    smallest = math.ldexp(1.0, (finfo.minexp + finfo.nmant + 2) // 2)
+    in_range = jnp.all((average > smallest) & jnp.isfinite(average))
+
+    def again() -> jax.Array:
+        sizes = _sizes(data, wide)
+        # XLA may flush the reciprocal of a larger power.
+        largest = math.ldexp(1.0, finfo.maxexp - 2)
+        power = jnp.minimum(dtypes.binade(_average(sizes, "max", axes)), largest)
+        power = jnp.where(power == 0, jnp.ones_like(power), power)
+        unit = _average(sizes / power, stat, axes)
+        is_number = (unit > 0) & (unit < jnp.inf)
+        return jnp.where(is_number, jnp.clip(unit * power, finfo.tiny, finfo.max), unit)
+
+    return lax.cond(in_range, lambda: average, again)
+
+
+def _sizes(data: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.abs(data).astype(dtype)
+
+
+def _average(sizes: jax.Array, stat: str, axes: tuple[int, ...] | None) -> jax.Array:
+    """The statistic of absolute values, whose squares must be in range."""
+    keepdims = axes is not None
+    if stat == "max":
+        return jnp.max(sizes, axes, keepdims=keepdims)
+    if stat == "l1":
+        return jnp.mean(sizes, axes, keepdims=keepdims)
+    return jnp.sqrt(jnp.mean(jnp.square(sizes), axes, keepdims=keepdims))

@@ -1,0 +1,1 @@
+"""How a traced function is interpreted on scaled values."""

@@ -1,0 +1,229 @@
+"""Derivatives of a scalified function: with the user's rules, where the function has some.
+
+Inside `scalify` derivatives have been taken already. When the scalified function itself is
+differentiated, JAX differentiates what the rules have written, and never sees the user's
+`custom_jvp` and `custom_vjp`. A function that has such rules is therefore wrapped, and its
+derivative is the scalified derivative of the plain function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, is_scaled
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import all_equations
+
+ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
+
+
+def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence[Any]) -> list[Any]:
+    """Interpret a closed jaxpr on operands, so that its custom derivatives are respected."""
+    rules = _user_rules(closed.jaxpr)
+    if not rules:
+        return scale_call(closed, operands)
+    # What the user's function closes over may be differentiated as well.
+    traced = [i for i, c in enumerate(closed.consts) if _compat.is_traced(c)]
+    count = len(operands)
+
+    def jaxpr_of(arguments: Sequence[Any]) -> Any:
+        consts = list(closed.consts)
+        for i, const in zip(traced, arguments[count:], strict=True):
+            consts[i] = const
+        return _compat.close_jaxpr(closed.jaxpr, consts)
+
+    def plain(*arguments: Any) -> list[Any]:
+        return jex_core.jaxpr_as_fun(jaxpr_of(arguments))(*arguments[:count])
+
+    def scaled(*arguments: Any) -> list[Any]:
+        return scale_call(jaxpr_of(arguments), arguments[:count])
+
+    wrap = _with_vjp if "vjp" in rules else _with_jvp
+    return wrap(scale_call, plain, scaled)(*operands, *(closed.consts[i] for i in traced))
+
+
+@jax.custom_jvp
+def constant_scales(scales: list[Any]) -> list[Any]:
+    """Return the scales of the operands, and refuse to be differentiated by them."""
+    return scales
+
+
+@functools.partial(constant_scales.defjvp, symbolic_zeros=True)
+def _constant_scales_jvp(primals: Any, tangents: Any) -> Any:
+    moved = [t for t in jax.tree.leaves(tangents) if not isinstance(t, SymbolicZero)]
+    if moved:
+        raise TypeError(
+            "A scalified function was differentiated with respect to a `ScaledArray`: its data and "
+            "its scale are not two variables of the value. Take the derivative inside, "
+            "`scalify(jax.grad(f))(x)`, or with respect to a plain array, "
+            "`jax.grad(lambda x: jsa.asarray(jsa.scalify(f)(jsa.as_scaled_array(x))))(x)`."
+        )
+    return primals[0], tangents[0]
+
+
+@jax.custom_jvp
+def _once_differentiable(residuals: list[Any]) -> list[Any]:
+    """Return what a remat computes the user's functions from again: their rules would be lost."""
+    return residuals
+
+
+@functools.partial(_once_differentiable.defjvp, symbolic_zeros=True)
+def _once_differentiable_jvp(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "A scalified function was differentiated twice from outside, through a `jax.checkpoint` "
+        "around a function with a derivative rule of its own (as `jax.nn.relu` has). Take the "
+        "derivatives inside, `scalify(jax.hessian(f))(x)`, or leave out `jax.checkpoint`."
+    )
+
+
+def _user_rules(jaxpr: Any) -> set[str]:
+    return {rule for e in all_equations(jaxpr) if (rule := _compat.derivative_rule(e))}
+
+
+def _is_floating(x: Any) -> bool:
+    return dtypes.is_scalable(x.dtype if is_scaled(x) else dtypes.leaf_dtype(x))
+
+
+def _of_floating(fun: Callable, values: Any, floating: list[int]) -> tuple[Callable, tuple]:
+    """The function of the floating arguments alone, with floating results, and its arguments."""
+
+    def of_floating(*xs: Any) -> list[Any]:
+        full = list(values)
+        for i, x in zip(floating, xs, strict=True):
+            full[i] = x
+        return [out for out in fun(*full) if _is_floating(out)]
+
+    return of_floating, tuple(values[i] for i in floating)
+
+
+def _scalify_plain(scale_call: ScaleCall, fun: Callable, operands: Sequence[Any]) -> list[Any]:
+    closed = jax.make_jaxpr(fun)(*map(_data, operands))
+    return with_user_derivatives(scale_call, closed, operands)
+
+
+def _inverse(x: ScaledArray) -> Any:
+    """1 / scale; 0 is read as 1."""
+    if x.is_static:
+        return 1 / (x.scale or 1.0)
+    return 1 / jnp.where(x.scale == 0, 1, x.scale)
+
+
+def _data(x: Any) -> Any:
+    return x.data if is_scaled(x) else x
+
+
+def _with_data(x: Any, data: Any) -> Any:
+    return ScaledArray(data, x.scale) if is_scaled(x) else data
+
+
+def _in_units_of(x: Any, like: Any, inverse: bool = False) -> Any:
+    """Bring a derivative to data of the dtype of `like`, in units of its scale (or inverse)."""
+    if not is_scaled(like):
+        return x.to_array(like.dtype) if is_scaled(x) else x
+    compute = dtypes.compute_dtype(like.dtype)
+    unit = jnp.asarray(_inverse(like))
+    unit = align_scale(1 / unit if inverse else unit, like.ndim)
+    if is_scaled(x):
+        x = ScaledArray(x.data, align_scale(x.scale, x.ndim) * unit).to_array(compute)
+    else:
+        x = x.astype(compute) * unit.astype(dtypes.real_dtype(compute))
+    return dtypes.cast(x, like.dtype)
+
+
+def _as_tangent(data: Any, like: Any) -> Any:
+    """The tangent or cotangent of an operand or a result: none of its scale."""
+    if not is_scaled(like):
+        return data
+    return ScaledArray(data, like.scale if like.is_static else jnp.zeros_like(like.scale))
+
+
+def _with_jvp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Callable:
+    call = jax.custom_jvp(scaled)
+
+    @call.defjvp
+    def call_jvp(primals: Any, tangents: Any) -> Any:
+        floating = [i for i, p in enumerate(primals) if _is_floating(p)]
+        moved = [
+            ScaledArray(tangents[i].data, primals[i].scale)
+            if is_scaled(primals[i])
+            else tangents[i]
+            for i in floating
+        ]
+        tree = None
+
+        def residuals_of(*values: Any) -> list[Any]:
+            nonlocal tree
+            of_floating, xs = _of_floating(plain, values, floating)
+            residuals, tree = jax.tree.flatten(jax.linearize(of_floating, *xs)[1])
+            return residuals
+
+        def slope(*arguments: Any) -> list[Any]:
+            count = len(arguments) - len(floating)
+            return jax.tree.unflatten(tree, arguments[:count])(*arguments[count:])
+
+        outputs = call(*primals)
+        residuals = _scalify_plain(scale_call, residuals_of, primals)
+        closed = jax.make_jaxpr(slope)(*map(_data, [*residuals, *moved]))
+        if _user_rules(closed.jaxpr):
+            residuals = _once_differentiable(residuals)
+
+        def slope_on_data(*data: Any) -> list[Any]:
+            operands = [_with_data(x, d) for x, d in zip(moved, data, strict=True)]
+            slopes = scale_call(closed, [*residuals, *operands])
+            likes = [out for out in outputs if _is_floating(out)]
+            return [_in_units_of(x, like) for x, like in zip(slopes, likes, strict=True)]
+
+        # What is linear is its own derivative, at 0 as anywhere. Taken in this way, the scales of
+        # its results come from the 0: JAX sees that they do not depend on the tangents, also where
+        # a remat or a loop returns both.
+        data = list(map(_data, moved))
+        slopes = iter(jax.jvp(slope_on_data, [jnp.zeros_like(d) for d in data], data)[1])
+        return outputs, [
+            _as_tangent(next(slopes), out)
+            if _is_floating(out)
+            else np.zeros(out.shape, jax.dtypes.float0)
+            for out in outputs
+        ]
+
+    return call
+
+
+def _with_vjp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Callable:
+    call = jax.custom_vjp(scaled)
+
+    def forward(*primals: Any) -> Any:
+        outputs = call(*primals)
+        return outputs, (primals, outputs)
+
+    def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+        primals, outputs = residuals
+        floating = [i for i, p in enumerate(primals) if _is_floating(p)]
+        slopes = [
+            ScaledArray(c.data, _inverse(out)) if is_scaled(out) else c
+            for out, c in zip(outputs, cotangents, strict=True)
+            if _is_floating(out)
+        ]
+
+        def plain_vjp(*arguments: Any) -> Any:
+            values, slopes = arguments[: len(primals)], arguments[len(primals) :]
+            of_floating, xs = _of_floating(plain, values, floating)
+            return jax.vjp(of_floating, *xs)[1](list(slopes))
+
+        results = _scalify_plain(scale_call, plain_vjp, [*primals, *slopes])
+        gradients: list[Any] = [None] * len(primals)
+        for i, gradient in zip(floating, results, strict=True):
+            data = _in_units_of(gradient, primals[i], inverse=True)
+            gradients[i] = _as_tangent(data, primals[i])
+        return tuple(gradients)
+
+    call.defvjp(forward, backward)
+    return call

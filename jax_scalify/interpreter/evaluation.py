@@ -1,0 +1,243 @@
+"""Interpreting a jaxpr in scaled mode, one equation after the other, by their rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import (
+    ScaledArray,
+    align_scale,
+    may_be_powers_of_two,
+)
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import makers, sub_jaxprs
+from jax_scalify.config import ScalifyConfig
+from jax_scalify.interpreter import chains, observing
+from jax_scalify.interpreter.constants import captured, promote
+from jax_scalify.interpreter.deferred import is_given_deferred, settled, with_scale
+from jax_scalify.interpreter.dequantising import dequantising_rule
+from jax_scalify.interpreter.facts import facts_of
+from jax_scalify.interpreter.multiplying import at_one_choice, in_reach
+from jax_scalify.interpreter.registry import (
+    RuleContext,
+    describe,
+    find_rule,
+    is_given_values,
+    reason_to_dequantise,
+    report_dequantised,
+    report_missing,
+)
+from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.interpreter.uniform import uniform
+from jax_scalify.interpreter.value import Value, filled
+from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.table import ScaleTable
+
+
+def evaluate(
+    closed: Any, inputs: Sequence[Value], table: ScaleTable, config: ScalifyConfig
+) -> list[Value]:
+    """Interpret a closed jaxpr, equation by equation, in scaled mode."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, Value] = {}
+
+    def read(atom: Any) -> Value:
+        return Value.of(_typed_literal(atom)) if isinstance(atom, jex_core.Literal) else env[atom]
+
+    for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
+        env[var] = captured(const)
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+    equations = _live_equations(jaxpr)
+    uses = chains.count_uses(jaxpr, equations)
+    made_by = makers(jaxpr) if observing.is_observing() else {}
+    for eqn in equations:
+        with _compat.equation_context(eqn):
+            operands = [read(v) for v in eqn.invars]
+            outputs = _equation(eqn, operands, table, config)
+            outputs = [
+                chains.cut(value) if uses[var] > 1 else value
+                for var, value in zip(eqn.outvars, outputs, strict=True)
+            ]
+            if made_by:
+                outputs = observing.observed(eqn, operands, outputs, table, made_by)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [_at_one_choice(read(v)) for v in jaxpr.outvars]
+
+
+def _at_one_choice(value: Value) -> Value:
+    if not value.is_scaled:
+        return value
+    array = at_one_choice(value.array)
+    return value if array is value.array else dataclasses.replace(value, array=array)
+
+
+def _typed_literal(literal: Any) -> Any:
+    return np.asarray(literal.val, literal.aval.dtype)
+
+
+def _live_equations(jaxpr: Any) -> list[Any]:
+    """The equations that an output or an effect depends on."""
+    used = {v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in used for v in eqn.outvars):
+            used.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+            live.append(eqn)
+    return live[::-1]
+
+
+def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> list[Value]:
+    number = uniform(eqn, inputs)
+    if number is not None:
+        return [number]
+    rule = _rule_for(eqn, inputs, config)
+    if rule is None:
+        return _wrap(eqn, _bind_plain(eqn, inputs), inputs)
+    # Of an elementwise equation numbers stay numbers, unless nothing else is there to be filled.
+    full = not traits_of(eqn.primitive.name).elementwise or all(
+        v.uniform is not None for v in inputs
+    )
+    if full:
+        inputs = [_at_one_choice(v) for v in inputs]
+    else:
+        inputs = _with_result_shape(eqn, inputs)
+    out = _apply(rule, _context(eqn, inputs, table, config), _arguments(rule, inputs, table, full))
+    return _wrap(eqn, out, inputs, table)
+
+
+def _rule_for(eqn: Any, inputs: list[Value], config: Any) -> Callable[..., Any] | None:
+    """The rule to apply; None if the equation is evaluated as it is, on plain values."""
+    rule = find_rule(eqn.primitive)
+    if not any(v.is_scaled for v in inputs if v.is_scalable):
+        return rule if rule is not None and _makes_scaled(rule, eqn, inputs) else None
+    if rule is None:
+        report_missing(eqn, inputs, config)
+        return dequantising_rule
+    reason = reason_to_dequantise(eqn.primitive)
+    if reason is not None:
+        report_dequantised(eqn, inputs, reason, config)
+    return rule
+
+
+def _makes_scaled(rule: Any, eqn: Any, inputs: list[Value]) -> bool:
+    """Tell whether an equation of plain values may have a scaled result: of constants, numbers."""
+    if is_given_values(rule) and sub_jaxprs(eqn.params):
+        return True
+    if not any(dtypes.is_scalable(v.aval.dtype) for v in eqn.outvars):
+        return False
+    floating = [v for v in inputs if v.is_scalable]
+    # Integers and bools that become float (one-hots) are constants of scale 1.
+    becomes_float = eqn.primitive.name == "convert_element_type" and not floating
+    return becomes_float or any(v.uniform is not None for v in floating)
+
+
+def _arguments(rule: Any, inputs: list[Value], table: ScaleTable, full: bool) -> list[Any]:
+    """The operands, as a rule is given them."""
+    if is_given_values(rule):
+        return inputs
+    args = [promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
+    return args if is_given_deferred(rule) else [settled(a) for a in args]
+
+
+def _context(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> RuleContext:
+    return RuleContext(
+        primitive=eqn.primitive,
+        in_avals=tuple(
+            var.aval if v.shape == var.aval.shape else var.aval.update(shape=v.shape)
+            for var, v in zip(eqn.invars, inputs, strict=True)
+        ),
+        out_avals=tuple(v.aval for v in eqn.outvars),
+        inputs=tuple(inputs),
+        table=table,
+        config=config,
+        eqn=eqn,
+        evaluate=evaluate,
+    )
+
+
+def _apply(rule: Callable[..., Any], ctx: RuleContext, args: list[Any]) -> Any:
+    """Call a rule; an error says at which equation, the innermost one."""
+    try:
+        return rule(ctx, *args, **ctx.eqn.params)
+    except Exception as error:
+        if not getattr(error, "_jax_scalify_noted", False):
+            where = describe(ctx.eqn, ctx.inputs)
+            error.add_note(f"jax_scalify: while applying the scale rule of {where}")
+            error._jax_scalify_noted = True  # type: ignore[attr-defined]
+        raise
+
+
+def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
+    """Give an array the shape of the result, if no array has it: numbers are not filled.
+
+    In `full((2, 3), 3.0) * x` the operand `x` may have the shape `(1, 3)` or `()`.
+    """
+    aval = eqn.outvars[0].aval
+    shape = aval.shape
+    arrays = [i for i, v in enumerate(inputs) if v.uniform is None and v.is_scalable]
+    if not arrays or any(v.uniform is None and v.shape == shape for v in inputs):
+        return inputs
+    value = inputs[arrays[0]]
+    fill = functools.partial(filled, like=aval)
+    x = value.array
+    x = with_scale(x, x.scale, fill) if isinstance(x, ScaledArray) else fill(x)
+    wide = dataclasses.replace(value, shape=shape, array=x)
+    return [wide if v is value else v for v in inputs]
+
+
+def _bind_plain(eqn: Any, inputs: list[Value]) -> Any:
+    params = eqn.primitive.get_bind_params(eqn.params)
+    return eqn.primitive.bind(*(v.plain() for v in inputs), **params)
+
+
+def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = None) -> list[Value]:
+    """Check what a rule returned against the equation's output types, and add facts."""
+    outputs = list(out) if isinstance(out, (list, tuple)) else [out]
+    if outputs and all(isinstance(o, Value) for o in outputs):
+        return outputs
+    if len(outputs) != len(eqn.outvars):
+        raise TypeError(
+            f"The scale rule of {describe(eqn, inputs)} returned {len(outputs)} results, expected "
+            f"{len(eqn.outvars)}."
+        )
+    facts = facts_of(eqn, inputs)
+    values = []
+    for o, var in zip(outputs, eqn.outvars, strict=True):
+        if not isinstance(o, Value):
+            if isinstance(o, ScaledArray):
+                o = in_reach(_with_symbolic_scale(eqn, o, inputs, table))
+            o = Value.of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
+            _check_type(eqn, o, var.aval, inputs)
+        values.append(o)
+    return values
+
+
+def _with_symbolic_scale(
+    eqn: Any, x: ScaledArray, inputs: list[Value], table: ScaleTable | None
+) -> ScaledArray:
+    """An array that a user's rule has made, of a number or an array as its scale."""
+    if isinstance(x.scale, Scale) or table is None:
+        return x
+    if not may_be_powers_of_two(x.scale):
+        raise ValueError(
+            f"The scale rule of {describe(eqn, inputs)} returned a scale that is no power "
+            f"of two, {x.scale!r}. Round it down, and multiply the data by the rest."
+        )
+    static = type(x.scale) in (float, int)
+    scale = Scale.of(x.scale) if static else table.atom(align_scale(x.scale, x.ndim))
+    return ScaledArray(x.data, scale)
+
+
+def _check_type(eqn: Any, value: Value, aval: Any, inputs: list[Value]) -> None:
+    if value.shape != aval.shape or value.dtype != aval.dtype:
+        raise TypeError(
+            f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "
+            f"expected {aval.dtype}{aval.shape}."
+        )

@@ -1,0 +1,202 @@
+"""What is known of the elements of an equation's results, from what is known of its operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import Interpretation
+from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.interpreter.value import Facts, Value, largest
+
+_PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated")
+
+
+def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
+    """What is known of the elements of an equation's results."""
+    if traits_of(eqn.primitive.name).elements == "rescaled":  # other operands speak of the scale
+        inputs = inputs[:1]
+    return Facts(
+        is_nonnegative(eqn, inputs),
+        _is_computed(eqn, inputs),
+        _is_peaked(eqn, inputs),
+        _count_sums(eqn, inputs),
+        _one_sided_bound(eqn, inputs),
+        _constant_among(eqn, inputs),
+    )
+
+
+def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
+    """Tell whether no element of an equation's outputs can be negative.
+
+    Of integers only casts are looked at: sums and products wrap around, and some casts do.
+    """
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return inputs[0].nonneg and not _may_wrap(inputs[0].dtype, eqn.outvars[0].aval.dtype)
+    if not any(jnp.issubdtype(_dtype(v), jnp.floating) for v in eqn.outvars):
+        return False
+    if traits_of(name).elements == "rescaled":
+        return inputs[0].nonneg
+    if _is_never_negative(eqn):
+        return True
+    # Of several results, one may be an operand of integers: a barrier's, or sorted along.
+    numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
+    if name == "max":
+        return any(v.nonneg for v in numbers)
+    return _keeps_nonnegative(eqn) and bool(numbers) and all(v.nonneg for v in numbers)
+
+
+def _is_never_negative(eqn: Any) -> bool:
+    """Tell whether results are not negative, whatever the operands are."""
+    name = eqn.primitive.name
+    if name == "integer_pow":
+        return eqn.params["y"] % 2 == 0
+    square = name == "mul" and eqn.invars[0] is eqn.invars[1]
+    return square or traits_of(name).nonnegative == "always"
+
+
+def _keeps_nonnegative(eqn: Any) -> bool:
+    """Tell whether results are not negative if no operand is."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "gather" and (params["fill_value"] or 0) < 0:
+        return False
+    if name == "scatter" and params["update_jaxpr"] is not None:  # any function of the elements
+        return False
+    return traits_of(name).keeps_nonnegative or name == "integer_pow"
+
+
+def _dtype(var: Any) -> Any:
+    return getattr(var.aval, "dtype", np.dtype(bool))  # a reference or token has none
+
+
+def _may_wrap(before: Any, after: Any) -> bool:
+    """Tell whether a cast may make a negative number of one that is not: floats saturate."""
+    if not jnp.issubdtype(before, jnp.integer) or not jnp.issubdtype(after, jnp.integer):
+        return False
+    return jnp.iinfo(after).max < jnp.iinfo(before).max
+
+
+def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
+    """Tell whether an equation does more than to move, cast or scale what was given."""
+    name = eqn.primitive.name
+    arrays = [v for v in inputs if v.is_scalable and v.uniform is None]
+    if name in ("mul", "div") and len(arrays) == 1:
+        return arrays[0].computed
+    return _repeats(eqn) or not traits_of(name).is_given or any(v.computed for v in arrays)
+
+
+def _repeats(eqn: Any) -> bool:
+    """Tell whether an equation repeats elements: sums of them are no sums of independent ones."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    return math.prod(eqn.invars[0].aval.shape) != eqn.outvars[0].aval.size
+
+
+def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
+    """Tell whether an equation takes exponentials or masks in float16, or moves or scales them."""
+    name = eqn.primitive.name
+    mask = name == "convert_element_type" and inputs[0].dtype == np.bool_
+    if mask or name in ("exp", "exp2"):
+        return dtypes.has_short_range(eqn.outvars[0].aval.dtype)
+    traits = traits_of(name)
+    keeps = traits.is_given or traits.is_view or name in ("mul", "div", "select_n")
+    return keeps and any(v.peaked for v in inputs)
+
+
+def _count_sums(eqn: Any, inputs: list[Value]) -> int:
+    """Count the cotangents that add up to that of a weight or bias which is used repeatedly."""
+    traits, counts = traits_of(eqn.primitive.name), [v.facts.sums for v in inputs]
+    if traits.elements == "summed":
+        return 1
+    if eqn.primitive.name == "add_any":
+        return sum(counts) if all(counts) else 0
+    return max(counts) if traits.is_given and not _repeats(eqn) else 0
+
+
+def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
+    """The negative constant of a maximum, or the positive one of a minimum."""
+    name = eqn.primitive.name
+    if name not in ("max", "min"):
+        keeps = traits_of(name).elements in ("same", "cast", "rescaled") and len(inputs) == 1
+        return inputs[0].facts.bound if keeps else None
+    numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
+    beyond_zero = [n for n in numbers if (n < 0 if name == "max" else n > 0)]
+    return beyond_zero[0] if beyond_zero else None
+
+
+def _constant_among(eqn: Any, inputs: list[Value]) -> int | None:
+    """The exponent of the largest constant among elements that have another scale."""
+    name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
+    floats = [v for v in inputs if v.is_scalable]
+    known = [v.facts.constant for v in floats]
+    if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
+        return None
+    if traits.elements in ("joined", "placed"):
+        return largest([*known, *map(_exponent_of_constant, floats)])
+    if name in _PRODUCTS:
+        return _constant_of_product(floats, known, sign=-1 if name == "div" else 1)
+    if name in ("square", "integer_pow"):
+        return _constant_of_power(known[0], eqn.params.get("y", 2))
+    if name == "reduce_sum":
+        return _constant_of_sum(inputs[0], eqn.params["axes"])
+    keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
+    return largest(known) if keeps else None
+
+
+def _constant_of_product(floats: list[Value], known: list[int | None], sign: int) -> int | None:
+    """The exponents of both factors, or of a quotient's, together."""
+    factors = [n if v.constant is None else _exponent_of_constant(v) for v, n in zip(floats, known)]
+    left, right = factors if len(factors) == 2 else (None, None)
+    return None if left is None or right is None else left + sign * right
+
+
+def _constant_of_power(known: int | None, power: int) -> int | None:
+    return None if known is None or power < 0 else power * known
+
+
+def _constant_of_sum(value: Value, axes: Sequence[int]) -> int | None:
+    """The exponent of the constant and of the number of terms together."""
+    terms = math.prod(value.shape[a] for a in axes)
+    if value.facts.constant is None or not isinstance(terms, int):  # of a symbolic shape
+        return None
+    return value.facts.constant + max(terms, 1).bit_length() - 1
+
+
+def _exponent_of_constant(value: Value) -> int | None:
+    """The exponent of a constant; None of 0, what is not finite, and masks."""
+    number = value.constant
+    if number is None or number.dtype.kind == "c" or not number:
+        return None
+    beyond = abs(float(number)) >= float(jnp.finfo(value.dtype).max)
+    return None if beyond or np.isnan(number) else math.frexp(float(number))[1] - 1
+
+
+def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
+    """Tell for each result of a jaxpr whether it cannot be negative, given this of its operands."""
+
+    def value_of(atom: Any, flag: bool) -> Value:
+        aval: Any = atom.aval
+        if isinstance(atom, jex_core.Literal):
+            return Value.of(np.asarray(atom.val, aval.dtype))
+        flag = flag or aval.dtype == np.bool_
+        return Value(shape=aval.shape, dtype=aval.dtype, facts=Facts(nonneg=flag))
+
+    def equation(eqn: Any, flags: list[bool]) -> list[bool]:
+        operands = [value_of(v, flag) for v, flag in zip(eqn.invars, flags, strict=True)]
+        return [is_nonnegative(eqn, operands)] * len(eqn.outvars)
+
+    interpretation = Interpretation(
+        equation=equation,
+        constant=lambda literal: value_of(literal, False).nonneg,
+        join=lambda a, b: a and b,
+        unknown=False,
+    )
+    flags = interpretation.results(jaxpr, nonneg)
+    return [value_of(v, flag).nonneg for v, flag in zip(jaxpr.outvars, flags, strict=True)]

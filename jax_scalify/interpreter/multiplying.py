@@ -1,0 +1,121 @@
+"""Multiplying data by scales: in at least float32, and within the range of float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.interpreter.deferred import Deferred, with_scale
+from jax_scalify.interpreter.value import filled
+from jax_scalify.scales.algebra import GIVEN_EXTENT, LARGEST_EXTENT, Scale
+
+
+def multiply(
+    data: Any, factor: Scale, dtype: Any = None, *, trusted: float = pow2.MAX_EXPONENT
+) -> Any:
+    """Return `data * factor`, multiplied in at least float32; a factor 1 costs nothing.
+
+    One number of float32 may not hold the factor: `2**-20 * 2**140` is `2**120`. A dynamic factor
+    that may be beyond `2**+-trusted` is therefore two. With an infinite `trusted` it is one, and 0
+    below the range: for a ratio to a larger scale, where what is lost does not count.
+    Without `dtype` the result stays in the dtype that it was computed in.
+    """
+    limit = pow2.MAX_EXPONENT if factor.is_static else trusted
+    while factor.span > limit and not factor.is_zero:
+        within, factor = factor.bounded()
+        data = _multiply(data, within)
+        data = _compat.kept_apart(data) if within.is_static else data
+        limit = limit if factor.is_static else np.inf
+    data = data if factor.is_one else _multiply(data, factor)
+    return data if dtype is None else dtypes.cast(data, dtype)
+
+
+def _multiply(data: Any, factor: Scale) -> Any:
+    compute = dtypes.compute_dtype(data.dtype)
+    if factor.is_static:
+        number = np.asarray(factor.value).astype(dtypes.real_dtype(compute))
+        number = _compat.pin_constant(number) if np.ndim(data) else number
+    else:
+        number = factor.array.astype(dtypes.real_dtype(compute))
+    data = lax.convert_element_type(data, compute)
+    if number.ndim and number.shape != data.shape:  # either may have dims of size 1
+        shape = np.broadcast_shapes(data.shape, number.shape)
+        if data.shape == shape:
+            number = filled(number, jax.typeof(data))
+        else:
+            data, number = jnp.broadcast_arrays(data, number)
+    if jnp.issubdtype(compute, jnp.complexfloating):
+        return dtypes.times(data, number)
+    return lax.mul(number, data)
+
+
+def moved(
+    x: ScaledArray, factor: Scale, dtype: Any = None, *, trusted: float = pow2.MAX_EXPONENT
+) -> Any:
+    """Return `x.data * factor` as `multiply` does, with one factor for a deferred array."""
+    if isinstance(x, Deferred) and not factor.is_static:
+        return multiply(x.raw, factor * Scale(x.exponent), dtype, trusted=trusted)
+    if isinstance(x, Deferred) and x.reaches(factor):
+        return x.times(factor) if dtype is None else dtypes.cast(x.times(factor), dtype)
+    return multiply(x.data, factor, dtype, trusted=trusted)
+
+
+def within_range(x: ScaledArray, limit: int = pow2.MAX_EXPONENT) -> ScaledArray:
+    """Bring the exponent of a scale within `+-limit`; the data takes the rest."""
+    if not x.scale.may_leave_range and x.scale.span <= limit:
+        return x
+    within, rest = x.scale.bounded(limit)
+    if rest.is_one:
+        return x
+    data = keep_infinity(x.data, moved(x, rest, x.dtype))
+    return ScaledArray(_compat.kept_apart(data) if rest.is_static else data, within)
+
+
+def in_reach(x: ScaledArray) -> ScaledArray:
+    """Keep a dynamic scale to few factors and, of float32 data, to where one number reaches it.
+
+    Two scales within `2**+-84` and a maximum of them within `2**+-42` have ratios of float32.
+    """
+    if x.scale.is_static:
+        return x
+    if x.scale.extent > 2 * LARGEST_EXTENT and not dtypes.has_short_range(x.dtype):
+        return within_range(x, LARGEST_EXTENT)
+    scale, rest = x.scale.settled()
+    return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
+
+
+def at_whole_scale(x: ScaledArray) -> ScaledArray:
+    """Give an array the scale that it had before that was limited: for data of a narrow dtype."""
+    whole = x.scale.whole()
+    return ScaledArray(moved(x, x.scale / whole, x.dtype), whole)
+
+
+def at_one_choice(x: ScaledArray) -> ScaledArray:
+    """Give the elements of an array one scale again, where each had one of several multiples."""
+    if not any(atom.choices for atom, _ in x.scale.factors):
+        return x
+    scale = x.scale.without_choices()
+    return ScaledArray(multiply(x.data, x.scale / scale, x.dtype), scale)
+
+
+def keep_infinity(before: Any, after: Any) -> Any:
+    """Leave an infinity one, where a cast to FP8 would make it a number."""
+    if not dtypes.is_narrow_float(before.dtype) or not np.isinf(np.array(np.inf, before.dtype)):
+        return after
+    return lax.select(lax.is_finite(before), after, before)
+
+
+def to_plain(x: ScaledArray, dtype: Any) -> Any:
+    """Return the values `data * scale` of an array inside the transform."""
+    if not isinstance(x.scale, Scale):
+        return x.to_array(dtype)
+    if isinstance(x, Deferred) and x.reaches(x.scale):
+        return dtypes.cast(x.times(x.scale), dtype)
+    return multiply(x.data, x.scale, dtype, trusted=2 * GIVEN_EXTENT - 1)

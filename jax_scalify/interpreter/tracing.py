@@ -1,0 +1,138 @@
+"""Tracing a user's function of any pytrees into a jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jax_scalify.arrays.nnx_objects import PureCall, pure_call
+from jax_scalify.arrays.scaled_array import is_scaled
+from jax_scalify.base import dtypes
+
+_CLOSED_OVER = (
+    "jax_scalify: inside a transformed function every value is a plain array. Pass a ScaledArray "
+    "that `fun` closes over as an argument, or convert it with `jsa.asarray`."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function at some arguments.
+
+    Attributes:
+        closed: its closed jaxpr, on plain arrays.
+        operands: the arrays and `ScaledArray`s among the arguments, in the jaxpr's order.
+        paths: their key paths in `(args, kwargs)`.
+        out_tree: the structure of the results.
+        static_results: the strings, callables and Python ints among the results, by their place.
+        finish: takes the results, writes into the objects among the arguments, returns the rest.
+    """
+
+    closed: Any
+    operands: list[Any]
+    paths: list[Any]
+    out_tree: Any
+    static_results: dict[int, Any]
+    finish: Callable[[Any], Any]
+
+    def unflatten(self, arrays: Iterable[Any]) -> Any:
+        """Return the results of the function, given the arrays that the jaxpr computes.
+
+        The other leaves are static, and were known when it was traced.
+        """
+        rest = iter(arrays)
+        leaves = [
+            self.static_results[i] if i in self.static_results else next(rest)
+            for i in range(self.out_tree.num_leaves)
+        ]
+        return self.finish(jax.tree.unflatten(self.out_tree, leaves))
+
+
+def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
+    """Trace a function; strings, callables, bools, ints and `None` among its arguments are static.
+
+    A Python int may be a shape or an exponent; `jax.jit` has made an array of it if it is to be
+    traced. Python ints, strings and callables among the results, as an Equinox model has them, are
+    static as well.
+
+    Raises:
+        TypeError: if `fun` uses or returns a `ScaledArray` that was no argument.
+    """
+    call = pure_call(fun, args, kwargs)
+    paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs), is_leaf=is_scaled)
+    leaves = [leaf for _, leaf in paths]
+    dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+    out_tree: Any = None
+    static_results: dict[int, Any] = {}
+
+    def flat(args: Any, kwargs: Any) -> list[Any]:
+        nonlocal out_tree
+        full = list(leaves)
+        given = tree.flatten_up_to((args, kwargs))
+        for i in dynamic:
+            full[i] = given[i]
+        in_args, in_kwargs = jax.tree.unflatten(tree, full)
+        try:
+            out, out_tree = jax.tree.flatten(call.fun(*in_args, **in_kwargs), is_leaf=is_scaled)
+        except TypeError as error:
+            if "ScaledArray" in str(error):
+                error.add_note(_CLOSED_OVER)
+            raise
+        if any(map(is_scaled, out)):
+            raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
+        static_results.clear()
+        static_results.update(
+            (i, leaf)
+            for i, leaf in enumerate(out)
+            if is_static_result(leaf) or isinstance(leaf, int)
+        )
+        return [leaf for i, leaf in enumerate(out) if i not in static_results]
+
+    # Errors of JAX name the user's function and its line, and arguments as `args[0]['w']`.
+    signature = inspect.signature(flat)
+    functools.update_wrapper(flat, fun)
+    flat.__signature__ = signature  # type: ignore[attr-defined]
+    arrays: list[Any] = [None] * len(leaves)
+    for i in dynamic:
+        arrays[i] = leaves[i].data if is_scaled(leaves[i]) else leaves[i]
+    closed = jax.make_jaxpr(flat)(*jax.tree.unflatten(tree, arrays))
+    operands = [leaves[i] for i in dynamic]
+    paths = [paths[i][0] for i in dynamic]
+    return Traced(closed, operands, paths, out_tree, static_results, call.finish)
+
+
+def flat_function(
+    call: PureCall, is_dynamic: Callable[[Any], bool]
+) -> tuple[Callable[..., list[Any]], list[tuple[Any, Any]]]:
+    """Return a function of arrays alone, whose results are arrays, and their key paths and values.
+
+    Data and scale of a `ScaledArray` are two arrays; what is not dynamic stays what it is.
+    """
+    paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs))
+    dynamic = [i for i, (_, leaf) in enumerate(paths) if is_dynamic(leaf)]
+
+    def flat(*arrays: Any) -> list[Any]:
+        full = [leaf for _, leaf in paths]
+        for i, array in zip(dynamic, arrays, strict=True):
+            full[i] = array
+        args, kwargs = jax.tree.unflatten(tree, full)
+        out = jax.tree.leaves(call.fun(*args, **kwargs))
+        return [leaf for leaf in out if not is_static_result(leaf)]
+
+    return flat, [paths[i] for i in dynamic]
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    return is_scaled(leaf) or (not isinstance(leaf, int) and dtypes.leaf_dtype(leaf) is not None)
+
+
+def is_static_result(leaf: Any) -> bool:
+    """Tell whether a leaf among the results of a function is no array: a string, a callable."""
+    if isinstance(leaf, str):
+        return True
+    return callable(leaf) and dtypes.leaf_dtype(leaf) is None and not hasattr(leaf, "__jax_array__")

@@ -1,0 +1,285 @@
+"""Check which matmuls of a computation are really FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from jax_scalify import _compat
+from jax_scalify.arrays.nnx_objects import pure_call
+from jax_scalify.base.jaxprs import sub_jaxprs
+from jax_scalify.interpreter.tracing import flat_function, is_static_result
+from jax_scalify.numerics import hlo
+from jax_scalify.numerics.fp8_report import Fp8Report, Matmul
+from jax_scalify.numerics.hlo import Sizes
+from jax_scalify.numerics.scopes import clean_name, phase_of, scopes
+
+# What cuBLASLt takes, as XLA rewrites a dot of FP8 operands into a call of it.
+_FORMATS = ("f8e4m3fn", "f8e5m2")
+_RESULTS = ("bf16", "f16", "f32")
+
+
+def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) -> Fp8Report:
+    """Tell of each matmul of a computation whether it is FP8, as traced and as compiled.
+
+    XLA makes an FP8 kernel of a dot only if everything about it is right, and falls back to a wider
+    one without a word. Nothing is executed. Convolutions and ragged dots are listed as well, what
+    no result needs and what is inside of Pallas kernels is not.
+
+    Args:
+        fun: a function, jitted or scalified or both, or what its `trace` method returned.
+        args: of `fun`: arrays, `ScaledArray` or `jax.ShapeDtypeStruct`, and trees of them.
+        compile: whether to compile, and to look for each matmul in the compiled program.
+        kwargs: of `fun`.
+
+    Returns:
+        A report with a row for each matmul; `print` shows a table, `to_json` is for programs. A
+        dot is eligible if its operands are E4M3 x E4M3 or E4M3 x E5M2 in either order (the formats
+        of NVIDIA), its result is bfloat16, float16 or float32, and each operand has one contracting
+        dim and one free dim beside batch dims.
+
+    Raises:
+        TypeError: if `fun` is not callable, or an argument of a function that is not jitted is
+            neither an array nor a number nor a callable.
+
+    Example:
+        >>> x = jnp.ones((32, 64), jnp.float8_e4m3fn)
+        >>> dot = lambda x, y: jnp.dot(x, y.T, preferred_element_type=jnp.float16)
+        >>> print(jsa.numerics.check_fp8(dot, x, x, compile=False).summary)
+        1 of 1 matmuls have FP8 operands; 1 would be eligible on a GPU (not compiled).
+    """
+    if isinstance(fun, (jax.stages.Lowered, jax.stages.Compiled)):
+        raise TypeError(
+            f"`fun` must be a function or a `jax.stages.Traced`, got {type(fun).__name__}, which "
+            "no longer holds what was traced: pass the function and its arguments."
+        )
+    if isinstance(fun, jax.stages.Traced):
+        if args or kwargs:
+            raise TypeError("`args` must be left out: `fun` has been traced with its arguments.")
+        traced = fun
+    elif callable(fun):
+        call = pure_call(fun, args, kwargs)
+        if isinstance(call.fun, jax.stages.Wrapped):
+            traced = call.fun.trace(*args, **kwargs)
+        else:
+            _check_arrays((call.args, call.kwargs), fun)
+            # Callables, as an Equinox model has them, are static.
+            flat, found = flat_function(call, lambda leaf: not is_static_result(leaf))
+            traced = jax.jit(flat).trace(*(leaf for _, leaf in found))
+    else:
+        raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
+    equations = _matmuls(_compat.live_jaxpr(traced.jaxpr), "", 1)
+    rows = tuple(_as_traced(*found) for found in equations)
+    if not (compile and rows):
+        return Fp8Report(rows, None)
+    with _compat.compile_with_names():
+        compiled = traced.lower().compile()
+    rows, unmatched = match(rows, hlo.parse_program(compiled.as_text() or ""))
+    return Fp8Report(rows, _backend(compiled), unmatched)
+
+
+def _check_arrays(arguments: Any, fun: Callable) -> None:
+    """Raise a `TypeError` for an argument that `jax.jit` has to be told is static."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        is_number = isinstance(leaf, (bool, int, float, complex))
+        if not (hasattr(leaf, "dtype") or is_number or callable(leaf)):
+            name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+            raise TypeError(
+                f"`{name}` is of type {type(leaf).__name__}, no array. Make it static: "
+                f"`check_fp8(jax.jit({getattr(fun, '__name__', 'fun')}, static_argnames=…), …)`."
+            )
+
+
+def _matmuls(jaxpr: Any, path: str, runs: int | None) -> Iterator[tuple[JaxprEqn, str, int | None]]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
+        if name in hlo.MATMULS:
+            yield eqn, f"{inner}/{name}", runs
+        times = runs
+        if name == "while" or runs is None:
+            times = None
+        elif name == "scan":
+            times = runs * eqn.params["length"]
+        # A kernel that the user wrote is not XLA's to choose.
+        for sub in () if name == "pallas_call" else sub_jaxprs(eqn.params):
+            yield from _matmuls(sub, inner, times)
+
+
+def _as_traced(eqn: JaxprEqn, path: str, runs: int | None) -> Matmul:
+    lhs, rhs, out = _avals(eqn)
+    dtypes = [_short_name(aval.dtype) for aval in (lhs, rhs, out)]
+    reasons = [*_wrong_dtypes(*dtypes)]
+    op = eqn.primitive.name
+    if op == "conv_general_dilated":
+        sizes = _conv_sizes(eqn)
+        reasons.append("a convolution: only dot_general is known to become an FP8 kernel")
+    elif op == "ragged_dot_general":
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        dims = ragged.dot_dimension_numbers
+        sizes = hlo.product_sizes(lhs.shape, rhs.shape, dims, ragged.rhs_group_dimensions)
+        reasons.append("a ragged dot: only dot_general is known to become an FP8 kernel")
+    else:
+        dims = eqn.params["dimension_numbers"]
+        sizes = hlo.product_sizes(lhs.shape, rhs.shape, dims)
+        reasons += _wrong_dims(lhs.ndim, rhs.ndim, *dims)
+    notes = list(reasons)
+    uneven = [name for name in "mkn" if getattr(sizes, name) % 16]
+    if not reasons and uneven:
+        notes.append("M, K or N is no multiple of 16: cuBLASLt pads, or may refuse")
+    return Matmul(
+        name=clean_name(path),
+        path=path,
+        line=_compat.layer_line(eqn),
+        op=op,
+        phase=phase_of(path),
+        sizes=sizes,
+        lhs=dtypes[0],
+        rhs=dtypes[1],
+        out=dtypes[2],
+        runs=runs,
+        eligible=not reasons,
+        kernel="not compiled",
+        is_fp8=None,
+        notes=tuple(notes),
+    )
+
+
+def _avals(eqn: JaxprEqn) -> list[Any]:
+    return [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
+
+
+def _wrong_dtypes(lhs: str, rhs: str, out: str) -> Iterator[str]:
+    if not (hlo.is_fp8(lhs) and hlo.is_fp8(rhs)):
+        narrow = hlo.is_fp8(lhs) or hlo.is_fp8(rhs)
+        yield f"{'only one operand is' if narrow else 'operands are not'} FP8"
+        return
+    other = [dtype for dtype in dict.fromkeys((lhs, rhs)) if dtype not in _FORMATS]
+    if other:
+        yield f"{' and '.join(other)}: NVIDIA GPUs know f8e4m3fn and f8e5m2 only"
+    if lhs == rhs == "f8e5m2":
+        yield "f8e5m2 x f8e5m2: one of the operands must be f8e4m3fn"
+    if out not in _RESULTS:
+        yield f"the result is {out}: set `preferred_element_type` to bfloat16, float16 or float32"
+
+
+def _wrong_dims(lhs_ndim: int, rhs_ndim: int, contract: Any, batch: Any) -> Iterator[str]:
+    if len(contract[0]) != 1:
+        yield f"{len(contract[0])} contracting dims: flatten them to one"
+    for name, ndim, i in (("lhs", lhs_ndim, 0), ("rhs", rhs_ndim, 1)):
+        free = ndim - len(contract[i]) - len(batch[i])
+        if free != 1:
+            yield f"{name} has {free} free dims: reshape it to have one"
+
+
+def _conv_sizes(eqn: JaxprEqn) -> Sizes:
+    spec, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    groups *= eqn.params["batch_group_count"]
+    _, kernel, out = (aval.shape for aval in _avals(eqn))
+    return Sizes(
+        batch=groups,
+        m=math.prod(out[a] for a in range(len(out)) if a != spec.out_spec[1]),
+        k=math.prod(kernel[a] for a in range(len(kernel)) if a != spec.rhs_spec[0]),
+        n=kernel[spec.rhs_spec[0]] // groups,
+    )
+
+
+def _short_name(dtype: Any) -> str:
+    """Return a dtype in HLO's spelling."""
+    name = jnp.dtype(dtype).name
+    for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("float", "f"), ("complex", "c")):
+        name = name.replace(long, short)
+    return name.replace("uint", "u").replace("int", "s")
+
+
+def _backend(compiled: Any) -> str:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = [d for s in shardings for d in getattr(s, "device_set", ())]
+    return devices[0].platform if devices else jax.default_backend()
+
+
+def match(
+    rows: Sequence[Matmul], program: hlo.Program
+) -> tuple[tuple[Matmul, ...], tuple[str, ...]]:
+    """Give each traced matmul the kernel that it was compiled to; return the other kernels too.
+
+    By name and sizes; what is left, by name and padded sizes, by name, and at last by sizes.
+    Several can share both: each then gets all that was found for them.
+    """
+    result = list(rows)
+    missing = list(range(len(rows)))
+    left = list(program.matmuls)
+    for names, multiple, note in (
+        (True, 1, None),
+        (True, 16, "compiled with sizes padded to multiples of 16"),
+        (True, None, "compiled with other sizes: split over devices, or rewritten"),
+        (False, 1, "the compiled matmul has another name: matched by its sizes"),
+    ):
+        groups = _group(((rows[i].path, rows[i].sizes, i) for i in missing), names, multiple)
+        kernels = _group(((m.op_name, m.sizes, m) for m in left), names, multiple)
+        for key in groups.keys() & kernels.keys():
+            for i in groups[key]:
+                result[i] = _as_compiled(rows[i], kernels[key], len(groups[key]), note)
+            missing = [i for i in missing if i not in groups[key]]
+            left = [m for m in left if all(m is not k for k in kernels[key])]
+    others = {_key(name): opcodes for name, opcodes in program.others.items()}
+    for i in missing:
+        opcodes = others.get(_key(rows[i].path), frozenset())
+        result[i] = _without_kernel(rows[i], opcodes)
+    return tuple(result), tuple(m.kernel for m in left)
+
+
+def _key(path: str) -> tuple[str, ...]:
+    return (phase_of(path), *scopes(path)[:-1])
+
+
+def _group(
+    items: Iterable[tuple[str, Sizes | None, Any]], names: bool, multiple: int | None
+) -> dict[Any, list[Any]]:
+    """Group by name, and by sizes rounded up to a multiple unless that is None."""
+    groups: dict[Any, list[Any]] = {}
+    for path, sizes, item in items:
+        key: tuple[Any, ...] = _key(path) if names else ()
+        if multiple is not None:
+            if sizes is None:
+                continue
+            m, k, n = (-(-size // multiple) for size in (sizes.m, sizes.k, sizes.n))
+            # XLA may swap the operands, and so M and N.
+            key = (*key, sizes.batch, k, min(m, n), max(m, n))
+        groups.setdefault(key, []).append(item)
+    return groups
+
+
+def _as_compiled(
+    row: Matmul, found: list[hlo.CompiledMatmul], sharing: int, note: str | None
+) -> Matmul:
+    known = any(m.sizes for m in found)  # XLA's text does not tell those of a convolution
+    notes = [*row.notes, *([note] if note and known else [])]
+    kernels = list(dict.fromkeys(m.kernel for m in found))
+    answers = {m.is_fp8 for m in found}
+    is_fp8 = answers.pop() if len(answers) == 1 else None
+    if len(kernels) > 1:
+        notes.append("several kernels have this name and these sizes")
+    if len(found) < sharing:
+        is_fp8 = None
+        notes.append("fewer compiled than traced under this name: some were merged or dropped")
+    if row.has_fp8_operands and is_fp8 is False:
+        to = " and ".join(dict.fromkeys(dtype for m in found for dtype in (m.lhs, m.rhs)))
+        notes.append(f"FP8 operands were converted to {to}")
+    return dataclasses.replace(row, kernel=" or ".join(kernels), is_fp8=is_fp8, notes=tuple(notes))
+
+
+def _without_kernel(row: Matmul, opcodes: frozenset[str]) -> Matmul:
+    if opcodes & {"multiply", "reduce"}:
+        is_fp8, kernel = False, "no matmul"
+        note = f"compiled to other code: {', '.join(sorted(opcodes))}"
+    else:
+        is_fp8, kernel = None, "not found"
+        note = "not found in the compiled program: fused, merged or dropped"
+    return dataclasses.replace(row, kernel=kernel, is_fp8=is_fp8, notes=(*row.notes, note))

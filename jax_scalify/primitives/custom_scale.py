@@ -1,0 +1,340 @@
+"""`custom_scale`: scale rules for functions, as `jax.custom_vjp` has derivative rules for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_scalify import _compat
+from jax_scalify.base import dtypes
+
+
+class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
+    """Give a function a rule for scales, and optionally one for the scales of its cotangents.
+
+    Without `scalify` the function is what it was; so are its derivatives. Inside, an equation of
+    its own stands for each call, and the rules are used where an operand is scaled, under `jit`,
+    `grad` (inside `scalify`), `vmap`, `scan`, control flow and `jax.checkpoint`.
+
+    The rules take the arguments of the function, each floating array as a `ScaledArray` whose
+    data has the array's shape and dtype, everything else as it is. A scale is a power of two that
+    supports `*`, `/`, integer `**` and `.maximum(other)`; `jnp.asarray(x.scale)` is an array of it,
+    and `x.to_array(jnp.float32)` the plain value. A rule returns what the function returns, with a
+    `ScaledArray` of the same shape and dtype for each floating result (a Python float as its scale
+    is a static one). No rule should choose a scale by looking at data.
+
+    Args:
+        fun: a function of arrays, or pytrees of arrays. Rules get its arguments, defaults included,
+            and nothing that it closes over; by this its derivative is the plain one.
+        static_argnames: names of arguments that are not arrays (an axis, a flag). Rules get them
+            by keyword.
+
+    Raises:
+        TypeError: if `fun` or a rule is not callable or does not take the arguments; when called,
+            if a rule returns another structure, shape or dtype than the function.
+
+    Source: Balanca et al. 2024, section 3.3, whose custom rules are for the forward pass.
+
+    Example:
+        >>> @jsa.custom_scale
+        ... def silu(x):
+        ...     return x * jax.nn.sigmoid(x)
+        >>> @silu.defscale
+        ... def silu_scale(x):
+        ...     gate = jax.nn.sigmoid(x.to_array(jnp.float32))
+        ...     return jsa.ScaledArray((x.data * gate).astype(x.dtype), x.scale)
+        >>> x = jsa.as_scaled_array(jnp.float32([2.0, 4.0]), scale=2.0)
+        >>> print(jsa.scalify(silu)(x).scale)
+        2.0
+    """
+
+    def __init__(self, fun: Callable | None = None, *, static_argnames: Sequence[str] | str = ()):
+        names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+        self.static_argnames = names
+        self._rule: Callable | None = None
+        self._vjp_rule: Callable | None = None
+        if fun is not None:
+            self._set_function(fun)
+
+    def __new__(cls, fun: Callable | None = None, **options: Any) -> Any:
+        """`custom_scale(static_argnames=...)` is a decorator."""
+        if fun is None:
+            return functools.partial(cls, **options)
+        return super().__new__(cls)
+
+    def _set_function(self, fun: Callable) -> None:
+        if not callable(fun):
+            raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
+        functools.update_wrapper(self, fun, updated=())  # not the rules of a `custom_scale`
+        self._fun = fun
+        self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._signature = inspect.signature(fun)
+        unknown = [n for n in self.static_argnames if n not in self._signature.parameters]
+        if unknown:
+            raise TypeError(
+                f"`static_argnames` of `{self._name}` must be among "
+                f"{list(self._signature.parameters)}, got {unknown}."
+            )
+
+    def defscale(self, rule: Callable) -> Callable:
+        """Define the rule: the arguments of the function, floating ones as `ScaledArray`."""
+        self._rule = self._checked_rule(rule, "defscale", 0)
+        return rule
+
+    def defscale_vjp(self, rule: Callable) -> Callable:
+        """Define the cotangents' rule: the arguments, then the results' cotangents.
+
+        It returns a tuple, as the backward rule of `jax.custom_vjp` does: for each argument that
+        is not static a cotangent of its structure, shapes and dtypes, or None for one that has no
+        floating leaves. Forward-mode derivatives are then refused, as with `jax.custom_vjp`.
+        """
+        self._vjp_rule = self._checked_rule(rule, "defscale_vjp", 1)
+        return rule
+
+    def _checked_rule(self, rule: Callable, method: str, more: int) -> Callable:
+        if not callable(rule):
+            raise TypeError(
+                f"The rule given to `{self._name}.{method}` must be callable, got "
+                f"{type(rule).__name__}."
+            )
+        params = self._signature.parameters.values()
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in params):
+            return rule
+        names = [p.name for p in params if p.name not in self.static_argnames]
+        positional = [None] * (len(names) + more)
+        try:
+            inspect.signature(rule).bind(*positional, **dict.fromkeys(self.static_argnames))
+        except TypeError as error:
+            wanted = [*names, *["cotangent"] * more, *(f"{n}=" for n in self.static_argnames)]
+            raise TypeError(
+                f"The rule given to `{self._name}.{method}` must take ({', '.join(wanted)}), got "
+                f"{inspect.signature(rule)}: {error}."
+            ) from None
+        return rule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self._signature.bind(*args, **kwargs)
+        given = set(bound.arguments)
+        bound.apply_defaults()
+        static = {n: bound.arguments.pop(n) for n in self.static_argnames}
+        fun, operands = self._in_order(bound.arguments, static, given)
+        leaves, tree = jax.tree.flatten(operands)
+        for leaf in leaves:
+            if dtypes.leaf_dtype(leaf) is None:
+                raise TypeError(
+                    f"`{self._name}` takes arrays, got {type(leaf).__name__}; name arguments that "
+                    "are not arrays in `static_argnames`."
+                )
+        operands = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in leaves])
+        if self._rule is None and self._vjp_rule is None:
+            return fun(*operands)
+        rule = None if self._rule is None else functools.partial(self._rule, **static)
+        call, arrays = _traced(self._name, fun, rule, operands)
+        if self._vjp_rule is None:
+            return call(arrays)
+        return _with_vjp(call, functools.partial(self._vjp_rule, **static), arrays)
+
+    def _in_order(
+        self, arguments: dict[str, Any], static: dict[str, Any], given: set[str]
+    ) -> tuple[Callable, tuple[Any, ...]]:
+        """The function of its dynamic arguments in order, `*args` one by one, and these."""
+        slots, operands, several = [], [], False
+        for name, value in arguments.items():
+            kind = self._signature.parameters[name].kind
+            keyword = kind is inspect.Parameter.KEYWORD_ONLY and several
+            if keyword or kind is inspect.Parameter.VAR_KEYWORD:
+                if name in given:
+                    raise TypeError(
+                        f"`{self._name}` cannot take arrays by `{name}`: rules get arrays by "
+                        "position. Name it in `static_argnames`, or make it positional."
+                    )
+                continue
+            several = kind is inspect.Parameter.VAR_POSITIONAL
+            operands += value if several else [value]
+            slots += [(name, several)] * (len(value) if several else 1)
+
+        def fun(*operands: Any) -> Any:
+            full = dict(static)
+            for (name, several), x in zip(slots, operands, strict=True):
+                full[name] = (*full.get(name, ()), x) if several else x
+            bound = inspect.BoundArguments(self._signature, full)  # type: ignore[arg-type]
+            return self._fun(*bound.args, **bound.kwargs)
+
+        return fun, tuple(operands)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A function with a rule, traced: of what it closes over, and of its flat arguments."""
+
+    jaxpr: Any
+    applied: AppliedRule
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        out = custom_scale_p.bind(*arrays, jaxpr=self.jaxpr, applied=self.applied)
+        return jax.tree.unflatten(self.applied.out_tree, out)
+
+
+def _traced(
+    name: str, fun: Callable, rule: Callable | None, operands: tuple[Any, ...]
+) -> tuple[_Call, list[Any]]:
+    """The call of a function, and its arrays."""
+    arrays, tree = jax.tree.flatten(operands)
+    out_tree = None
+
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal out_tree
+        out, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, arrays)))
+        return out
+
+    closed = jax.make_jaxpr(flat)(*arrays)
+    opened = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
+    applied = AppliedRule(name, rule, tree, out_tree, len(closed.consts))
+    return _Call(opened, applied), [*closed.consts, *arrays]
+
+
+def _of_some(jaxpr: Any, operands: Sequence[Any], some: Sequence[int]) -> Callable:
+    """A jaxpr as a function of some of its operands."""
+
+    def fun(*xs: Any) -> list[Any]:
+        full = list(operands)
+        for i, x in zip(some, xs, strict=True):
+            full[i] = x
+        return jex_core.jaxpr_as_fun(jaxpr)(*full)
+
+    return fun
+
+
+def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
+    """The call, its derivative a call of the plain derivative with the cotangents' rule.
+
+    What the function closes over has the plain derivative, without a rule.
+    """
+    function = jax.custom_vjp(call)
+    count, tree = call.applied.num_consts, call.applied.in_tree
+    floating = [i for i, a in enumerate(arrays) if dtypes.is_scalable(a.dtype)]
+    moving = [i for i in floating if i < count and _compat.is_traced(arrays[i])]
+
+    def slopes(arrays: Sequence[Any], some: list[int], cotangents: Any) -> dict[int, Any]:
+        xs = [arrays[i] for i in some]
+        pull = jax.vjp(_of_some(call.jaxpr, arrays, some), *xs)[1]
+        return dict(zip(some, pull(jax.tree.leaves(cotangents)), strict=True))
+
+    def forward(arrays: list[Any]) -> Any:
+        return call(arrays), arrays
+
+    def backward(arrays: list[Any], cotangents: Any) -> tuple[list[Any]]:
+        consts, args = arrays[:count], arrays[count:]
+        some = [i for i in floating if i >= count]
+
+        def gradients(*operands: Any) -> Any:
+            *args, cotangents = operands
+            out = slopes([*consts, *jax.tree.leaves(args)], some, cotangents)
+            return jax.tree.unflatten(tree, [out.get(i + count) for i in range(tree.num_leaves)])
+
+        operands = (*jax.tree.unflatten(tree, args), cotangents)
+        pulled, operands = _traced(
+            f"{call.applied.name}, cotangents", gradients, vjp_rule, operands
+        )
+        out = slopes(arrays, moving, cotangents)
+        out.update(zip(some, jax.tree.leaves(pulled(operands)), strict=True))
+        return ([out.get(i) for i in range(len(arrays))],)
+
+    function.defvjp(forward, backward)
+    return function(arrays)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AppliedRule:
+    """A rule with the structures of one call.
+
+    Attributes:
+        name: of the function, for messages.
+        rule: of the function's arguments; None to propagate through its body.
+        in_tree, out_tree: of arguments and results.
+        num_consts: arrays before the arguments, that the function closes over.
+        batched: for each enclosing `vmap`, innermost first, which arguments have its axis (in
+            front), its size and its name.
+    """
+
+    name: str
+    rule: Callable | None
+    in_tree: Any
+    out_tree: Any
+    num_consts: int
+    batched: tuple[tuple[tuple[bool, ...], int, Any], ...] = ()
+
+
+custom_scale_p = Primitive("custom_scale")
+custom_scale_p.multiple_results = True
+
+
+@custom_scale_p.def_impl
+def _impl(*arrays: Any, jaxpr: Any, applied: AppliedRule) -> list[Any]:
+    return jex_core.jaxpr_as_fun(jaxpr)(*arrays)
+
+
+@custom_scale_p.def_effectful_abstract_eval
+def _abstract(*arrays: Any, jaxpr: Any, applied: AppliedRule) -> tuple[list[Any], Any]:
+    return list(jaxpr.out_avals), jaxpr.effects
+
+
+mlir.register_lowering(custom_scale_p, mlir.lower_fun(_impl, multiple_results=True))
+
+
+def _jvp(primals: Any, tangents: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
+    """The derivative of the plain function: without a rule of its own it needs no equation."""
+    moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    of_moved = _of_some(jaxpr, primals, moved)
+    outputs = custom_scale_p.bind(*primals, jaxpr=jaxpr, applied=applied)
+    slopes = jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
+    slopes = [
+        s if dtypes.is_scalable(aval.dtype) else ad.Zero(aval.to_tangent_aval())
+        for s, aval in zip(slopes, jaxpr.out_avals, strict=True)
+    ]
+    return outputs, slopes
+
+
+ad.primitive_jvps[custom_scale_p] = _jvp
+
+
+def _transpose(cotangents: Any, *args: Any, jaxpr: Any, applied: AppliedRule) -> list[Any]:
+    linear = [i for i, a in enumerate(args) if ad.is_undefined_primal(a)]
+    pull = jax.linear_transpose(_of_some(jaxpr, args, linear), *(args[i].aval for i in linear))
+    slopes = dict(zip(linear, pull(list(map(ad.instantiate_zeros, cotangents))), strict=True))
+    return [slopes.get(i) for i in range(len(args))]
+
+
+ad.primitive_transposes[custom_scale_p] = _transpose
+
+
+def _batch(axis: Any, args: Any, dims: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
+    named = any(getattr(effect, "name", None) == axis.name for effect in jaxpr.effects)
+    if not named and all(d is None for d in dims):
+        out = custom_scale_p.bind(*args, jaxpr=jaxpr, applied=applied)
+        return out, [None] * len(out)
+    args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+    mapped = jax.vmap(
+        jex_core.jaxpr_as_fun(jaxpr),
+        [None if d is None else 0 for d in dims],
+        axis_size=axis.size,
+        axis_name=axis.name,
+        spmd_axis_name=axis.spmd_name,
+    )
+    flags = tuple(d is not None for d in dims[applied.num_consts :])
+    batched = (*applied.batched, (flags, axis.size, axis.name))
+    applied = dataclasses.replace(applied, batched=batched)
+    out = custom_scale_p.bind(*args, jaxpr=jax.make_jaxpr(mapped)(*args), applied=applied)
+    return out, [0] * len(out)
+
+
+batching.fancy_primitive_batchers[custom_scale_p] = _batch

@@ -1,0 +1,1 @@
+"""Rules of equations that hold a function: calls, loops, branches."""

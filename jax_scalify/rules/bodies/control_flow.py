@@ -1,0 +1,326 @@
+"""Loops, branches and rematerialisation: rebuilt through public calls on data and scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, rescale_data
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.interpreter.constants import promote
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
+from jax_scalify.interpreter.value import Value
+from jax_scalify.rules.bodies.form import Body, Form, fixpoint, interpret, join, pack, unpack
+from jax_scalify.rules.mixed import own_dtype_rule
+from jax_scalify.rules.shared.along_axes import uniform_over
+from jax_scalify.scales.algebra import LARGEST_EXTENT
+from jax_scalify.scales.table import ScaleTable
+
+# By how much more than its scale the data of a carry may grow in a step.
+_GROWTH = 64
+
+
+def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
+    """Forms of carries before the body has been looked at.
+
+    An accumulator that starts from a constant, in a loop over scaled values, will be scaled, and
+    the extent of a computed scale is the largest; to know it saves a round.
+    """
+    any_scaled = any(v.is_scaled for v in (*values, *others))
+    forms = [Form.of(v) for v in values]
+    forms = [dataclasses.replace(f, extent=LARGEST_EXTENT) if f.has_scale else f for f in forms]
+    return [
+        f.scaled()
+        if any_scaled and f.kind == "constant" and f.shape and dtypes.is_scalable(f.dtype)
+        else f
+        for f in forms
+    ]
+
+
+def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
+    """Keep a carry's scale from step to step, where the data has the range of float32.
+
+    A rule's scale is an estimate: compounded over the steps, an error would drive the data to 0 or
+    infinity while the value stays where it is. The scale of a number is its exponent, which cannot
+    drift. Narrow data has to follow its scale, or layers of small weights would flush it. Of what
+    has grown by more than float32 data has room for, as by `where(mask, x, 1e30)`, it takes a part.
+    """
+    old, new, out = iter(before), iter(after), []
+    for form in forms:
+        was, now = ([next(a) for _ in range(form.array_count)] for a in (old, new))
+        if form.has_scale and form.shape and jnp.finfo(form.dtype).bits >= 32:
+            grown = jnp.maximum(was[1], now[1] * np.float32(2.0**-_GROWTH))
+            scale = jnp.where(was[1] == 0, now[1], grown)
+            ratio = now[1] / jnp.where(scale == 0, 1, scale)
+            now = [rescale_data(now[0], align_scale(ratio, now[0].ndim)), scale]
+        out += now
+    return out
+
+
+@register_scale_rule("scan", elements="new")
+@takes_values
+def scan_rule(
+    ctx: RuleContext,
+    *args: Value,
+    jaxpr: Any,
+    length: int,
+    reverse: bool,
+    unroll: Any,
+    **params: Any,
+) -> list[Value]:
+    """The body on data and scales; a step of scanned values has its own scale."""
+    num_consts, num_carry = _compat.scan_counts(params)
+    consts, init = list(args[:num_consts]), list(args[num_consts : num_consts + num_carry])
+    xs = list(args[num_consts + num_carry :])
+    const_forms, stacked = [Form.of(v) for v in consts], [Form.of(v) for v in xs]
+    steps = [form.slice() for form in stacked]
+
+    def make(carry_forms: list[Form]) -> Body:
+        return interpret(ctx, jaxpr, [*const_forms, *carry_forms, *steps])
+
+    body, carry_forms = fixpoint(make, _first_guess(init, [*consts, *xs]), num_carry)
+    y_forms = [
+        dataclasses.replace(f, kind="plain") if f.kind == "uniform" else f
+        for f in body.forms[num_carry:]
+    ]
+    captured = pack(const_forms, consts, ctx.table)
+    scanned, whole = [], []  # arrays that are sliced, and scales that all steps share
+    for form, value in zip(stacked, xs, strict=True):
+        arrays = form.pack(value, ctx.table)
+        if form.kind == "uniform":
+            whole.append(arrays)
+        elif form.has_scale and (not form.scale_shape or form.scale_shape[0] == 1):
+            scanned.append(arrays[0])
+            whole.append([None, arrays[1].reshape(form.slice().scale_shape)])
+        else:
+            scanned += arrays[:1]
+            scales = [a.reshape((length, *form.slice().scale_shape)) for a in arrays[1:]]
+            scanned += scales
+            whole.append([None] * len(arrays))
+
+    def step(carry: Any, sliced: Any) -> Any:
+        rest = iter(sliced)
+        x_arrays = [next(rest) if a is None else a for arrays in whole for a in arrays]
+        out = body([*captured, *carry, *x_arrays], [*carry_forms, *y_forms], ctx.table.dtype)
+        return _hold(carry_forms, carry, out[: len(carry)]), out[len(carry) :]
+
+    start = pack(carry_forms, init, ctx.table)
+    carry, ys = lax.scan(step, start, scanned, length, reverse=reverse, unroll=unroll)
+    return [*unpack(carry_forms, carry, ctx.table), *_stacked(ctx, y_forms, ys, length)]
+
+
+def _stacked(ctx: RuleContext, forms: list[Form], arrays: list[Any], length: int) -> list[Value]:
+    """The values of stacked results: each step keeps its scale."""
+    rest, values = iter(arrays), []
+    for form in forms:
+        form = dataclasses.replace(form, shape=(length, *form.shape))
+        own = [next(rest) for _ in range(form.array_count)]
+        if form.has_scale:
+            shape = form.scale_shape or (1,) * (len(form.shape) - 1)
+            own[1] = jnp.reshape(own[1], (length, *shape))
+        values.append(form.unpack(own, ctx.table))
+    return values
+
+
+@register_scale_rule("while", elements="new")
+@takes_values
+def while_rule(
+    ctx: RuleContext,
+    *args: Value,
+    cond_nconsts: int,
+    cond_jaxpr: Any,
+    body_nconsts: int,
+    body_jaxpr: Any,
+    **_: Any,
+) -> list[Value]:
+    """The body on data and scales; the condition is plain."""
+    if cond_jaxpr.out_avals[0].shape:
+        cond_jaxpr, body_jaxpr = _of_a_batch(cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts)
+        args = (*args[:cond_nconsts], *args)
+        body_nconsts += cond_nconsts
+    cond_consts, body_consts = args[:cond_nconsts], args[cond_nconsts:][:body_nconsts]
+    init = list(args[cond_nconsts + body_nconsts :])
+    cond_forms, body_forms = [Form.of(v) for v in cond_consts], [Form.of(v) for v in body_consts]
+
+    def make(carry_forms: list[Form]) -> Body:
+        return interpret(ctx, body_jaxpr, [*body_forms, *carry_forms])
+
+    body, forms = fixpoint(make, _first_guess(init, list(body_consts)), len(init))
+    test = interpret(ctx, cond_jaxpr, [*cond_forms, *forms])
+    plain = [dataclasses.replace(f, kind="plain", constant=None) for f in test.forms]
+    captured = pack(cond_forms, cond_consts, ctx.table), pack(body_forms, body_consts, ctx.table)
+    out = lax.while_loop(
+        lambda carry: test([*captured[0], *carry], plain, ctx.table.dtype)[0],
+        lambda carry: _hold(forms, carry, body([*captured[1], *carry], forms, ctx.table.dtype)),
+        pack(forms, init, ctx.table),
+    )
+    return unpack(forms, out, ctx.table)
+
+
+def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple[Any, Any]:
+    """A loop that `vmap` made, written out: it runs while any example does; others are kept."""
+    carry = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in body.in_avals[body_count:]]
+    cond_consts, body_consts = (
+        [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.in_avals[:count]]
+        for jaxpr, count in ((cond, cond_count), (body, body_count))
+    )
+
+    def goes_on(*args: Any) -> Any:
+        return jex_core.jaxpr_as_fun(cond)(*args)[0]
+
+    def step(*args: Any) -> list[Any]:
+        before = args[cond_count + body_count :]
+        running = goes_on(*args[:cond_count], *before)
+        after = jex_core.jaxpr_as_fun(body)(*args[cond_count:])
+        return [
+            jnp.where(running.reshape(running.shape + (1,) * (a.ndim - running.ndim)), a, b)
+            for a, b in zip(after, before, strict=True)
+        ]
+
+    return (
+        jax.make_jaxpr(lambda *args: jnp.any(goes_on(*args)))(*cond_consts, *carry),
+        jax.make_jaxpr(step)(*cond_consts, *body_consts, *carry),
+    )
+
+
+@register_scale_rule("cond", elements="new")
+@takes_values
+def cond_rule(
+    ctx: RuleContext,
+    index: Value,
+    *args: Value,
+    branches: Any,
+    branches_platforms: Any = None,
+    **_: Any,
+) -> list[Value]:
+    """A result is scaled if it is so in any branch, its scale static if all agree."""
+    forms = [Form.of(v) for v in args]
+    bodies = [interpret(ctx, branch, forms) for branch in branches]
+    joined = bodies[0].forms
+    for body in bodies[1:]:
+        joined = [join(a, b) for a, b in zip(joined, body.forms, strict=True)]
+    calls = [lambda *arrays, body=body: body(arrays, joined, ctx.table.dtype) for body in bodies]
+    operands = pack(forms, args, ctx.table)
+    if branches_platforms is None:
+        out = lax.switch(index.plain(), calls, *operands)
+    else:
+        named = {
+            platform: call
+            for call, platforms in zip(calls, branches_platforms, strict=True)
+            for platform in platforms or ["default"]
+        }
+        out = lax.platform_dependent(*operands, **named)
+    return unpack(joined, out, ctx.table)
+
+
+@register_scale_rule("remat2", "checkpoint", elements="new")
+@takes_values
+def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
+    """The body on data and scales, rematerialised as it was."""
+    forms = [Form.of(v) for v in args]
+    body = interpret(ctx, _compat.close_jaxpr(jaxpr, ()), forms)
+    operands = [*body.jaxpr.consts, *pack(forms, args, ctx.table)]
+    out = ctx.bind(*operands, jaxpr=_compat.open_jaxpr(body.jaxpr), **params)
+    return unpack(body.forms, out, ctx.table)
+
+
+@register_scale_rule("custom_linear_solve", elements="new")
+@takes_values
+def custom_linear_solve_rule(
+    ctx: RuleContext, *args: Value, const_lengths: Any, jaxprs: Any, **_: Any
+) -> list[Value]:
+    """The solver, in place; one that iterates can still be transposed, for outer derivatives."""
+    rest = list(args)
+    consts = {}
+    for name, count in const_lengths._asdict().items():
+        consts[name], rest = rest[:count], rest[count:]
+    names = {e.primitive.name for e in all_equations(jaxprs.solve.jaxpr)}
+    if names.isdisjoint(("while", "scan")):
+        return ctx.scale_jaxpr(jaxprs.solve, [*consts["solve"], *rest])
+    return _iterative_solve(ctx, consts, jaxprs._asdict(), rest)
+
+
+def _iterative_solve(
+    ctx: RuleContext, consts: dict[str, list[Value]], jaxprs: dict[str, Any], rhs: list[Value]
+) -> list[Value]:
+    """The same solve on the data of scaled values.
+
+    As functions of data alone all maps have to agree on the scales of both sides: the solution
+    takes, for each operand, the scale by which `matvec` undoes what it does to that of `rhs`.
+    """
+    forms = [Form.of(v).scaled() for v in rhs]
+    sides = [Value.of(uniform_over(promote(v, ctx.table, full=True))) for v in rhs]
+    packed = pack(forms, sides, ctx.table)
+    data, rhs_scales = packed[::2], [jnp.where(s == 0, 1, s) for s in packed[1::2]]
+
+    def on_data(name: str, in_scales: list[Any], out_scales: list[Any] | None) -> Any:
+        const_forms = [Form.of(v) for v in consts[name]]
+        captured = pack(const_forms, consts[name], ctx.table)
+        body = interpret(ctx, jaxprs[name], [*const_forms, *forms])
+        weakest = [f.scaled() if i < len(rhs) else f for i, f in enumerate(body.forms)]
+
+        def call(xs: Any) -> Any:
+            arrays = [a for pair in zip(xs, in_scales, strict=True) for a in pair]
+            out = body([*captured, *arrays], weakest, ctx.table.dtype)
+            if out_scales is None:
+                return out[1 : 2 * len(xs) : 2]
+            pairs = zip(out[: 2 * len(xs) : 2], out[1 : 2 * len(xs) : 2], out_scales, strict=True)
+            results = [rescale_data(x, have / want) for x, have, want in pairs]
+            aux = unpack(weakest[len(xs) :], out[2 * len(xs) :], ScaleTable(ctx.table.dtype))
+            return (results, [v.plain() for v in aux]) if aux else results
+
+        return call
+
+    images = on_data("matvec", rhs_scales, None)([jnp.zeros_like(d) for d in data])
+    scales = [s * (s / jnp.where(y == 0, s, y)) for s, y in zip(rhs_scales, images, strict=True)]
+    solve = on_data("solve", rhs_scales, scales)
+    transpose_solve = None
+    if jaxprs["transpose_solve"] is not None:
+        # Cotangents have the inverse units: data of the solution's in, data of the side's out.
+        inverse = [[1 / s for s in units] for units in (scales, rhs_scales)]
+        transpose_solve = on_data("transpose_solve", *inverse)
+    matvec = on_data("matvec", scales, rhs_scales)
+    has_aux = len(jaxprs["solve"].out_avals) > len(rhs)
+    out = lax.custom_linear_solve(
+        matvec,
+        data,
+        lambda _, b: solve(b),
+        None if transpose_solve is None else lambda _, b: transpose_solve(b),
+        has_aux=has_aux,
+    )
+    solution, aux = out if has_aux else (out, [])
+    atoms = [ctx.table.atom(s) for s in scales]
+    scaled = [Value.of(ScaledArray(x, s)) for x, s in zip(solution, atoms, strict=True)]
+    return [*scaled, *map(Value.of, aux)]
+
+
+@register_scale_rule("debug_callback", "debug_print", elements="new")
+def debug_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
+    """Plain values in at least float32: what is shown is the value."""
+    plain = [ctx.dequantise(x) if isinstance(x, ScaledArray) else x for x in args]
+    return ctx.bind(*plain, **params)
+
+
+for _reason, _names in (
+    (
+        "its body is evaluated on plain values",
+        "remat_opt linear_call shard_map custom_vmap_call custom_partitioning "
+        "run_state custom_lin stage",
+    ),
+    (
+        "what it calls is outside the program and expects plain values",
+        "pure_callback io_callback ffi_call call_exported",
+    ),
+    ("a `Ref` holds plain values", "get swap addupdate freeze new_ref dce_sink"),
+):
+    register_scale_rule(
+        *_names.split(), family="control flow", dequantises=_reason, elements="new"
+    )(own_dtype_rule)

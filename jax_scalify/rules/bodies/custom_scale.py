@@ -1,0 +1,226 @@
+"""Functions with a rule of their own: `jsa.custom_scale`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from jax_scalify.arrays.scaled_array import (
+    ScaledArray,
+    align_scale,
+    is_scaled,
+    may_be_powers_of_two,
+)
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import evaluate
+from jax_scalify.interpreter.constants import promote
+from jax_scalify.interpreter.deferred import Deferred, is_given_deferred, with_scale
+from jax_scalify.interpreter.facts import nonnegative_results
+from jax_scalify.interpreter.multiplying import multiply, within_range
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
+from jax_scalify.interpreter.value import Facts, Value
+from jax_scalify.primitives.custom_scale import AppliedRule, custom_scale_p
+from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.table import ScaleTable
+
+FlatRule = Callable[..., list[Any]]
+
+
+@register_scale_rule(custom_scale_p, family="calls", elements="new")
+@takes_values
+def custom_scale_rule(
+    ctx: RuleContext, *args: Value, jaxpr: Any, applied: AppliedRule
+) -> list[Value]:
+    """The rule that the function was given; without one, its body in place."""
+    values = args[applied.num_consts :]
+    if applied.rule is None or not any(_has_scale(v) for v in values):
+        return ctx.scale_jaxpr(jaxpr, list(args))
+    waits = is_given_deferred(applied.rule) and not applied.batched
+    operands = []
+    for value in values:
+        x = promote(value, ctx.table, full=True) if value.is_scalable else value.plain()
+        if is_scaled(x) and not (waits and isinstance(x, Deferred)):
+            x = ScaledArray(jnp.asarray(x.data), x.scale)
+        operands.append(x)
+    rule = _flat_rule(applied.rule, applied)
+    for batched, size, name in applied.batched:
+        rule = _Batched(rule, tuple(batched), size, name, ctx.table.dtype)
+    results = rule(*operands)
+    _check_types(applied, results, ctx.out_avals)
+    nonneg = nonnegative_results(jaxpr.jaxpr, [v.nonneg for v in args])
+    return [
+        Value.of(_with_symbolic_scale(x, ctx.table), facts=Facts(flag, computed=True))
+        for x, flag in zip(results, nonneg, strict=True)
+    ]
+
+
+def _has_scale(value: Value) -> bool:
+    return value.is_scaled or (value.is_scalable and value.constant is not None)
+
+
+def _with_symbolic_scale(x: Any, table: ScaleTable) -> Any:
+    if not is_scaled(x):
+        return x
+    if isinstance(x, Deferred):
+        return _settled(x)
+    data, scale = jnp.asarray(x.data), x.scale
+    if type(scale) in (float, int):
+        scale = Scale.of(scale)
+    elif not isinstance(scale, Scale):
+        scale = table.atom(align_scale(scale, data.ndim).astype(table.dtype))
+    return _settled(ScaledArray(data, scale))
+
+
+def _settled(x: ScaledArray) -> ScaledArray:
+    scale, rest = x.scale.settled()
+    return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
+
+
+def _flat_rule(function: Callable, applied: AppliedRule) -> FlatRule:
+    """The rule on flat operands; its results are checked for their structure."""
+
+    def rule(*operands: Any) -> list[Any]:
+        out = function(*jax.tree.unflatten(applied.in_tree, operands))
+        leaves, tree = jax.tree.flatten(out, is_leaf=is_scaled)
+        if tree != applied.out_tree:
+            raise TypeError(
+                f"The scale rule of `{applied.name}` must return the structure of the function, "
+                f"{applied.out_tree}, got {tree}."
+            )
+        return leaves
+
+    return rule
+
+
+def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[Any]) -> None:
+    for x, aval in zip(results, avals, strict=True):
+        scaled = dtypes.is_scalable(aval.dtype)
+        if scaled != is_scaled(x):
+            got, wanted = type(x).__name__, "a ScaledArray" if scaled else "an array"
+            raise TypeError(f"The scale rule of `{applied.name}` must return {wanted}, got {got}.")
+        data = x.source if isinstance(x, Deferred) else x.data if scaled else x
+        shape, dtype = np.shape(data), dtypes.leaf_dtype(data)
+        if shape != aval.shape or dtype != aval.dtype:
+            raise TypeError(
+                f"The scale rule of `{applied.name}` must return {aval.dtype}{list(aval.shape)}, "
+                f"got {dtype}{list(shape)}."
+            )
+        if not scaled:
+            continue
+        scale = np.shape(x.scale)
+        # An array of a lower rank lies along the leading axes; a symbolic scale has all of them.
+        ranks = (0, len(shape)) if isinstance(x.scale, Scale) else range(len(shape) + 1)
+        if len(scale) not in ranks or any(s not in (1, n) for s, n in zip(scale, shape)):
+            raise TypeError(
+                f"The scale rule of `{applied.name}` must return a scale of shape () or one that "
+                f"fits {list(shape)}, got {list(scale)}."
+            )
+        if not isinstance(x.scale, Scale) and not may_be_powers_of_two(x.scale):
+            raise ValueError(
+                f"The scale rule of `{applied.name}` must return a scale that is a power of two or "
+                f"0, got {x.scale!r}. Round it down, and multiply the data by the rest."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batched:
+    """A rule under `vmap`: an example has a scale of its own if its operands have.
+
+    So it has if the rule has looked at the data, whose scale is another one in each example.
+
+    Attributes:
+        rule: for one example.
+        batched: of each operand, whether its first axis is that of the examples.
+        size: the number of examples.
+        name: of the axis.
+        dtype: of scales.
+    """
+
+    rule: FlatRule
+    batched: tuple[bool, ...]
+    size: int
+    name: Any
+    dtype: Any
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        data = [x.data if is_scaled(x) else x for x in operands]
+        pairs = [self._scale_and_axis(x, b) for x, b in zip(operands, self.batched, strict=True)]
+        scales, axes = [s for s, _ in pairs], [axis for _, axis in pairs]
+        statics: list[Scale | None] = []
+        mapped = jax.vmap(
+            functools.partial(self._example, operands, statics),
+            ([0 if b else None for b in self.batched], axes),
+            axis_size=self.size,
+            axis_name=self.name,
+        )
+        closed, types = jax.make_jaxpr(mapped, return_shape=True)(data, scales)
+        given = jax.tree.leaves((data, scales))
+        count = len(jax.tree.leaves(data))
+        leaves = jex_core.jaxpr_as_fun(closed)(*given)
+        out, out_scales = jax.tree.unflatten(jax.tree.structure(types), leaves)
+        differs = _depends_on(closed, [i < count for i in range(len(given))])[len(out) :]
+        if any(axis is not None for axis in axes):
+            differs = [True] * len(differs)
+        own = iter(differs)
+        return [
+            self._result(x, scale, static, scale is not None and next(own))
+            for x, scale, static in zip(out, out_scales, statics, strict=True)
+        ]
+
+    def _result(self, x: Any, scale: Any, static: Any, own: bool) -> Any:
+        """A result, of the scales of all examples; they are the same if none has its own."""
+        if scale is None:
+            return x if static is None else ScaledArray(x, static)
+        if not own:
+            scale = scale[:1] if scale.ndim > 1 else scale[0]
+        return ScaledArray(x, scale)
+
+    def _scale_and_axis(self, x: Any, has_axis: bool) -> tuple[Any, int | None]:
+        """The scale of an operand as an operand of `vmap`, and its axis."""
+        if not is_scaled(x) or x.scale.is_static:
+            return None, None
+        array = x.scale.array
+        if not array.ndim or not has_axis:
+            return array, None
+        shape = array.shape[1:] if any(n != 1 for n in array.shape[1:]) else ()
+        if array.shape[0] != self.size:
+            return array.reshape(shape), None
+        return array.reshape((self.size, *shape)), 0
+
+    def _example(
+        self, operands: Sequence[Any], statics: list[Any], data: list[Any], scales: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Data and dynamic scales of the results of one example; the static ones are noted."""
+        table = ScaleTable(self.dtype)
+        arguments = [
+            ScaledArray(d, x.scale if s is None else table.atom(s)) if is_scaled(x) else d
+            for x, d, s in zip(operands, data, scales, strict=True)
+        ]
+        results = [_with_symbolic_scale(x, table) for x in self.rule(*arguments)]
+        parts = [_parts(x, table) for x in results]
+        statics[:] = [static for _, _, static in parts]
+        return [data for data, _, _ in parts], [scale for _, scale, _ in parts]
+
+
+def _parts(x: Any, table: ScaleTable) -> tuple[Any, Any, Any]:
+    """The data of a result, its dynamic scale as an array, and its static scale."""
+    if not is_scaled(x):
+        return x, None, None
+    x = within_range(x)
+    return (x.data, None, x.scale) if x.scale.is_static else (x.data, table.output(x.scale), None)
+
+
+def _depends_on(closed: Any, operands: Sequence[bool]) -> list[bool]:
+    """Tell of each result of a jaxpr whether it depends on one of some operands."""
+
+    def equation(eqn: Any, flags: list[bool]) -> list[bool]:
+        return [any(flags)] * len(eqn.outvars)
+
+    return evaluate(closed, operands, equation, lambda _: False, lambda *_: False)

@@ -1,0 +1,261 @@
+"""How values cross into a sub-trace and out of it: the body of a loop, a branch, a remat.
+
+A body is interpreted once, on arrays, with a scale table of its own. A `Form` says which arrays
+stand for a value, and what is known of it on the other side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.interpreter.constants import promote
+from jax_scalify.interpreter.multiplying import moved, within_range
+from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.interpreter.value import NOTHING, Facts, Value, in_dtype
+from jax_scalify.scales.algebra import LARGEST_EXTENT, Scale
+from jax_scalify.scales.table import ScaleTable
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The form in which a value crosses: as a constant, a number, a plain array, or data and scale.
+
+    Forms are ordered, constant < uniform < plain < scaled, and a static scale is below a dynamic
+    one: `join` gives the least form that can hold either of two values.
+
+    Attributes:
+        shape, dtype: of the value.
+        kind: "constant": no array, the number is known; "uniform": a 0-d array that every element
+            equals; "plain": the array; "scaled": data and, unless it is static, its scale.
+        constant: the number, of a constant.
+        static: the scale, if it is static.
+        scale_shape: of a dynamic scale: `()`, or the rank of the value with dims 1 or its own.
+        extent: of a dynamic scale, as of an `Atom`.
+        facts: about the elements.
+        sharding: if it is explicit, a part of types.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: str
+    constant: Any = None
+    static: Scale | None = None
+    scale_shape: tuple[int, ...] = ()
+    extent: int = 0
+    facts: Facts = NOTHING
+    sharding: Any = None
+
+    @classmethod
+    def of(cls, value: Value) -> Form:
+        """The strongest form of a value."""
+        sharding = _compat.explicit_sharding(value)
+        if value.is_scaled:
+            scale = value.array.scale
+            known: dict[str, Any] = (
+                {"static": scale}
+                if scale.is_static
+                else {"scale_shape": scale.shape, "extent": min(LARGEST_EXTENT, int(scale.span))}
+            )
+            known |= {"facts": value.facts, "sharding": sharding}
+            return cls(value.shape, value.dtype, "scaled", **known)
+        kind = "plain"
+        if value.constant is not None:
+            kind = "constant"
+        elif value.uniform is not None and value.array is None:
+            kind = "uniform"
+        rest: dict[str, Any] = dict(constant=value.constant, facts=value.facts, sharding=sharding)
+        return cls(value.shape, value.dtype, kind, **rest)
+
+    def key(self) -> tuple[Any, ...]:
+        """What tells a form from others, hashable."""
+        number = None if self.constant is None else self.constant.tobytes()
+        known = self.shape, self.dtype, self.kind, number, self.facts, self.scale_shape
+        return *known, self.static, self.sharding
+
+    def scaled(self) -> Form:
+        """The same value with a dynamic scalar scale."""
+        known: dict[str, Any] = dict(
+            extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding
+        )
+        return Form(self.shape, self.dtype, "scaled", **known)
+
+    def slice(self) -> Form:
+        """The form of one step of a scanned value."""
+        rest = self.scale_shape[1:]
+        rest = () if math.prod(rest) == 1 else rest
+        sharding = self.sharding
+        if sharding is not None:
+            sharding = jax.sharding.NamedSharding(
+                sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:])
+            )
+        return dataclasses.replace(self, shape=self.shape[1:], scale_shape=rest, sharding=sharding)
+
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the arrays, a scale's dtype left to the table."""
+        if self.kind == "constant":
+            return []
+        if self.kind == "uniform":
+            return [jax.ShapeDtypeStruct((), self.dtype)]
+        return [jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)]
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether a scale array goes with the data."""
+        return self.kind == "scaled" and self.static is None
+
+    @property
+    def _is_number(self) -> bool:
+        return not self.shape and not jnp.issubdtype(self.dtype, jnp.complexfloating)
+
+    @property
+    def array_count(self) -> int:
+        """Number of arrays that stand for a value."""
+        return len(self.avals()) + self.has_scale
+
+    def pack(self, value: Value, table: ScaleTable) -> list[Any]:
+        """The arrays that stand for a value in this form."""
+        if self.kind == "constant":
+            return []
+        if self.kind == "uniform":
+            return [jnp.asarray(in_dtype(value.uniform, value.dtype))]
+        if self.kind == "plain":
+            return [jnp.asarray(value.plain())]
+        x = promote(value, table, full=True)
+        if not self.has_scale:
+            return [jnp.asarray(x.data)]
+        narrow = dtypes.has_short_range(self.dtype)
+        if table.narrow and any(a.limit < LARGEST_EXTENT for a, _ in x.scale.factors):
+            # A cast to float16, on the other side, does not know of the limit.
+            scale, _ = x.scale.whole().bounded(LARGEST_EXTENT)
+            x = ScaledArray(moved(x, x.scale / scale, x.dtype), scale)
+        x = within_range(x, pow2.MAX_EXPONENT if narrow else LARGEST_EXTENT)
+        if self._is_number:
+            # The exponent of a number is its scale: it must not drift from step to step of a loop.
+            data, exponent = table.split(jnp.asarray(x.data))
+            x = within_range(ScaledArray(data, x.scale * exponent))
+        scale = align_scale(table.output(x.scale), len(self.scale_shape))
+        return [jnp.asarray(x.data), jnp.broadcast_to(scale, self.scale_shape)]
+
+    def unpack(self, arrays: Sequence[Any], table: ScaleTable | None) -> Value:
+        """The value that arrays in this form stand for."""
+        if self.kind == "constant":
+            held = not self.shape and self.constant.dtype == self.dtype
+            return Value.of(self.constant) if held else Value.filled(self, self.constant)
+        if self.kind == "uniform":
+            return Value.filled(self, arrays[0], facts=self.facts)
+        if self.kind == "plain":
+            return Value.of(arrays[0], facts=self.facts)
+        if table is None:
+            raise ValueError("A dynamic scale needs a table.")
+        known = dict(extent=self.extent, is_number=self._is_number)
+        scale = self.static or table.atom(arrays[1], **known)
+        return Value.of(ScaledArray(arrays[0], scale), facts=self.facts)
+
+
+def join(a: Form, b: Form) -> Form:
+    """The least form that can hold a value of either form."""
+    facts = a.facts.join(b.facts)
+    if a.kind == b.kind == "constant":
+        same = np.array_equal(a.constant, b.constant, equal_nan=dtypes.is_scalable(a.dtype))
+        if same:
+            return a
+        # Two constants are scaled values, unless they are numbers whose exponent is their scale.
+        kind = "scaled" if a.shape and dtypes.is_scalable(a.dtype) else "plain"
+        return Form(a.shape, a.dtype, kind, facts=facts, sharding=a.sharding)
+    if "scaled" in (a.kind, b.kind):
+        return _join_scaled(a, b, facts)
+    kind = "plain" if "plain" in (a.kind, b.kind) or not a.shape else "uniform"
+    return Form(a.shape, a.dtype, kind, facts=facts, sharding=a.sharding)
+
+
+def _join_scaled(a: Form, b: Form, facts: Facts) -> Form:
+    known = [f.static for f in (a, b) if f.kind == "scaled"]
+    others = [f for f in (a, b) if f.kind != "scaled"]
+    zero = all(f.kind == "constant" and f.constant == 0 for f in others)
+    if zero and None not in known and len(set(known)) == 1:
+        return Form(a.shape, a.dtype, "scaled", static=known[0], facts=facts, sharding=a.sharding)
+    shape = np.broadcast_shapes(a.scale_shape, b.scale_shape)
+    extent = max(a.extent, b.extent)
+    rest: dict[str, Any] = dict(scale_shape=shape, extent=extent, facts=facts, sharding=a.sharding)
+    return Form(a.shape, a.dtype, "scaled", **rest)
+
+
+def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of all arrays of some forms."""
+    out = []
+    for form in forms:
+        out += form.avals()
+        if form.has_scale:
+            out.append(jax.ShapeDtypeStruct(form.scale_shape, table.dtype))
+    return out
+
+
+def pack(forms: Sequence[Form], values: Sequence[Value], table: ScaleTable) -> list[Any]:
+    """All arrays of some values, one after the other."""
+    return [a for f, v in zip(forms, values, strict=True) for a in f.pack(v, table)]
+
+
+def unpack(forms: Sequence[Form], arrays: Sequence[Any], table: ScaleTable) -> list[Value]:
+    """The values that a sequence of arrays stands for."""
+    rest = iter(arrays)
+    return [f.unpack([next(rest) for _ in range(f.array_count)], table) for f in forms]
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A jaxpr that has been interpreted: a function of packed arrays, and the results' forms."""
+
+    jaxpr: Any
+    forms: list[Form]
+
+    def __call__(self, arrays: Sequence[Any], forms: Sequence[Form], table_dtype: Any) -> list[Any]:
+        """Call the body, and bring its results to weaker forms."""
+        results = list(jex_core.jaxpr_as_fun(self.jaxpr)(*arrays))
+        if list(forms) == self.forms:
+            return results
+        table = ScaleTable(table_dtype)
+        return pack(forms, unpack(self.forms, results, table), table)
+
+
+def interpret(ctx: RuleContext, closed: Any, forms: Sequence[Form]) -> Body:
+    """Interpret a sub-jaxpr on values of given forms, with a scale table of its own."""
+    out_forms: list[Form] = []
+
+    def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
+        outputs = ctx.scale_jaxpr(closed, unpack(forms, arrays, table), table)
+        out_forms[:] = map(Form.of, outputs)
+        return pack(out_forms, outputs, table)
+
+    return Body(ctx.trace(flat, avals(forms, ctx.table)), out_forms)
+
+
+def fixpoint(
+    make: Callable[[list[Form]], Body], start: list[Form], count: int
+) -> tuple[Body, list[Form]]:
+    """Find the least forms of `count` carries that a body gives back as it gets them."""
+    forms = start
+    while True:
+        body = make(forms)
+        joined = [_carried(a, b) for a, b in zip(forms, body.forms[:count], strict=True)]
+        if joined == forms:
+            return body, forms
+        forms = joined
+
+
+def _carried(before: Form, after: Form) -> Form:
+    """The form of a carry; a constant among the elements, which may grow forever, is the first."""
+    joined, constant = join(before, after), before.facts.constant
+    if constant is None:
+        return joined
+    return dataclasses.replace(joined, facts=dataclasses.replace(joined.facts, constant=constant))

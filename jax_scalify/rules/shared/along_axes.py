@@ -1,0 +1,254 @@
+"""Scales that lie along axes, in operations that put elements elsewhere.
+
+The scale of such a result is the same operation on the operand's scale, over those axes along which
+it differs; the others are left out. With `W` of shape `(1000, 64)` and a scale of shape `(1, 64)`,
+`W[rows]` keeps that scale, and `W[:, columns]` has the scale `scale[:, columns]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.interpreter.deferred import with_scale
+from jax_scalify.interpreter.multiplying import moved
+from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.rules.shared.joining import shared_scale
+from jax_scalify.scales.algebra import ZERO, Scale
+from jax_scalify.scales.table import ScaleTable
+
+
+def varying_axes(*scales: Scale) -> list[int]:
+    """The axes along which one of some scales differs."""
+    return sorted({a for scale in scales for a, n in enumerate(scale.shape) if n != 1})
+
+
+def lies_along(x: ScaledArray, axis: int) -> bool:
+    """Tell whether an array has a scale for each index of an axis: one, if it is the only index."""
+    count, shape = x.shape[axis], x.scale.shape
+    return bool(shape) and shape[axis] == count and (count != 1 or math.prod(shape) == 1)
+
+
+def scale_of(table: ScaleTable, array: Any) -> Scale:
+    """Make a scale of an array; one for all elements is a scalar, and 0 if there are none."""
+    if 0 in array.shape:
+        return table.atom(jnp.zeros((), table.dtype))
+    return table.atom(lax.reshape(array, ()) if math.prod(array.shape) == 1 else array)
+
+
+def scale_array(table: ScaleTable, scale: Scale, shape: Sequence[int] | None = None) -> jax.Array:
+    """Make the array of a scale, in a given shape."""
+    value = np.asarray(scale.value, table.dtype) if scale.is_static else scale.array
+    return jnp.asarray(value) if shape is None else jnp.broadcast_to(value, tuple(shape))
+
+
+def largest(scale: Scale) -> Scale:
+    """The largest scale of all elements."""
+    return scale.map(lambda s: jnp.max(s, initial=0))
+
+
+def own_scales(ctx: RuleContext, operands: dict[int, ScaledArray]) -> dict[int, Scale]:
+    """The scales of operands that are not brought to one scale, by the operands' indices.
+
+    Arrays have theirs, and zeros have 0: they take the scale of what is added to them. Any other
+    constant has the largest vote of all operands, as if there were one scale.
+    """
+    together = {i: with_scale(x, largest(x.scale)) for i, x in operands.items()}
+    own: dict[int, Scale] = {}
+    for i, x in operands.items():
+        number = ctx.inputs[i].constant
+        if number is None:
+            limit = pow2.MAX_EXPONENT  # of what can be written into an array
+            static = x.scale.is_static and not x.scale.is_zero
+            own[i] = Scale(max(-limit, min(limit, x.scale.exponent))) if static else x.scale
+        else:
+            own[i] = ZERO if number == 0 else shared_scale(ctx, together)
+    return own
+
+
+def least_scales(*arrays: ScaledArray) -> list[ScaledArray]:
+    """Give arrays that have one scale, or no elements, a scalar one."""
+    return [x if varying_axes(x.scale) and 0 not in x.shape else uniform_over(x) for x in arrays]
+
+
+def comparable(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArray:
+    """Bring elements that are compared with each other to one scale, in at least float32."""
+    axes = range(x.ndim) if axes is None else axes
+    if all(a % x.ndim not in varying_axes(x.scale) for a in axes):
+        return x
+    wide = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
+    return uniform_over(ScaledArray(wide, x.scale), axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The windows of an operand that a gather takes or a scatter writes, side by side.
+
+    Attributes:
+        sizes: of a window, along each axis of the operand.
+        dims: the axes of the windows array that run inside a window; the others tell windows apart.
+        axes: the operand's axes that these are.
+        starts: the axes that each column of the indices is about.
+        batch: the operand's batch axes, and those of the indices that go with them.
+    """
+
+    sizes: tuple[int, ...]
+    dims: tuple[int, ...]
+    axes: tuple[int, ...]
+    starts: tuple[int, ...]
+    batch: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def gathered(cls, dims: Any, slice_sizes: Sequence[int]) -> Windows:
+        """The windows of a gather."""
+        batch = tuple(zip(dims.operand_batching_dims, dims.start_indices_batching_dims))
+        left_out = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
+        axes = tuple(a for a in range(len(slice_sizes)) if a not in left_out)
+        return cls(tuple(slice_sizes), dims.offset_dims, axes, dims.start_index_map, batch)
+
+    @classmethod
+    def scattered(cls, dims: Any, rank: int, updates: tuple[int, ...]) -> Windows:
+        """The windows of a scatter into an operand of some rank, with updates of some shape."""
+        batch = tuple(zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims))
+        left_out = {*dims.inserted_window_dims, *dims.operand_batching_dims}
+        axes = tuple(a for a in range(rank) if a not in left_out)
+        sizes = [1] * rank
+        for a, dim in zip(axes, dims.update_window_dims, strict=True):
+            sizes[a] = updates[dim]
+        starts = dims.scatter_dims_to_operand_dims
+        return cls(tuple(sizes), dims.update_window_dims, axes, starts, batch)
+
+    def partial_axes(self, shape: Sequence[int]) -> set[int]:
+        """The axes of an operand of some shape of which a window has a part only."""
+        return {a for a, (size, n) in enumerate(zip(self.sizes, shape, strict=True)) if size != n}
+
+    def along(self, axes: Sequence[int], indices: jax.Array) -> tuple[Windows, jax.Array]:
+        """The windows in an operand that has but some of the axes, and their indices.
+
+        The dims that tell windows apart come first, then those inside a window.
+        """
+        columns = [k for k, a in enumerate(self.starts) if a in axes]
+        inside = [a for a in self.axes if a in axes]
+        first = indices.ndim - 1
+        windows = Windows(
+            tuple(self.sizes[a] for a in axes),
+            tuple(range(first, first + len(inside))),
+            tuple(axes.index(a) for a in inside),
+            tuple(axes.index(self.starts[k]) for k in columns),
+            tuple((axes.index(a), b) for a, b in self.batch if a in axes),
+        )
+        all_columns = len(columns) == len(self.starts)
+        return windows, indices if all_columns else indices[..., np.asarray(columns, int)]
+
+    @property
+    def _left_out(self) -> tuple[int, ...]:
+        batch = [a for a, _ in self.batch]
+        return tuple(a for a in range(len(self.sizes)) if a not in (*self.axes, *batch))
+
+    def take(self, array: jax.Array, indices: jax.Array) -> jax.Array:
+        """Gather the windows of an array; those that lie outside are moved inside."""
+        dims = lax.GatherDimensionNumbers(
+            offset_dims=self.dims,
+            collapsed_slice_dims=self._left_out,
+            start_index_map=self.starts,
+            operand_batching_dims=tuple(a for a, _ in self.batch),
+            start_indices_batching_dims=tuple(b for _, b in self.batch),
+        )
+        return lax.gather(array, indices, dims, self.sizes, mode="clip")
+
+    def write(self, scatter: Any, array: Any, indices: Any, updates: Any, mode: Any) -> jax.Array:
+        """Scatter updates into the windows of an array."""
+        dims = lax.ScatterDimensionNumbers(
+            update_window_dims=self.dims,
+            inserted_window_dims=self._left_out,
+            scatter_dims_to_operand_dims=self.starts,
+            operand_batching_dims=tuple(a for a, _ in self.batch),
+            scatter_indices_batching_dims=tuple(b for _, b in self.batch),
+        )
+        return scatter(array, indices, updates, dims, mode=mode)
+
+    def spread(self, array: jax.Array, axes: Sequence[int], rank: int) -> jax.Array:
+        """Lay out windows along some axes, as `along` has them, as a windows array has its dims."""
+        apart, inside = self._dims(axes, rank)
+        order = sorted([*apart, *inside])
+        places = [*apart, *inside]
+        array = lax.transpose(array, [places.index(d) for d in order])
+        shape = [1] * rank
+        for d, n in zip(order, array.shape, strict=True):
+            shape[d] = n
+        return lax.reshape(array, shape)
+
+    def collect(self, array: jax.Array, axes: Sequence[int], shape: Sequence[int]) -> jax.Array:
+        """The inverse of `spread`, of an array that is first filled to a windows array's shape."""
+        apart, inside = self._dims(axes, len(shape))
+        places = [*apart, *inside]
+        wide = [shape[d] if d in places else 1 for d in range(len(shape))]
+        array = jnp.broadcast_to(array, wide)
+        array = lax.squeeze(array, [d for d in range(len(shape)) if d not in places])
+        order = sorted(places)
+        return lax.transpose(array, [order.index(d) for d in places])
+
+    def _dims(self, axes: Sequence[int], rank: int) -> tuple[list[int], list[int]]:
+        apart = [d for d in range(rank) if d not in self.dims]
+        inside = [d for d, a in zip(self.dims, self.axes, strict=True) if a in axes]
+        return apart, inside
+
+    def on_windows(self, array: jax.Array, rank: int) -> jax.Array:
+        """Lay an operand's array that is 1 along all partial axes along a windows array."""
+        shape = [1] * rank
+        for d, a in zip(self.dims, self.axes, strict=True):
+            shape[d] = array.shape[a]
+        return lax.reshape(array, shape)
+
+    def on_operand(self, array: jax.Array) -> jax.Array:
+        """The inverse of `on_windows`."""
+        shape = [1] * len(self.sizes)
+        for d, a in zip(self.dims, self.axes, strict=True):
+            shape[a] = array.shape[d]
+        return lax.reshape(array, shape)
+
+
+def gathered_scale(ctx: RuleContext, scale: Scale, indices: Any, windows: Windows) -> Scale:
+    """The scale of the windows of an operand with a scale."""
+    axes = varying_axes(scale)
+    if not axes:
+        return scale
+    rank = ctx.out_avals[0].ndim
+    if not windows.partial_axes(ctx.in_avals[0].shape) & set(axes):
+        return scale_of(ctx.table, windows.on_windows(scale.array, rank))
+    array = lax.squeeze(scale.array, [a for a in range(scale.ndim) if a not in axes])
+    inner, columns = windows.along(axes, indices)
+    return scale_of(ctx.table, windows.spread(inner.take(array, columns), axes, rank))
+
+
+def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArray:
+    """Make a scale that is not scalar the same along some axes (by default all: a scalar)."""
+    if x.scale.ndim == 0:
+        return x
+    axes = range(x.ndim) if axes is None else axes
+    axes = tuple(a % x.ndim for a in axes if x.scale.shape[a] != 1)
+    everything = all(x.scale.shape[a] == 1 for a in range(x.ndim) if a not in axes)
+    if not axes and not everything:
+        return x
+    reduced = tuple(range(x.ndim)) if everything else axes
+    scale = x.scale.map(lambda s: jnp.max(s, reduced, keepdims=not everything, initial=0))
+    return ScaledArray(moved(x, x.scale / scale, x.dtype), scale)
+
+
+def windowed_axes(ctx: RuleContext, *, window_dimensions: Any, **_: Any) -> list[int]:
+    """The axes along which a window mixes or moves elements."""
+    shapes = {aval.shape for aval in (*ctx.in_avals, *ctx.out_avals)}
+    return [
+        a
+        for a, size in enumerate(window_dimensions)
+        if size != 1 or len({shape[a] for shape in shapes}) > 1
+    ]

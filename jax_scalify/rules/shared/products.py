@@ -1,0 +1,82 @@
+"""Products: factors that are brought into range first, results that get their factor later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.constants import room
+from jax_scalify.interpreter.deferred import can_defer, defer
+from jax_scalify.interpreter.multiplying import moved, multiply, within_range
+from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.scales import algebra
+from jax_scalify.scales.algebra import Scale
+
+# What a product in float32 may put into its data, if the values are ordinary and the scales are
+# not, and what the multiplication by one power of two can bring back.
+_LARGEST_PRODUCT = 108
+# A power has no partner that makes up for it: the square of a gradient of 1e-8 at a scale of 2**40,
+# as in a second moment, would be 2**-132 in float32. The scale of a square is within 2**+-16 first.
+_LARGEST_POWER = 64
+
+
+def factors_in_range(
+    ctx: RuleContext, *operands: ScaledArray, powers: Sequence[int] | None = None
+) -> list[ScaledArray]:
+    """Bring factors nearer to their values where their product might leave the range of float32.
+
+    The values may be ordinary where the scales are not: 1 is `2**-40 * 2**40`, and the data of its
+    fourth power would be `2**-160`. Narrow data cannot be so far from 1; but a constant among it
+    may be nearly as large as it gets, as in `where(mask, x, 1)**2`.
+    """
+    powers = powers or (1,) * len(operands)
+    if dtypes.has_short_range(ctx.out_dtype):
+        return _with_constants_in_range(ctx, operands, powers)
+    extents = [
+        0 if ctx.inputs[i].constant is not None else abs(p) * x.scale.extent
+        for i, (x, p) in enumerate(zip(operands, powers, strict=True))
+    ]
+    total = sum(map(abs, powers))
+    if total < 2:
+        return list(operands)
+    share, limit = 2 * algebra.LARGEST_EXTENT // total, _LARGEST_PRODUCT
+    is_power = all(v is ctx.eqn.invars[0] for v in ctx.eqn.invars[: len(operands)])
+    # A cast to float16 has to find the scale without a limit: of a scalar scale it is known.
+    followed = all(x.scale.factors and not x.scale.ndim for x in operands)
+    if is_power and (followed or not ctx.table.narrow):
+        share = _LARGEST_POWER // total**2
+        limit = share * total
+    if sum(extents) <= limit:
+        return list(operands)
+    return [
+        within_range(x, share) if extent > share * abs(p) else x
+        for x, extent, p in zip(operands, extents, powers, strict=True)
+    ]
+
+
+def _with_constants_in_range(
+    ctx: RuleContext, operands: Sequence[ScaledArray], powers: Sequence[int]
+) -> list[ScaledArray]:
+    """Give constants that are multiplied with each other an equal share of the range."""
+    constants = [v.facts.constant if p > 0 else None for v, p in zip(ctx.inputs, powers)]
+    total = sum(p for c, p in zip(constants, powers) if c is not None)
+    if total < 2:
+        return list(operands)
+    within = []
+    for x, constant in zip(operands, constants, strict=True):
+        if constant is not None:
+            share = math.ceil(room(x.dtype).exponent / total)
+            scale = algebra.join(x.scale, Scale(constant + share), narrow=True)
+            x = ScaledArray(moved(x, x.scale / scale, x.dtype), scale)
+        within.append(x)
+    return within
+
+
+def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> ScaledArray:
+    """Make an array with `data = raw * factor`, cast once; if the factor can wait, it does."""
+    if factor.is_static and not factor.is_zero and can_defer(dtype):
+        return defer(dtypes.cast(raw, dtype), factor.exponent, scale)
+    return ScaledArray(multiply(raw, factor, dtype), scale)

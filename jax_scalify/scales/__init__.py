@@ -1,0 +1,1 @@
+"""The scales of a trace: their algebra, as arrays, computed together."""

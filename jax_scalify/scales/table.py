@@ -1,0 +1,376 @@
+"""The scales of one trace: the atoms, and how arrays are made of them.
+
+A table computes scales one by one, or, with a scale program, leaves that to the end of the trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import _compat
+from jax_scalify.base import dtypes
+from jax_scalify.base.pow2 import MAX_EXPONENT, exponent_layout, round_down
+from jax_scalify.scales.algebra import (
+    LARGEST_EXTENT,
+    NARROW_EXTENT,
+    ONE,
+    Atom,
+    Scale,
+    sorted_factors,
+)
+from jax_scalify.scales.program import Monomial, ScaleProgram
+from jax_scalify.scales.rounds import resolve
+
+
+class ScaleTable:
+    """The atoms of one trace, and what has been computed of them already.
+
+    One table belongs to one trace level, so that nothing memoised leaks out of a loop body.
+    """
+
+    def __init__(
+        self,
+        dtype: Any = jnp.float32,
+        *,
+        program: ScaleProgram | None = None,
+        splits_scalars: bool = True,
+        narrow: bool = True,
+    ):
+        """Start an empty table for scales of the given dtype.
+
+        With a program, scalar scales are computed together when the trace is over; else, and other
+        scales always, one by one. If scalars are not split, a traced one has scale 1. A program
+        that is `narrow` has values of the range of float16 or less.
+        """
+        self.dtype = jnp.dtype(dtype)
+        self.splits_scalars = splits_scalars
+        self.narrow = narrow
+        self._program = program
+        self._counter = itertools.count()
+        self._atoms: dict[int, Atom] = {}
+        self._memo: dict[Any, Any] = {}
+        self._splits: dict[int, tuple[Any, Any, Scale]] = {}
+        # Of choices among multiples (`rules/choosing.py`); the arrays are kept, and so their ids.
+        self.chosen: dict[Any, tuple[Any, Scale]] = {}
+        self.mantissas: dict[int, tuple[Any, float]] = {}  # of data that is one number
+
+    def atom(self, array: jax.Array, **known: Any) -> Scale:
+        """Make a scale of an array of powers of two; the same array gives the same atom.
+
+        What is known of it are attributes of an `Atom`.
+        """
+        atom = self._atoms.get(id(array))
+        if atom is None:
+            program = None if array.shape else self._program
+            number = program.source(array) if program else None
+            atom = Atom(self, next(self._counter), array, number, **known)
+            self._atoms[id(array)] = atom
+        return Scale(0, ((atom, 1),))
+
+    def _computed(self, number: int, **known: Any) -> Scale:
+        """Make a scale that the program computes."""
+        atom = Atom(self, next(self._counter), None, number, **known)
+        return Scale(0, ((atom, 1),))
+
+    def _together(self, *scales: Scale) -> tuple[ScaleProgram, list[Monomial]] | None:
+        """The program and the monomials that it knows, if it computes some scales together."""
+        if self._program is None:
+            return None
+        monomials = []
+        for scale in scales:
+            factors = [(atom.number, power) for atom, power in scale.factors]
+            known = [(number, power) for number, power in factors if number is not None]
+            if len(known) < len(factors):
+                return None
+            monomials.append(Monomial(scale.exponent, tuple(known)))
+        return self._program, monomials
+
+    def _memoised(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def request(self, scale: Scale) -> jax.Array:
+        """Make the array of a monomial that data is multiplied by, one kernel for all users."""
+        ((first, power), *others) = scale.factors
+        if not others and power == 1 and scale.exponent == 0 and first.source is not None:
+            return first.source
+        if together := self._together(scale):
+            program, (monomial,) = together
+            return program.placeholder(monomial)
+        if not others:
+            return self.product(scale)
+        return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
+
+    def settled(self, scale: Scale) -> tuple[Scale, Scale]:
+        """Compute a monomial and go on with one atom, and what an array of it cannot hold."""
+
+        def make() -> tuple[Scale, Scale]:
+            together = self._together(scale)
+            if not together:
+                return self.bounded(scale, MAX_EXPONENT)
+            program, (monomial,) = together
+            number = program.bounded(monomial, math.inf)
+            extent = int(scale.extent)
+            known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=math.inf)
+            if scale.is_limited:
+                known["whole"] = lambda: math.prod(self.settled(scale.whole()), start=ONE)
+            return self._computed(number, **known), ONE
+
+        return self._memoised(("settled", scale), make)
+
+    def bounded(self, scale: Scale, limit: int) -> tuple[Scale, Scale]:
+        """Split a monomial into an atom with an exponent within `+-limit`, and the rest."""
+
+        def make() -> tuple[Scale, Scale]:
+            extent = min(limit, int(scale.span))
+            known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=limit)
+            if scale.is_limited or limit < min(scale.limit, MAX_EXPONENT):
+                known["whole"] = scale.whole
+            if together := self._together(scale):
+                program, (monomial,) = together
+                within = self._computed(program.bounded(monomial, limit), **known)
+                return within, scale / within
+            # In floating point: what overflows is bounded, and what underflows is 0.
+            array = self.product(scale)
+            low, high = (np.array(math.ldexp(1.0, e), self.dtype) for e in (-limit, limit))
+            inside = lax.clamp(low, array, high)
+            if not scale.is_nonzero:
+                inside = lax.select(lax.eq(array, jnp.zeros_like(array)), array, inside)
+            within = self.atom(_compat.pin(inside), **known)
+            rest = self.product(scale / within)
+            extent = max(0, int(scale.span) - limit)
+            return within, self.atom(rest, nonzero=scale.is_nonzero, extent=extent)
+
+        return self._memoised(("bounded", scale, limit), make)
+
+    def output(self, scale: Scale) -> jax.Array:
+        """Make the array of a scale, within the range of scales, that leaves the trace."""
+        return jnp.array(scale.value, self.dtype) if scale.is_static else jnp.asarray(scale.array)
+
+    def product(self, scale: Scale) -> jax.Array:
+        """Make the array of a monomial."""
+        if scale.exponent == 0 and len(scale.factors) == 1 and scale.factors[0][1] == 1:
+            return scale.factors[0][0].array
+
+        def make() -> jax.Array:
+            above = [(atom, 1) for atom, power in scale.factors for _ in range(power)]
+            below = [(atom, -1) for atom, power in scale.factors for _ in range(-power)]
+            # Alternately, so that a product stays in range where its value does.
+            pairs = itertools.zip_longest(above, below)
+            out = self._chain(tuple(term for pair in pairs for term in pair if term is not None))
+            exponent = int(scale.exponent)
+            while exponent:
+                step = max(-MAX_EXPONENT, min(MAX_EXPONENT, exponent))
+                out = lax.mul(out, np.array(math.ldexp(1.0, step), self.dtype))
+                exponent -= step
+            return out
+
+        return self._memoised(("product", scale), make)
+
+    def _chain(self, terms: tuple[tuple[Atom, int], ...]) -> jax.Array:
+        """The product of atoms and reciprocals; products share what they begin with."""
+        *first, (atom, power) = terms
+        factor = atom.array if power > 0 else self._reciprocal(atom)
+        if not first:
+            return factor
+        return self._memoised(
+            ("chain", terms), lambda: _broadcast(lax.mul)(self._chain(tuple(first)), factor)
+        )
+
+    def _reciprocal(self, atom: Atom, guarded: bool = True) -> jax.Array:
+        """1 / atom, on the bits: XLA gives every float division a kernel of its own.
+
+        Where 0 is inverted it is read as 1; unguarded, it gives the largest power of two.
+        """
+
+        def make() -> jax.Array:
+            integer, nmant = exponent_layout(self.dtype)
+            bias = jnp.finfo(self.dtype).maxexp - 1
+            bits = lax.bitcast_convert_type(atom.array, integer)
+            inverse = lax.sub(np.array(2 * bias << nmant, integer), bits)
+            if guarded and not atom.nonzero:
+                one = jnp.full_like(bits, np.array(bias << nmant, integer))
+                inverse = lax.select(lax.eq(bits, np.array(0, integer)), one, inverse)
+            return lax.bitcast_convert_type(inverse, self.dtype)
+
+        return self._memoised(("reciprocal", atom, guarded), make)
+
+    def alignment(self, ratio: Scale) -> Scale:
+        """Make the ratio of a scale to a maximum that is at least as large."""
+        below = [a for a, power in ratio.factors if power == -1 and a.members]
+        if not below or self._together(ratio):
+            return ratio
+        joined = below[-1]
+
+        def make() -> Scale:
+            top = (ratio * Scale(0, ((joined, 1),))).array
+            inverse = self._reciprocal(joined, guarded=False)
+            return self.atom(_broadcast(lax.mul)(top.astype(self.dtype), inverse))
+
+        return self._memoised(("alignment", ratio), make)
+
+    def maximum(self, terms: list[Scale], narrow: bool | None = None) -> Scale:
+        """Return the maximum of monomials of which none is known to dominate another."""
+        limit = LARGEST_EXTENT if narrow is False else MAX_EXPONENT
+        common = Scale(0, _common_factors(terms))
+        terms = sorted((t / common for t in terms), key=_monomial_key)
+        members = _members(terms)
+        for term in terms:  # one of them is itself the maximum of all the others
+            if _members([term]) == members:
+                return term * common
+
+        # Maxima that differ by a power of two are one atom, which has the value of the first.
+        low = min(exponent for _, exponent in members)
+        key = frozenset((factors, exponent - low) for factors, exponent in members)
+        known: dict[str, Any] = dict(
+            members=members,
+            nonzero=any(t.is_nonzero for t in terms),
+            extent=min(NARROW_EXTENT if narrow else limit, int(max(t.span for t in terms))),
+            limit=limit,
+        )
+        make = functools.partial(self._make_maximum, terms, known)
+        made, its_low = self._memoised(("maximum", key, limit), lambda: (make(), low))
+        return made * Scale(low - its_low) * common
+
+    def _make_maximum(self, terms: list[Scale], known: dict[str, Any]) -> Scale:
+        limit, largest = known["limit"], max(t.limit for t in terms)
+        if any(t.is_limited for t in terms) or limit < min(largest, MAX_EXPONENT):
+            known["whole"] = lambda: self.maximum([t.whole() for t in terms])
+        if together := self._together(*terms):
+            program, monomials = together
+            return self._computed(program.maximum(monomials, limit), **known)
+        within = [t.bounded()[0] if t.may_leave_range else t for t in terms]
+        array = jnp.asarray(within[0].array, self.dtype)
+        for term in within[1:]:
+            array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
+        if limit < largest:
+            array = lax.min(array, np.array(math.ldexp(1.0, limit), self.dtype))
+        return self.atom(_compat.pin(array), **known)
+
+    def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
+        """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
+        extent = math.ceil(scale.span / degree)
+
+        def make() -> tuple[Scale, Scale]:
+            known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent)
+            if scale.is_limited:
+                known["whole"] = lambda: scale.whole().root(degree)[0]
+            if together := self._together(scale):
+                program, (monomial,) = together
+                root, rest = program.root(monomial, degree)
+                found = self._computed(root, **known)
+                return found, self._computed(rest, nonzero=True, extent=degree)
+            array = scale.array
+            integer, nmant = exponent_layout(self.dtype)
+            # exponent = biased - bias; one more multiple of the bias keeps the division positive
+            offset = np.array((jnp.finfo(self.dtype).maxexp - 1) * (degree - 1), integer)
+            shift, count = np.array(nmant, integer), np.array(degree, integer)
+            bits = lax.bitcast_convert_type(array, integer)
+            biased = lax.add(lax.shift_right_logical(bits, shift), offset)
+            quotient = lax.div(biased, count)
+            root = lax.bitcast_convert_type(lax.shift_left(quotient, shift), self.dtype)
+            if not scale.is_nonzero:
+                is_zero = lax.eq(bits, np.array(0, integer))
+                root = lax.select(is_zero, jnp.zeros_like(root), root)
+            power = lax.shift_left(np.array(1, integer), lax.rem(biased, count))
+            rest = lax.convert_element_type(power, self.dtype)
+            return self.atom(_compat.pin(root), **known), self.atom(
+                rest, nonzero=True, extent=degree
+            )
+
+        return self._memoised(("root", scale, degree), make)
+
+    def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
+        """Split a traced array into data in [1, 2) and a scale, element by element.
+
+        What is between 1/2 and 1 has scale 1: a decay that is applied again and again would double
+        the data each time, and halve the scale. So has what is not finite: it may be a branch that
+        is not taken, whose scale must not flush the one that is.
+        """
+        known = self._splits.get(id(value))
+        if not self.splits_scalars:
+            known = (value, value, ONE)
+        if known is None:
+            power = round_down(value, self.dtype)
+            to_one = lax.bitwise_or(lax.eq(power, np.array(0.5, power.dtype)), ~jnp.isfinite(value))
+            power = jnp.where(to_one, jnp.ones_like(power), power)
+            scale = self.atom(_compat.pin(power), extent=LARGEST_EXTENT, is_number=True)
+            compute = dtypes.compute_dtype(value.dtype)
+            inverse = self._reciprocal(scale.factors[0][0])
+            data = lax.mul(value.astype(compute), inverse.astype(compute))
+            data = _compat.pin(data.astype(value.dtype))
+            known = (value, data, scale)  # keeps `value`, hence its id, alive
+            self._splits[id(value)] = known
+        return known[1:]
+
+
+def _monomial_key(scale: Scale) -> tuple:
+    return (tuple((a.index, p) for a, p in scale.factors), scale.exponent)
+
+
+def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
+    """Factors that every term has: max(a*c, b*c) = max(a, b) * c."""
+    common = dict(terms[0].factors)
+    for term in terms[1:]:
+        powers = dict(term.factors)
+        common = {
+            atom: min(p, powers[atom]) if p > 0 else max(p, powers[atom])
+            for atom, p in common.items()
+            if powers.get(atom, 0) * p > 0 and (p > 0 or atom.choices)
+        }
+    return sorted_factors(common)
+
+
+def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
+    """The monomials below a maximum, those of nested maxima included, dominated ones dropped."""
+    largest: dict[tuple, float] = {}
+    for term in terms:
+        atom = term.factors[0][0] if len(term.factors) == 1 and term.factors[0][1] == 1 else None
+        nested = atom.members if atom is not None and atom.members else None
+        for factors, exponent in nested or [(term.factors, 0)]:
+            exponent += term.exponent
+            largest[factors] = max(exponent, largest.get(factors, -math.inf))
+    return frozenset(largest.items())
+
+
+def _broadcast(operation: Callable) -> Callable:
+    """A binary `lax` operation on scales of shape `()` or of keep-dims shapes."""
+
+    def apply(a: Any, b: Any) -> jax.Array:
+        if a.shape == b.shape or not a.shape or not b.shape:
+            return operation(a, b)
+        return operation(*jnp.broadcast_arrays(a, b))
+
+    return apply
+
+
+def trace_with_table(
+    function: Callable[..., list[Any]],
+    arrays: Sequence[Any],
+    dtype: Any,
+    **options: bool,
+) -> Any:
+    """Make a jaxpr of `function(table, *arrays)` at some arrays, or their shapes and dtypes.
+
+    The options are those of its table, whose scalar scales are computed together, where XLA leaves
+    them together.
+    """
+    program = ScaleProgram(dtype) if _compat.keeps_barriers() else None
+
+    def flat(*arrays: Any) -> list[Any]:
+        table = ScaleTable(dtype, program=program, **options)
+        results = function(table, *arrays)
+        return [*results, *program.sources] if program else results
+
+    closed = jax.make_jaxpr(flat)(*arrays)
+    return resolve(program, closed) if program else closed

@@ -1,0 +1,208 @@
+"""Loops, branches and rematerialisation: values, scales and structure."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray
+from jax_scalify.interpreter import registry
+from jax_scalify.testing import check_scale_rule
+from tests.helpers import value
+
+STEPS, STACK = (4, 6), (3, 6, 6)
+
+
+def scaled(seed, shape, scale=1.0, dtype=jnp.float16):
+    data = np.random.default_rng(seed).normal(size=shape)
+    return ScaledArray(jnp.asarray(data, dtype), jnp.float32(scale))
+
+
+def _layers(body):
+    def layers(h, w):
+        return lax.scan(lambda h, w: (body(h, w), None), h, w)[0]
+
+    return layers
+
+
+def _tanh_layer(h, w):
+    return jnp.tanh(h @ w)
+
+
+def _fold(x):
+    return lax.scan(lambda c, v: (c * 0.5 + v, c), x[0], x)
+
+
+LOOPS = {
+    "carry": (_fold, (STEPS,)),
+    "reverse-unroll": (
+        lambda x: lax.scan(lambda c, v: (c * 0.5 + v, c), x[0], x, reverse=True, unroll=2),
+        (STEPS,),
+    ),
+    "carry-from-zeros": (
+        lambda x: lax.scan(lambda c, v: (c + v, v * 2), jnp.zeros(6, x.dtype), x),
+        (STEPS,),
+    ),
+    "carry-from-ones": (
+        lambda x: lax.scan(lambda c, v: (c * v, c), jnp.ones(6, x.dtype), x)[0],
+        (STEPS,),
+    ),
+    "carry-becomes-scaled-late": (
+        lambda x: lax.scan(lambda c, v: ((c[1], c[2], v), c[0]), (jnp.zeros(6, x.dtype),) * 3, x),
+        (STEPS,),
+    ),
+    "constant-results": (
+        lambda x: lax.scan(lambda c, v: (c, (jnp.ones(6, x.dtype), v, 2)), 0.0, x)[1],
+        (STEPS,),
+    ),
+    "counter": (lambda x: lax.scan(lambda c, v: (c + 1, v * c.astype(x.dtype)), 0, x), (STEPS,)),
+    "captured": (lambda x, y: lax.scan(lambda c, v: (c + v * y, None), y, x)[0], (STEPS, (6,))),
+    "layers": (_layers(_tanh_layer), ((2, 6), STACK)),
+    "layers-remat": (_layers(jax.checkpoint(_tanh_layer)), ((2, 6), STACK)),
+    "map": (lambda x: lax.map(jnp.tanh, x), (STEPS,)),
+    "associative_scan": (lambda x: lax.associative_scan(jnp.add, x), (STEPS,)),
+    "fori": (
+        lambda x: lax.fori_loop(0, 4, lambda i, c: c + x * i.astype(x.dtype), jnp.zeros_like(x)),
+        (STEPS,),
+    ),
+    "cond": (
+        lambda x: lax.cond(x[0, 0] > 0, lambda c: c * 2, lambda c: jnp.ones_like(c), x),
+        (STEPS,),
+    ),
+    "cond-no": (lambda x: lax.cond(x[0, 0] < 9e3, jnp.zeros_like, lambda c: c, x), (STEPS,)),
+    "switch": (
+        lambda x: lax.switch((x[0, 0] > 0) * 2, [lambda c: c * 2, lambda c: c * 0, lambda c: c], x),
+        (STEPS,),
+    ),
+    "platform": (lambda x: lax.platform_dependent(x, cpu=jnp.negative, default=jnp.sin), (STEPS,)),
+    "nested": (
+        lambda x: lax.scan(
+            lambda c, v: (
+                lax.fori_loop(0, 3, lambda i, d: d * 1.5, c) + v,
+                lax.cond(v[0] > 0, lambda u: u, lambda u: u * 4, v),
+            ),
+            jnp.zeros(6, x.dtype),
+            x,
+        ),
+        (STEPS,),
+    ),
+    "remat": (jax.checkpoint(lambda x: jnp.tanh(x) * x), (STEPS,)),
+    "no-steps": (lambda x: lax.scan(lambda c, v: (c + v, v), x[0] * 2, x[:0]), (STEPS,)),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", ["jit", "vmap", "grad"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_and_branches(name, way):
+    fun, shapes = LOOPS[name]
+    data = [scaled(i, s).data / 2 for i, s in enumerate(shapes)]
+    check_scale_rule(
+        fun, *data, ways=(way,), scales=(2.0**-8, 1.0, 2.0), static_scale=0.5, tolerance=2.0**-8
+    )
+
+
+def test_while_loop():
+    def fun(x):
+        return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * 2 + 1), (0, x))
+
+    data = scaled(0, STEPS).data
+    check_scale_rule(fun, data, ways=("jit", "vmap"), scales=(2.0**-8, 1.0, 2.0**20, 0.0))
+
+
+def test_the_condition_may_depend_on_scaled_values():
+    def fun(x):
+        return lax.while_loop(lambda c: jnp.sum(c) < 100, lambda c: c * 2, x)
+
+    x = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(2.0))
+    np.testing.assert_array_equal(value(jax.jit(jsa.scalify(fun))(x)), value(fun(jnp.full(3, 2.0))))
+
+
+def test_stacked_layers_keep_their_own_scales():
+    scales = jnp.float32(2.0) ** jnp.array([0, 20, -20])
+    w = ScaledArray(scaled(0, STACK).data, scales)
+    out = jax.jit(jsa.scalify(lambda w: lax.scan(lambda c, v: (c, v * 2), 0, w)[1]))(w)
+    assert out.scale.shape == (3, 1, 1)
+    np.testing.assert_array_equal(out.scale.ravel(), 2 * scales)
+    np.testing.assert_array_equal(value(out), 2 * value(w))
+
+
+def test_gradients_of_stacked_layers_have_a_scale_a_layer():
+    def loss(w, h):
+        return jnp.sum(_layers(_tanh_layer)(h, w).astype(jnp.float32) ** 2)
+
+    grad = jax.jit(jsa.scalify(jax.grad(loss)))(scaled(0, STACK, 0.25), scaled(1, (2, 6)))
+    assert grad.scale.shape == (3, 1, 1) and grad.dtype == jnp.float16
+
+
+def test_static_scales_stay_static_through_a_loop():
+    x = ScaledArray(jnp.ones(STEPS, jnp.float16), 4.0)
+    carry, ys = jax.jit(jsa.scalify(lambda x: lax.scan(lambda c, v: (v, v * 2), x[0], x)))(x)
+    assert (carry.scale, ys.scale) == (4.0, 8.0)
+    out = jax.jit(
+        jsa.scalify(lambda x: lax.cond(x[0, 0] > 0, lambda v: v * 2, lambda v: v + v, x))
+    )(x)
+    assert isinstance(out, ScaledArray)
+
+
+def test_plain_carries_stay_plain():
+    def fun(x):
+        return lax.scan(lambda c, v: ((c[0] + 1, c[1] * 0.5), v), (0, jnp.float32(1)), x)[0]
+
+    count, decay = jax.jit(jsa.scalify(fun))(scaled(0, STEPS))
+    assert not isinstance(count, ScaledArray) and count == 4
+    assert float(decay) == 0.0625
+
+
+def test_a_body_is_interpreted_at_most_twice(monkeypatch):
+    calls = []
+    rule = registry._rules[lax.dot_general_p]
+    counting = functools.wraps(rule)(lambda *a, **k: (calls.append(1), rule(*a, **k))[1])
+    monkeypatch.setitem(registry._rules, lax.dot_general_p, counting)
+
+    def loss(w, h):
+        return jnp.sum(_layers(_tanh_layer)(h, w) ** 2)
+
+    jax.jit(jsa.scalify(jax.grad(loss))).lower(scaled(0, STACK), scaled(1, (2, 6)))
+    assert 3 <= len(calls) <= 6  # three matmuls, in two loops
+
+
+def test_the_scale_of_a_carry_does_not_run_away():
+    """The branch that is not taken grows: by the law of `select_n`, the scale with it."""
+
+    def fun(x):
+        return lax.fori_loop(0, 60, lambda i, h: jnp.where(h == 0, h * 10, h * 0.9), x)
+
+    out = jax.jit(jsa.scalify(fun))(ScaledArray(jnp.ones(3), jnp.float32(4)))
+    assert float(out.scale) == 4
+    np.testing.assert_allclose(value(out), 4 * 0.9**60, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
+def test_refs_hold_plain_values():
+    def fun(x):
+        ref = jax.new_ref(x)
+        ref[0] = ref[0] * 2 + 1
+        return ref[...]
+
+    x = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(4))
+    np.testing.assert_array_equal(value(jax.jit(jsa.scalify(fun))(x)), [9, 4, 4])
+
+
+@pytest.mark.parametrize("condition", ["value", "count"])
+def test_a_loop_that_stops_at_different_times_for_each_example(condition):
+    def loop(x, n):
+        def goes_on(carry):
+            return carry[0] < 10 if condition == "value" else carry[1] < n
+
+        return lax.while_loop(goes_on, lambda c: (c[0] * 2.0 + 0.5, c[1] + 1), (x, 0))
+
+    x, n = ScaledArray(jnp.array([1.0, 3.0, 20.0]), jnp.float32(0.5)), jnp.array([2, 0, 5])
+    got = jax.jit(jsa.scalify(jax.vmap(loop)))(x, n)
+    expected = jax.vmap(loop)(x.to_array(), n)
+    np.testing.assert_array_equal(value(got[0]), expected[0])
+    np.testing.assert_array_equal(got[1], expected[1])

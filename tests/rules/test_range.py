@@ -1,0 +1,108 @@
+"""Range is kept, not just values: float16 data at scales far outside float16.
+
+A rule that dequantised to float16, or returned scale 1, would give infinities and zeros here.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Primitive, primitives
+
+import jax_scalify as jsa
+from jax_scalify import ScaledArray
+from jax_scalify.base.jaxprs import sub_jaxprs
+from jax_scalify.interpreter.registry import find_rule, registered_rules
+from tests.cases import CASES as ALL_CASES
+
+KEPT = ("structural", "aligning", "multiplicative", "summing", "linear algebra", "through zero")
+# Results whose elements are sums: the error is compared with the largest result.
+NORMWISE = ("aligning", "summing", "linear algebra")
+# A row with exponents of its own is not homogeneous, or has a bounded domain.
+CASES = [c for c in ALL_CASES if c.family in KEPT and not c.exponents]
+# Primitives of these families that no call on the CPU, outside of a mesh, contains.
+NOT_HERE = {
+    "sharding_constraint": "needs a mesh",
+    "reshard": "needs a mesh",
+    "layout_constraint": "needs a device layout",
+    "relayout": "needs a device layout",
+    "pvary": "needs a mesh",
+    "on_backward": "in tests/primitives/test_primitives.py",
+}
+
+
+def _exponent(case):
+    """2**(120 / k) for a function of degree k, and at most 2**40."""
+    return min(40, 120 // max(1, sum(map(abs, case.degree or (1,)))))
+
+
+def _rows(case):
+    """Equal exponents, and for homogeneous functions opposed ones."""
+    count, exponent = len(case.shapes), _exponent(case)
+    signs = (-1,) if case.family == "through zero" or "constant" in case.name else (-1, 1)
+    yield from ([sign * exponent] * count for sign in signs)
+    if count == 2 and case.degree:
+        yield [exponent, -exponent]
+        yield [-exponent, exponent]
+
+
+def _value(x, exponent=0):
+    data = np.asarray(getattr(x, "data", x))
+    wide = data.astype(np.complex128 if np.iscomplexobj(data) else np.float64)
+    return wide * 2.0**exponent * np.asarray(getattr(x, "scale", 1), np.float64)
+
+
+@pytest.mark.filterwarnings("error::jax_scalify.DequantisedWarning")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.family}-{c.name}")
+def test_range_is_kept(case):
+    dtype = "float16" if "float16" in case.dtypes else "float32"
+    eps = float(jnp.finfo(dtype).eps)
+    data = [jnp.asarray(d) for d in case.operands(dtype)]
+    with jsa.ScalifyConfig(missing_rule="error"):
+        fun = jax.jit(jsa.scalify(case.fun))
+        for row in _rows(case):
+            operands = [ScaledArray(d, jnp.float32(2.0**e)) for d, e in zip(data, row)]
+            outputs = jax.tree.leaves(fun(*operands), is_leaf=lambda x: isinstance(x, ScaledArray))
+            with jax.enable_x64(True):
+                values = (jnp.asarray(_value(d, e)) for d, e in zip(data, row))
+                expected = jax.tree.leaves((case.reference or case.fun)(*values))
+            for out, want in zip(outputs, map(np.asarray, expected), strict=True):
+                got = _value(out)
+                np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+                error, size = np.abs(got - want), np.abs(want)
+                if case.family in NORMWISE:
+                    error, size = np.max(error, initial=0), np.max(size, initial=0)
+                limit = case.tolerance or case.ulps * eps
+                finite = np.isfinite(want)
+                assert np.all(np.where(finite, error, 0) <= limit * np.where(finite, size, 0)), row
+
+
+def _primitives(jaxpr):
+    found = set()
+    for eqn in jaxpr.eqns:
+        found.add(eqn.primitive.name)
+        for sub in sub_jaxprs(eqn.params):
+            found |= _primitives(sub)
+    return found
+
+
+def test_every_primitive_of_the_families_is_tested():
+    exported = {
+        p.name
+        for module in (primitives, lax, lax.linalg)
+        for p in vars(module).values()
+        if isinstance(p, Primitive)
+    }
+    named = {i.name for i in registered_rules() if i.family in KEPT}
+    used = set()
+    for case in CASES:
+        data = case.operands(case.dtypes[0])
+        used |= _primitives(jax.make_jaxpr(case.fun)(*data).jaxpr)
+    assert (named & exported) - used - set(NOT_HERE) == set()
+
+
+def test_every_exported_primitive_has_a_rule():
+    for module in (primitives, lax, lax.linalg):
+        for name, p in vars(module).items():
+            assert not isinstance(p, Primitive) or find_rule(p), name

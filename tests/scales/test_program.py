@@ -1,0 +1,206 @@
+"""Scales that are computed together are those that are computed one by one."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_scalify as jsa
+from jax_scalify import _compat
+from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.scales.rounds import CALL_NAME
+
+together = pytest.mark.skipif(not _compat.keeps_barriers(), reason="computed one by one")
+SCALES = (1.0, 2.0**-40, 2.0**40, 0.0, 2.0**-7)
+X = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+
+
+def scaled(scale, x=X):
+    return jsa.ScaledArray(jnp.asarray(x * (scale != 0)), jnp.float32(scale))
+
+
+def one_by_one(fun):
+    """`jit` of a scalified function whose scales are not computed together."""
+
+    def call(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_compat, "keeps_barriers", lambda: False)
+            return jax.jit(jsa.scalify(fun))(*args)
+
+    return call
+
+
+def assert_same(got, expected):
+    leaves = [jax.tree.leaves(tree) for tree in (got, expected)]
+    for a, b in zip(*leaves, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6, atol=0)
+
+
+def residual(x, w, b):
+    for _ in range(4):
+        x = x + jnp.tanh(x @ w + b) * 3
+    return x, x * b + w
+
+
+def normalised(x, w, b):
+    y = (x + w) / jnp.sqrt(jnp.mean((x + w) ** 2) + 1e-6)
+    return y * b, jnp.cbrt(y + x), lax.rsqrt(jnp.abs(w) + jnp.abs(b) + 1)
+
+
+def scanned(x, w, b):
+    def body(carry, factor):
+        carry = carry * w * factor + b
+        return carry, carry + x
+
+    return lax.scan(body, x, jnp.arange(1.0, 4.0))
+
+
+def branching(x, w, b):
+    return lax.cond(jnp.sum(w) > 0, lambda: x + w, lambda: (x + b) * w) + b
+
+
+def by_scalars(x, w, b):
+    norm = jnp.sqrt(jnp.sum(x**2) + jnp.sum(w**2) + jnp.sum(b**2))
+    rate = 0.1 / (1.0 + norm)
+    return x - rate * w, (w + b) * jnp.minimum(1.0, 2.0 / norm)
+
+
+def by_hand(x, w, b):
+    total = x + w
+    _, scale = jsa.get_data_and_scale(total)
+    return jsa.set_scaling(b + total, 4 * scale) + x
+
+
+FUNCTIONS = (residual, normalised, scanned, branching, by_scalars, by_hand)
+
+
+@pytest.mark.parametrize("scales", list(itertools.combinations(SCALES, 3)))
+@pytest.mark.parametrize("fun", FUNCTIONS)
+def test_data_and_scales_are_the_same(fun, scales):
+    args = [scaled(scale) for scale in scales]
+    assert_same(jax.jit(jsa.scalify(fun))(*args), one_by_one(fun)(*args))
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS)
+def test_the_value_is_that_of_the_plain_function(fun):
+    args = [scaled(scale) for scale in (2.0**3, 2.0**-2, 0.5)]
+    plain = fun(*map(jsa.asarray, args))
+    values = jsa.asarray(jax.jit(jsa.scalify(fun))(*args))
+    for a, b in zip(jax.tree.leaves(values), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+def test_scales_stay_within_their_range():
+    huge, tiny = (scaled(2.0**e, np.ones((2, 2), np.float32)) for e in (120, -120))
+    for out in jax.jit(jsa.scalify(lambda a, b: (a * a, b * b, a * a + a, b / a)))(huge, tiny):
+        assert out.scale == 0 or 2.0**-126 <= out.scale <= 2.0**126
+
+
+def test_wide_scales():
+    with jax.enable_x64(True), jsa.ScalifyConfig(scale_dtype=jnp.float64):
+        args = [jsa.ScaledArray(jnp.asarray(X), jnp.float64(2.0**e)) for e in (30, -20, 3)]
+        out = jax.jit(jsa.scalify(residual))(*args)
+        assert out[0].scale.dtype == jnp.float64
+        assert_same(out, one_by_one(residual)(*args))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("transform", [jax.vmap, lambda f: jax.jit(jax.vmap(jax.jit(f)))])
+def test_under_vmap(transform):
+    def example(*args):
+        return jsa.scalify(residual)(*args)
+
+    args = [
+        jsa.ScaledArray(jnp.stack([X, 2 * X]), jnp.float32([2.0**i, 2.0 ** (2 * i)]))
+        for i in range(3)
+    ]
+    expected = [
+        jax.jit(example)(*(jsa.ScaledArray(a.data[i], a.scale[i]) for a in args)) for i in (0, 1)
+    ]
+    got = transform(example)(*args)
+    for i in (0, 1):
+        assert_same(jax.tree.map(lambda x: x[i], got), expected[i])  # noqa: B023
+
+
+def test_derivatives_of_a_jitted_function():
+    def loss(x):
+        out, _ = jax.jit(jsa.scalify(residual))(jsa.as_scaled_array(x), scaled(2.0), scaled(0.5))
+        return jnp.sum(jsa.asarray(out))
+
+    plain = lambda x: jnp.sum(residual(x, 2 * X, X / 2)[0])  # noqa: E731
+    np.testing.assert_allclose(jax.grad(loss)(X), jax.grad(plain)(X), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(X), jax.grad(plain)(X), rtol=1e-4, atol=1e-4)
+
+
+@together
+@pytest.mark.parametrize("dtype, more", [(jnp.float16, 3), (jnp.float32, 4)])
+def test_the_lowered_program_has_few_operations_on_scales(dtype, more):
+    # Float32 is kept in range: of each third product one scale is bounded first.
+    def deep(depth):
+        def fun(x, *weights):
+            for w in weights:
+                x = x + jax.nn.relu(x @ w)
+            return x
+
+        args = [scaled(1.0, X.astype(dtype)) for _ in range(depth + 1)]
+        text = jax.jit(jsa.scalify(fun)).lower(*args).as_text()
+        wanted = r"maximum|minimum|subtract|bitcast_convert|shift_left|floor"
+        return len(re.findall(rf"stablehlo\.({wanted}) .*: .*tensor<(\d+x)?(f32|ui32)>", text))
+
+    assert deep(8) <= deep(4) + more
+
+
+@together
+def test_a_norm_over_many_leaves_takes_few_steps():
+    def norm(*leaves):
+        pairs = zip(leaves, leaves[1:] + leaves[:1], strict=True)
+        return jnp.sqrt(sum(jnp.sum((x + y) ** 4) for x, y in pairs))
+
+    rng = np.random.default_rng(0)
+    leaves = [scaled(2.0**e, X + i) for i, e in enumerate(rng.integers(-9, 9, 60))]
+    scalified = jsa.scalify(norm)
+    assert_same(jax.jit(scalified)(*leaves), one_by_one(norm)(*leaves))
+    values = [np.asarray(x).astype(np.float64) for x in leaves]
+    want = np.sqrt(sum(np.sum((values[i] + values[i - 1]) ** 4) for i in range(60)))
+    np.testing.assert_allclose(np.asarray(scalified(*leaves)), want, rtol=1e-6)
+    for dtype, most in ((jnp.float16, 2), (jnp.float32, 3)):  # powers of float32 are kept in range
+        jaxpr = jax.make_jaxpr(scalified)(*(x.astype(dtype) for x in leaves))
+        assert sum(e.primitive is lax.reduce_max_p for e in all_equations(jaxpr)) <= most
+
+
+@together
+def test_constants_are_pinned_by_one_barrier():
+    """XLA would merge equal barriers, and take the operands of equal kernels in other orders."""
+
+    def fun(x, w, b):
+        return (x + w) * 2 + b, (x - w) + 0.3 * b
+
+    arrays = [jsa.ScaledArray(jnp.asarray(X), 2.0**e) for e in (3, -4, 6)]
+    jaxpr = jax.make_jaxpr(jsa.scalify(fun))(*arrays)
+    pins = [e for e in all_equations(jaxpr) if e.primitive is lax.optimization_barrier_p]
+    assert len(pins) == 1 and len(pins[0].invars) > 2
+    for x in jax.tree.leaves(jax.jit(jsa.scalify(fun))(*arrays)):
+        assert np.isfinite(x).all()
+
+
+@together
+def test_scales_are_computed_before_they_are_needed_and_once():
+    def count(fun, *args):
+        jaxpr = jax.make_jaxpr(jsa.scalify(fun))(*args).jaxpr
+        return [e.params.get("name") for e in jaxpr.eqns].count(CALL_NAME)
+
+    assert count(residual, scaled(2.0), scaled(4.0), scaled(8.0)) == 1
+
+    def step(x, w, rate):  # the scale of a scalar is known later than those of arguments
+        return jnp.exp(rate) * (x + w) + x
+
+    assert count(step, scaled(2.0), scaled(4.0), jnp.float32(3.0)) == 2
+
+
+def test_no_placeholder_is_left_where_nothing_is_asked_for():
+    jaxpr = jax.make_jaxpr(jsa.scalify(lambda x, w: x @ w))(scaled(2.0), scaled(4.0)).jaxpr
+    assert not any(e.primitive.name == "scale_placeholder" for e in jaxpr.eqns)
