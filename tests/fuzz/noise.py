@@ -4,11 +4,12 @@ A computed array is off by up to the epsilon of a dtype, element by element. One
 absolute error also, `2**-14` of its largest magnitude: all its elements may get one scale. What is
 less is 0 in every second run. Where arrays are added (`_SUMS`) or put together (`_JOINS`), the
 largest operand counts. What is only put together has an error in the narrow dtypes, which XLA may
-round there or not; where elements are only moved (`_MOVES`) they stay as they are. What float16 has
-at scale 1 by law (`_UNSCALED`: exponentials, bits, ...) is 0 below `2**-24` and inf above `2**13`
-in the first two runs, operands and results (65504 it holds, but not multiplied by a mask of scale
-`2**-3`); so is a quotient or negative power that is so many times that of the largest magnitudes.
-The other dtypes have the range of float32, of which `2**-100` is left below the largest.
+round there or not (that of bfloat16 in the first five runs); where elements are only moved
+(`_MOVES`) they stay as they are. What float16 has at scale 1 by law (`_UNSCALED`: exponentials,
+bits, ...) is 0 below `2**-24` and inf above `2**13` in the first two runs, operands and results
+(65504 it holds, but not multiplied by a mask of scale `2**-3`); so is what no scale reaches, and a
+quotient or negative power that is `2**13` times that of the largest magnitudes. The other dtypes
+have the range of float32, of which `2**-100` is left below the largest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _LEAST = 2.0**-120
 _NARROW = 2.0**-20  # an epsilon that is less is of float32
 _LARGEST = 3.4e38  # what is beyond is a mask
 _TOP = 2.0**13  # float16 at scale 1 has 65504
+_BEYOND = 2.0**139  # and at 2**126, the largest scale, so many times that
 
 _MOVES = frozenset(
     "abs broadcast_in_dim convert_element_type copy copy_p cummax cummin dynamic_slice expand_dims "
@@ -150,7 +152,10 @@ class _Noise:
             own = [jnp.maximum(size, sizes[0] * sizes[1]) for size in own]
         is_exact = name in _MOVES or name in _JOINS and self._eps < _NARROW
         if not is_exact:
-            results = [self._rounded(x, size, run) for x, size in zip(results, own)]
+            rounded = [self._rounded(x, size, run) for x, size in zip(results, own)]
+            # The derivative of a maximum asks which operand it is equal to.
+            exact = (run >= 5) & (name in _JOINS) & (not self._is_short)
+            results = [jnp.where(exact, x, r) for x, r in zip(results, rounded)]
         if name in _UNSCALED:
             results = [self._cut(x, run) for x in results]
         # Some functions are float32 whatever they are given, as the scores of attention.
@@ -226,6 +231,7 @@ class _Noise:
             # A constant that is not 0 stays so: it is cut off at the smallest number at the scale.
             least = jnp.where(run == 3, jnp.sign(x) * _LEAST * largest, 0)
             return jnp.where(lost, least, changed)
+        changed = jnp.where((run < 2) & (jnp.abs(x) > _BEYOND), x * jnp.inf, changed)
         least = _SMALL * largest
         blurred = changed + jnp.where(x == 0, 0, least * self._random(x, run))
         flushed = jnp.where(jnp.abs(x) < least, 0, changed)
