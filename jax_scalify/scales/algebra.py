@@ -9,6 +9,7 @@ equal. An array is made of a scale only where data has to be multiplied by it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -321,7 +322,7 @@ class Scale:
             return self
         known: dict[str, Any] = dict(extent=int(self.extent))
         if self.is_limited:
-            known["whole"] = lambda: self.whole().map(function)
+            known["whole"] = functools.cache(lambda: self.whole().map(function))
         return self.factors[0][0].table.atom(function(self.array), **known)
 
 

@@ -123,7 +123,9 @@ class ScaleTable:
             extent = int(scale.extent)
             known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=math.inf)
             if scale.is_limited:
-                known["whole"] = lambda: math.prod(self.settled(scale.whole()), start=ONE)
+                known["whole"] = functools.cache(
+                    lambda: math.prod(self.settled(scale.whole()), start=ONE)
+                )
             return self._computed(number, **known), ONE
 
         return self._memoised(("settled", scale), make)
@@ -135,7 +137,7 @@ class ScaleTable:
             extent = min(limit, int(scale.span))
             known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=limit)
             if scale.is_limited or limit < min(scale.limit, MAX_EXPONENT):
-                known["whole"] = scale.whole
+                known["whole"] = functools.cache(scale.whole)
             if together := self._together(scale):
                 program, (monomial,) = together
                 within = self._computed(program.bounded(monomial, limit), **known)
@@ -245,7 +247,7 @@ class ScaleTable:
     def _make_maximum(self, terms: list[Scale], known: dict[str, Any]) -> Scale:
         limit, largest = known["limit"], max(t.limit for t in terms)
         if any(t.is_limited for t in terms) or limit < min(largest, MAX_EXPONENT):
-            known["whole"] = lambda: self.maximum([t.whole() for t in terms])
+            known["whole"] = functools.cache(lambda: self.maximum([t.whole() for t in terms]))
         if together := self._together(*terms):
             program, monomials = together
             return self._computed(program.maximum(monomials, limit), **known)
@@ -264,7 +266,7 @@ class ScaleTable:
         def make() -> tuple[Scale, Scale]:
             known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent)
             if scale.is_limited:
-                known["whole"] = lambda: scale.whole().root(degree)[0]
+                known["whole"] = functools.cache(lambda: scale.whole().root(degree)[0])
             if together := self._together(scale):
                 program, (monomial,) = together
                 root, rest = program.root(monomial, degree)

@@ -7,6 +7,7 @@ function of the compiled program. Other calls are evaluated in place.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -190,7 +191,7 @@ def _can_cross(scale: Scale) -> bool:
 
 def _whole(description: Any, atoms: Sequence[Scale]) -> Callable[[], Scale] | None:
     """How to make the scale without limits, when all atoms are there."""
-    return None if description is None else lambda: _monomial(description, atoms)
+    return None if description is None else functools.cache(lambda: _monomial(description, atoms))
 
 
 def _crossing(value: Value) -> Value:
