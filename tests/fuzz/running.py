@@ -147,8 +147,6 @@ def _compare(program: Program, got: list[np.ndarray], avals: tuple[Any, ...]) ->
             still = still & _off(g, p[k], limit)
         others = [p[k] for p in plain + noisy]
         still = still & ~_excused(g, w, others, limit)
-        # Nor is there anything to compare with where no run of noise has come to a number.
-        still = still & np.any(np.isfinite(np.stack([n[k] for n in noisy])), axis=0)
         if program.wrapper in ("scan", "while"):
             still = still & ~_unknown(w, others)
         if np.any(still):
