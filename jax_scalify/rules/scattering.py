@@ -75,7 +75,7 @@ def scatter_along_axes(
     dims = params["dimension_numbers"]
     windows = Windows.scattered(dims, x.ndim, ctx.in_avals[2].shape)
     partial = windows.partial_axes(ctx.in_avals[0].shape)
-    updates, axes = _with_few_scales(x, updates, windows, partial)
+    updates, axes = _with_few_scales(ctx, x, updates, windows, partial)
     own = own_scales(ctx, {0: x, 2: updates})
     replaces = False
     if not partial & set(axes):
@@ -104,11 +104,16 @@ def scatter_along_axes(
 
 
 def _with_few_scales(
-    x: ScaledArray, updates: ScaledArray, windows: Windows, partial: set[int]
+    ctx: RuleContext,
+    x: ScaledArray,
+    updates: ScaledArray,
+    windows: Windows,
+    partial: set[int],
 ) -> tuple[ScaledArray, Sequence[int]]:
     """The updates, and the axes along which the result has scales: not too many for its size."""
     axes = _axes_of_result(x, updates, windows, partial)
-    if _is_worth_it(x, axes):
+    each = math.prod(updates.scale.shape) == math.prod(updates.shape)
+    if _is_worth_it(x, axes) or each and ctx.inputs[0].constant == 0:  # as in a diagonal's gradient
         return updates, axes
     whole = [d for d, a in zip(windows.dims, windows.axes, strict=True) if a not in partial]
     updates = uniform_over(updates, [d for d in range(updates.ndim) if d not in whole])

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split, split_product, takes_deferred
+from jax_scalify.interpreter.deferred import split, split_product, takes_deferred, with_scale
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
-from jax_scalify.rules.shared.along_axes import uniform_over, windowed_axes
+from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
 from jax_scalify.rules.shared.products import factors_in_range
 from jax_scalify.scales.algebra import ONE, Scale
@@ -101,6 +102,33 @@ def _operand_scale(x: ScaledArray, contract: Any, batch: Any, before: int, after
     return x.scale.map(move)
 
 
+def _in_one_scale(
+    lhs: ScaledArray, rhs: ScaledArray, contract: tuple[Any, Any], batch: tuple[Any, Any]
+) -> tuple[ScaledArray, ScaledArray]:
+    """Give lhs what rhs's scale differs by along the contracted dims, where both differ there.
+
+    A term has the product of both. It may be the same for all terms where neither scale is: in the
+    gradient of a covariance one is large where the other is small.
+    """
+    if not all(set(axes) & set(varying_axes(x.scale)) for x, axes in zip((lhs, rhs), contract)):
+        return lhs, rhs
+    pairs = sorted(zip((*batch[0], *contract[0]), (*batch[1], *contract[1]), strict=True))
+    free = [a for a in range(rhs.ndim) if a not in (*batch[1], *contract[1])]
+
+    def share(scale: Any) -> Any:
+        least = jnp.max(scale, contract[1], keepdims=True, initial=0)
+        return jnp.max(jnp.where(least > 0, scale / least, 0), free, keepdims=True, initial=0)
+
+    def along_lhs(scale: Any) -> Any:
+        shape = [1] * lhs.ndim
+        for a, b in pairs:
+            shape[a] = scale.shape[b]
+        return lax.reshape(lax.transpose(scale, (*(b for _, b in pairs), *free)), shape)
+
+    part = rhs.scale.map(share)
+    return with_scale(lhs, lhs.scale * part.map(along_lhs)), with_scale(rhs, rhs.scale / part)
+
+
 @register_scale_rule(lax.dot_general_p, elements="summed", degree="product")
 @takes_deferred
 def dot_general_rule(
@@ -115,10 +143,11 @@ def dot_general_rule(
     """`scale = lhs.scale * rhs.scale * pow2(K**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
 
     A scale that is not scalar is carried along the batch and free dims and made uniform over the
-    contracted ones.
+    contracted ones; where both differ there, the product of both is.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
+    lhs, rhs = _in_one_scale(lhs, rhs, *dimension_numbers)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
     *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
@@ -215,6 +244,9 @@ def conv_general_dilated_rule(
     dims = params["dimension_numbers"]
     batched = params["batch_group_count"] > 1
     lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
+    if not batched and params["feature_group_count"] == 1:
+        contract = ((dims.lhs_spec[1],), (dims.rhs_spec[1],))
+        lhs, rhs = _in_one_scale(lhs, rhs, contract, ((), ()))
     lhs = uniform_over(lhs, dims.lhs_spec if batched else dims.lhs_spec[1:])
     rhs = uniform_over(rhs, dims.rhs_spec[1:])
     *data, exponent = split_product(lhs, rhs)

@@ -319,3 +319,80 @@ def test_a_loop_that_writes_rows():
         return lax.fori_loop(0, 4, body, jnp.zeros_like(x))
 
     check_exact(fun, scaled(0, SCALES["columns"], "float16"))
+
+
+def _steep(shape, axis, sign, dtype):
+    """Scales along an axis that cancel against those of the other sign."""
+    data = np.random.default_rng(shape[0]).choice([-2, -1, 1, 2], size=shape)
+    exponents = np.array([14, -17, 3, -30]).reshape(
+        [4 if a == axis else 1 for a in range(len(shape))]
+    )
+    return ScaledArray(jnp.asarray(data, dtype), jnp.float32(2.0) ** (sign * exponents))
+
+
+# Products along an axis where one scale is large and the other small, and that axis of each.
+CONTRACTIONS = {
+    "matmul": (jnp.matmul, ((3, 4), 1), ((4, 5), 0)),
+    "vector": (jnp.matmul, ((4,), 0), ((4, 5), 0)),
+    "first": (lambda a, b: jnp.einsum("ki,jk->ij", a, b), ((4, 3), 0), ((5, 4), 1)),
+    "batch": (lambda a, b: jnp.einsum("bik,kbj->bij", a, b), ((2, 3, 4), 2), ((4, 2, 3), 0)),
+    "two axes": (lambda a, b: jnp.tensordot(a, b, 2), ((3, 4, 2), 1), ((4, 2, 3), 0)),
+    "scales of a batch": (lambda a, b: jnp.einsum("bk,kb->b", a, b), ((4, 4), 0), ((4, 4), 1)),
+    "convolution": (
+        lambda a, b: lax.conv(a, b, (1,), "SAME"),
+        ((2, 4, 6), 1),
+        ((3, 4, 3), 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONTRACTIONS)
+def test_contracted_scales_are_multiplied_first(name, dtype):
+    fun, lhs, rhs = CONTRACTIONS[name]
+    for sign in 1, -1:
+        check_exact(fun, _steep(*lhs, sign, dtype), _steep(*rhs, -sign, dtype))
+
+
+def test_contracted_scales_beside_others():
+    lhs = _steep((3, 4), 1, 1, "float16")
+    lhs = ScaledArray(lhs.data, lhs.scale * 2.0 ** jnp.float32([[0], [40], [-40]]))
+    rhs = _steep((4, 5), 0, -1, "float16")
+    rhs = ScaledArray(rhs.data, rhs.scale * 2.0 ** jnp.float32([[0, 20, -20, 30, -30]]))
+    assert check_exact(jnp.matmul, lhs, rhs) == [(3, 5)]
+    zeros = ScaledArray(rhs.data.at[0].set(0), rhs.scale.at[0].set(0))
+    assert check_exact(jnp.matmul, lhs, zeros) == [(3, 5)]
+    check_exact(jnp.matmul, ScaledArray(lhs.data[:, :0], lhs.scale[:, :0]), zeros_of(rhs))
+
+
+def zeros_of(x):
+    return ScaledArray(x.data[:0], x.scale[:0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_diagonal_keeps_a_scale_an_element(dtype):
+    x, places = scaled(0, 2.0 ** np.array([20, -20, 3]), dtype, (3,)), np.array([2, 0, 1])
+    assert check_exact(lambda x: jnp.zeros((3, 3), x.dtype).at[places, places].add(x), x)
+    assert check_exact(jnp.diag, x)
+    steep = 2.0 ** np.array([0, 20, -20])
+    square = scaled(1, steep[:, None] * steep, dtype, (3, 3))
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(x * jnp.diag(x)[:, None]))(x)
+
+    got, want = value(jsa.scalify(gradient)(square)), gradient(value(square))
+    np.testing.assert_allclose(got, want, rtol=2 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradient_of_a_correlation_of_rows_of_all_magnitudes(dtype):
+    data = [[1, -1, 1, 1], [-3, 1, -1, -1], [-1, -2, 1, -3]]
+    x = ScaledArray(jnp.asarray(data, dtype), 2.0 ** jnp.float32([[4], [14], [-17]]))
+    weight = np.float32([[1, 2, 3], [4, 5, 6], [7, 8, 10]])
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(jnp.corrcoef(x) * weight.astype(x.dtype)))(x)
+
+    got, want = value(jax.jit(jsa.scalify(gradient))(x)), gradient(value(x))
+    error = jnp.max(jnp.abs(got - want), 1) / jnp.max(jnp.abs(want), 1)
+    assert np.all(error < 16 * jnp.finfo(dtype).eps)
