@@ -34,10 +34,28 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
 
 def all_equations(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
     """The equations of a jaxpr and of all that they hold."""
+    return (eqn for eqn, _ in nested_equations(jaxpr))
+
+
+def nested_equations(
+    jaxpr: Any, around: tuple[jex_core.JaxprEqn, ...] = ()
+) -> Iterator[tuple[jex_core.JaxprEqn, tuple[jex_core.JaxprEqn, ...]]]:
+    """The equations of a jaxpr and of all that they hold, each with those that it lies in."""
     for eqn in jaxpr.eqns:
-        yield eqn
+        yield eqn, around
         for sub in sub_jaxprs(eqn.params):
-            yield from all_equations(sub)
+            yield from nested_equations(sub, (*around, eqn))
+
+
+def live_equations(jaxpr: Any) -> list[Any]:
+    """The equations that an output or an effect depends on."""
+    used = {v for v in jaxpr.outvars if is_var(v)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in used for v in eqn.outvars):
+            used.update(v for v in eqn.invars if is_var(v))
+            live.append(eqn)
+    return live[::-1]
 
 
 def makers(jaxpr: Any) -> dict[Any, Any]:

@@ -13,10 +13,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend import core as jex_core
-
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base.jaxprs import is_var
 from jax_scalify.interpreter.deferred import with_scale
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
@@ -27,7 +26,7 @@ _MAX_DEPTH = 2 if _compat.keeps_barriers() else 8  # without barriers a cut cost
 def count_uses(jaxpr: Any, equations: Sequence[Any]) -> collections.Counter:
     """Count how often each variable is read; a result may be read repeatedly by the caller."""
     atoms = itertools.chain(*(eqn.invars for eqn in equations), jaxpr.outvars, jaxpr.outvars)
-    return collections.Counter(v for v in atoms if not isinstance(v, jex_core.Literal))
+    return collections.Counter(v for v in atoms if is_var(v))
 
 
 def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:

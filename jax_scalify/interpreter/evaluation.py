@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend import core as jex_core
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import (
@@ -17,7 +16,7 @@ from jax_scalify.arrays.scaled_array import (
     may_be_powers_of_two,
 )
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import makers, sub_jaxprs
+from jax_scalify.base.jaxprs import is_var, live_equations, makers, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter import chains, observing
 from jax_scalify.interpreter.constants import captured, promote
@@ -49,12 +48,12 @@ def evaluate(
     env: dict[Any, Value] = {}
 
     def read(atom: Any) -> Value:
-        return Value.of(_typed_literal(atom)) if isinstance(atom, jex_core.Literal) else env[atom]
+        return env[atom] if is_var(atom) else Value.of(_typed_literal(atom))
 
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
         env[var] = captured(const)
     env.update(zip(jaxpr.invars, inputs, strict=True))
-    equations = _live_equations(jaxpr)
+    equations = live_equations(jaxpr)
     uses = chains.count_uses(jaxpr, equations)
     made_by = makers(jaxpr) if observing.is_observing() else {}
     for eqn in equations:
@@ -80,17 +79,6 @@ def _at_one_choice(value: Value) -> Value:
 
 def _typed_literal(literal: Any) -> Any:
     return np.asarray(literal.val, literal.aval.dtype)
-
-
-def _live_equations(jaxpr: Any) -> list[Any]:
-    """The equations that an output or an effect depends on."""
-    used = {v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal)}
-    live = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or any(v in used for v in eqn.outvars):
-            used.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
-            live.append(eqn)
-    return live[::-1]
 
 
 def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> list[Value]:

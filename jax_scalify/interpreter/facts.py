@@ -8,10 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import Interpretation
+from jax_scalify.base.jaxprs import Interpretation, is_var
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Facts, Value, largest
 
@@ -183,7 +182,7 @@ def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
 
     def value_of(atom: Any, flag: bool) -> Value:
         aval: Any = atom.aval
-        if isinstance(atom, jex_core.Literal):
+        if not is_var(atom):
             return Value.of(np.asarray(atom.val, aval.dtype))
         flag = flag or aval.dtype == np.bool_
         return Value(shape=aval.shape, dtype=aval.dtype, facts=Facts(nonneg=flag))

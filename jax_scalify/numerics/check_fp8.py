@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from jax_scalify import _compat
 from jax_scalify.arrays.nnx_objects import pure_call
-from jax_scalify.base.jaxprs import sub_jaxprs
+from jax_scalify.base.jaxprs import nested_equations
 from jax_scalify.interpreter.tracing import flat_function, is_static_result
 from jax_scalify.numerics import hlo
 from jax_scalify.numerics.fp8_report import Fp8Report, Matmul
@@ -74,7 +74,7 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
             traced = jax.jit(flat).trace(*(leaf for _, leaf in found))
     else:
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
-    equations = _matmuls(_compat.live_jaxpr(traced.jaxpr), "", 1)
+    equations = _matmuls(_compat.live_jaxpr(traced.jaxpr))
     rows = tuple(_as_traced(*found) for found in equations)
     if not (compile and rows):
         return Fp8Report(rows, None)
@@ -96,20 +96,16 @@ def _check_arrays(arguments: Any, fun: Callable) -> None:
             )
 
 
-def _matmuls(jaxpr: Any, path: str, runs: int | None) -> Iterator[tuple[JaxprEqn, str, int | None]]:
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
-        if name in hlo.MATMULS:
-            yield eqn, f"{inner}/{name}", runs
-        times = runs
-        if name == "while" or runs is None:
-            times = None
-        elif name == "scan":
-            times = runs * eqn.params["length"]
+def _matmuls(jaxpr: Any) -> Iterator[tuple[JaxprEqn, str, int | None]]:
+    """The matmuls, their paths, and how often each is run, if that is known."""
+    for eqn, around in nested_equations(jaxpr):
+        name, outer = eqn.primitive.name, [e.primitive.name for e in around]
         # A kernel that the user wrote is not XLA's to choose.
-        for sub in () if name == "pallas_call" else sub_jaxprs(eqn.params):
-            yield from _matmuls(sub, inner, times)
+        if name not in hlo.MATMULS or "pallas_call" in outer:
+            continue
+        path = "/".join(part for e in (*around, eqn) if (part := _compat.name_stack(e)))
+        lengths = [e.params["length"] for e in around if e.primitive.name == "scan"]
+        yield eqn, f"{path}/{name}", None if "while" in outer else math.prod(lengths)
 
 
 def _as_traced(eqn: JaxprEqn, path: str, runs: int | None) -> Matmul:

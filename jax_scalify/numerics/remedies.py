@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import is_var
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.numerics.running import Step
 
@@ -75,7 +75,7 @@ def _division(step: Step, operands: Sequence[Any]) -> str | None:
         return lost
     maker = _maker(step, step.eqn.invars[1])
     by_root = maker is not None and maker.primitive.name in ("sqrt", "mul")
-    if by_root and isinstance(step.eqn.invars[0], jex_core.Literal) and "jvp(" in step.path:
+    if by_root and not is_var(step.eqn.invars[0]) and "jvp(" in step.path:
         return _DERIVATIVE_OF_ROOT  # 0.5 / sqrt(x)
     return (
         f"{divisor.zeros} divisors are 0: add an epsilon that {step.results[0].dtype} holds, or "
@@ -142,7 +142,7 @@ _ADVICE = (
 
 def _maker(step: Step, atom: Any) -> Any:
     """The equation that makes an operand; None for a literal or an argument."""
-    return None if isinstance(atom, jex_core.Literal) else step.makers.get(atom)
+    return step.makers.get(atom) if is_var(atom) else None
 
 
 def lost_epsilon(step: Step, index: int) -> str | None:
@@ -164,7 +164,7 @@ def lost_epsilon(step: Step, index: int) -> str | None:
         traits = traits_of(name)
         if not (traits.is_view or traits.elements in ("same", "cast") or name in _KEEP_ZERO):
             return None
-        atom = next((v for v in maker.invars if not isinstance(v, jex_core.Literal)), None)
+        atom = next((v for v in maker.invars if is_var(v)), None)
         if atom is None:
             return None
     return None
@@ -172,7 +172,7 @@ def lost_epsilon(step: Step, index: int) -> str | None:
 
 def _is_lost(atom: Any) -> bool:
     """Whether a literal is 0 in a dtype in which it may have been something else."""
-    if not isinstance(atom, jex_core.Literal):
+    if is_var(atom):
         return False
     dtype: Any = atom.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend import core as jex_core
 
-from jax_scalify.base.jaxprs import Interpretation
+from jax_scalify.base.jaxprs import Interpretation, is_var
 from jax_scalify.interpreter.traits import traits_of
 
 Degree = float | None
@@ -33,7 +32,7 @@ def _exponent(eqn: Any) -> float | None:
     name = eqn.primitive.name
     if name == "integer_pow":
         return eqn.params["y"]
-    if name == "pow" and isinstance(eqn.invars[1], jex_core.Literal):
+    if name == "pow" and not is_var(eqn.invars[1]):
         return float(np.asarray(eqn.invars[1].val))
     degree = traits_of(name).degree
     return degree if isinstance(degree, (int, float)) else None

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from jax_scalify import _compat
+from jax_scalify.base.jaxprs import evaluate
 
 _INLINED = frozenset("jit pjit closed_call core_call".split())
 _REMAT = frozenset("checkpoint remat remat2".split())
@@ -89,7 +89,7 @@ def flatten(closed: Any) -> Scope:
     inputs = [Value(v.aval) for v in closed.jaxpr.invars]
     for value in inputs:
         value.is_known = not value.is_inexact
-    return _scope(closed.jaxpr, closed.consts, inputs)
+    return _scope(closed, inputs)
 
 
 def all_scopes(scope: Scope) -> list[Scope]:
@@ -98,9 +98,9 @@ def all_scopes(scope: Scope) -> list[Scope]:
     return [scope, *bodies]
 
 
-def _scope(jaxpr: Any, consts: Sequence[Any], inputs: list[Value], repeats: int = 1) -> Scope:
+def _scope(closed: Any, inputs: list[Value], repeats: int = 1) -> Scope:
     ops: list[Op] = []
-    outputs = _inline(jaxpr, consts, inputs, ops, (), repeats)
+    outputs = _inline(closed, inputs, ops, (), repeats)
     used = set(map(id, outputs))
     live = []
     for op in reversed(ops):
@@ -111,38 +111,32 @@ def _scope(jaxpr: Any, consts: Sequence[Any], inputs: list[Value], repeats: int 
 
 
 def _inline(
-    jaxpr: Any,
-    consts: Sequence[Any],
+    closed: Any,
     inputs: Sequence[Value],
     ops: list[Op],
     callers: tuple[str, ...],
     repeats: int,
 ) -> list[Value]:
-    env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-    for var, const in zip(jaxpr.constvars, consts, strict=True):
+    def literal(atom: Any) -> Value:
+        return Value(atom.aval, is_known=True, constant=atom.val)
+
+    def constant(var: Any, const: Any) -> Value:
         known = not (_compat.is_traced(const) and jnp.issubdtype(var.aval.dtype, jnp.inexact))
-        env[var] = Value(var.aval, is_known=known, constant=const)
+        return Value(var.aval, is_known=known, constant=const)
 
-    def read(atom: Any) -> Value:
-        if isinstance(atom, jex_core.Literal):
-            return Value(atom.aval, is_known=True, constant=atom.val)
-        return env[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
+    def equation(eqn: Any, operands: list[Value]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
         if name in _INLINED and "jaxpr" in params:
-            closed = params["jaxpr"]
             names = (*callers, str(params.get("name", name)))
-            outputs = _inline(closed.jaxpr, closed.consts, operands, ops, names, repeats)
-        else:
-            body = _body(name, params, operands, repeats)
-            known = all(v.is_known for v in operands) and not eqn.effects
-            op = Op(eqn, operands, [], callers, body)
-            op.outputs = outputs = [Value(v.aval, op, known) for v in eqn.outvars]
-            ops.append(op)
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            return _inline(params["jaxpr"], operands, ops, names, repeats)
+        body = _body(name, params, operands, repeats)
+        known = all(v.is_known for v in operands) and not eqn.effects
+        op = Op(eqn, operands, [], callers, body)
+        op.outputs = [Value(v.aval, op, known) for v in eqn.outvars]
+        ops.append(op)
+        return op.outputs
+
+    return evaluate(closed, inputs, equation, literal, constant)
 
 
 def _body(name: str, params: Any, operands: Sequence[Value], repeats: int) -> Scope | None:
@@ -153,7 +147,7 @@ def _body(name: str, params: Any, operands: Sequence[Value], repeats: int) -> Sc
         inputs = [
             Value(v.aval, is_known=x.is_known, source=x) for v, x in zip(jaxpr.invars, operands)
         ]
-        return _scope(jaxpr, (), inputs, repeats)
+        return _scope(jaxpr, inputs, repeats)
     if name != "scan":
         return None
     closed = params["jaxpr"]
@@ -164,7 +158,7 @@ def _body(name: str, params: Any, operands: Sequence[Value], repeats: int) -> Sc
         if consts <= i < consts + carries and value.is_inexact:
             value.is_known, value.is_carry = False, True
         inputs.append(value)
-    return _scope(closed.jaxpr, closed.consts, inputs, repeats * params["length"])
+    return _scope(closed, inputs, repeats * params["length"])
 
 
 def run_op(op: Op, args: Sequence[Any]) -> Sequence[Any]:
