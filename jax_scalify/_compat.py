@@ -37,6 +37,11 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
+def is_of_one_trace(*values: Any) -> bool:
+    """Tell whether values are known to the same trace, or all to none."""
+    return len({v._trace if is_traced(v) else None for v in values}) == 1
+
+
 @contextlib.contextmanager
 def equation_context(eqn: jex_core.JaxprEqn) -> Iterator[None]:
     """Re-enter an equation's name stack, source line and tracing context.

@@ -7,7 +7,6 @@ needs the product: there, they cost one multiplication, or none.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,16 +31,17 @@ class Deferred(ScaledArray):
     """A `ScaledArray` with `data = source * mantissa * 2**exponent`, multiplied when asked for.
 
     The mantissa is that of a constant by which the user multiplies: it and the powers of two make
-    one factor. Rules that are registered with `takes_deferred` see such arrays, and no others.
+    one factor. A rule that asks for `data` gets the product; `split` gives both.
     """
 
     source: Any
     mantissa: float
     exponent: int
+    _products: dict[int, Any]
 
     def __init__(self, source: Any, mantissa: float, exponent: int, scale: Any):
         fields = dict(source=source, mantissa=mantissa, exponent=exponent, scale=scale)
-        for name, value in (*fields.items(), ("is_static", False)):
+        for name, value in (*fields.items(), ("is_static", False), ("_products", {})):
             object.__setattr__(self, name, value)
 
     @property
@@ -59,15 +59,15 @@ class Deferred(ScaledArray):
         """Rank of the data."""
         return self.source.ndim
 
-    @functools.cached_property
+    @property
     def raw(self) -> Any:
         """`data / 2**exponent`."""
         return self._times(0)
 
-    @functools.cached_property
+    @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The product."""
-        return self._times(self.exponent) if self.exponent else self.raw
+        return self._times(self.exponent)
 
     def reaches(self, factor: Scale) -> bool:
         """Tell whether `data * factor` can be computed with one factor of float32."""
@@ -79,6 +79,15 @@ class Deferred(ScaledArray):
         return self.raw if not exponent else self.data if factor.is_one else self._times(exponent)
 
     def _times(self, exponent: int) -> Any:
+        """`source * mantissa * 2**exponent`, computed once in the trace that `source` is of."""
+        product = self._products.get(exponent)
+        if product is None:
+            product = self._product(exponent)
+            if _compat.is_of_one_trace(product, self.source):  # not inside of a function of a rule
+                self._products[exponent] = product
+        return product
+
+    def _product(self, exponent: int) -> Any:
         data, mantissa = self.source, self.mantissa
         while mantissa != 1 or exponent:
             step = max(-_LARGEST_FACTOR, min(_LARGEST_FACTOR, exponent))
@@ -92,17 +101,6 @@ class Deferred(ScaledArray):
     def moved(self, source: Any, scale: Any) -> Deferred:
         """Return another array, to be multiplied by the same."""
         return Deferred(source, self.mantissa, self.exponent, scale)
-
-
-def takes_deferred(rule: Any) -> Any:
-    """Mark a rule that is given arrays whose data has yet to be multiplied."""
-    rule.takes_deferred = True
-    return rule
-
-
-def is_given_deferred(rule: Any) -> bool:
-    """Tell whether a rule, or what a partial application of one calls, is marked."""
-    return getattr(getattr(rule, "func", rule), "takes_deferred", False)
 
 
 def can_defer(dtype: Any) -> bool:

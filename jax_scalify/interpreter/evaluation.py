@@ -20,7 +20,7 @@ from jax_scalify.base.jaxprs import is_var, live_equations, makers, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter import chains, observing
 from jax_scalify.interpreter.constants import captured, promote
-from jax_scalify.interpreter.deferred import is_given_deferred, settled, with_scale
+from jax_scalify.interpreter.deferred import with_scale
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.multiplying import at_one_choice, in_reach
@@ -130,8 +130,7 @@ def _arguments(rule: Any, inputs: list[Value], table: ScaleTable, full: bool) ->
     """The operands, as a rule is given them."""
     if is_given_values(rule):
         return inputs
-    args = [promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
-    return args if is_given_deferred(rule) else [settled(a) for a in args]
+    return [promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
 
 
 def _context(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> RuleContext:

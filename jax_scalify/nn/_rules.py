@@ -11,7 +11,7 @@ import jax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split, takes_deferred
+from jax_scalify.interpreter.deferred import split
 from jax_scalify.interpreter.multiplying import moved
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.rules.shared.along_axes import uniform_over
@@ -46,7 +46,6 @@ def scale_rules(
             return fun(**dict(zip(dynamic, args)), **static)
 
         @function.defscale
-        @takes_deferred
         def forward(*args: Any, **static: Any) -> ScaledArray:
             args = tuple(prepare(x) if is_scaled(x) else x for x in args)
             narrow = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_scaled(x) else x for x in args]
@@ -55,7 +54,6 @@ def scale_rules(
             return times(in_order(*map(_wide, args), **static), out_scale**-1, out_scale, dtype)
 
         @function.defscale_vjp
-        @takes_deferred
         def backward(*operands: Any, **static: Any) -> tuple[Any, ...]:
             *args, cotangent = (prepare(x) if is_scaled(x) else x for x in operands)
             floating = [i for i, x in enumerate(args) if is_scaled(x)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split, takes_deferred
+from jax_scalify.interpreter.deferred import split
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.products import times
@@ -51,7 +51,6 @@ def _embed_scale(table: ScaledArray, ids: jax.Array) -> ScaledArray:
 
 
 @embed.defscale_vjp
-@takes_deferred
 def _embed_scale_vjp(
     table: ScaledArray, ids: jax.Array, cotangent: ScaledArray
 ) -> tuple[ScaledArray, None]:

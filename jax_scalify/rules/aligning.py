@@ -13,7 +13,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import align_constant, constant_floor, room
-from jax_scalify.interpreter.deferred import defer, split, takes_deferred
+from jax_scalify.interpreter.deferred import defer, split
 from jax_scalify.interpreter.multiplying import multiply
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
@@ -59,7 +59,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
         return defer(dtypes.cast(operation(*same_dtype(*data)), ctx.out_dtype), exponent, scale)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant 0 changes nothing."
-    return takes_deferred(rule)
+    return rule
 
 
 def _growth(ctx: RuleContext) -> Scale:
@@ -106,7 +106,7 @@ def _extremum_rule(sign: int) -> Rule:
         return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant on the far side of 0: no vote."
-    return takes_deferred(rule)
+    return rule
 
 
 register_scale_rule(lax.max_p, elements="placed", elementwise=True)(_extremum_rule(+1))
@@ -119,7 +119,6 @@ def _bound(number: Any, x: ScaledArray) -> Scale:
 
 
 @register_scale_rule(lax.clamp_p, elements="placed", elementwise=True)
-@takes_deferred
 def clamp_rule(
     ctx: RuleContext, low: ScaledArray, x: ScaledArray, high: ScaledArray, **params: Any
 ) -> ScaledArray:
@@ -173,7 +172,6 @@ def _less(cases: Sequence[ScaledArray]) -> Scale:
 
 
 @register_scale_rule(lax.select_n_p, elements="placed", elementwise=True)
-@takes_deferred
 def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: Any) -> Any:
     """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all.
 
@@ -187,7 +185,6 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: A
 
 
 @register_scale_rule(lax.concatenate_p, elements="joined")
-@takes_deferred
 def concatenate_rule(
     ctx: RuleContext, *args: ScaledArray, dimension: int, **params: Any
 ) -> ScaledArray:
@@ -214,7 +211,6 @@ def concatenate_rule(
 
 
 @register_scale_rule("stack", elements="joined")
-@takes_deferred
 def stack_rule(ctx: RuleContext, *args: ScaledArray, axis: int, **params: Any) -> ScaledArray:
     """`scale = max` of the operands' votes."""
     operands = dict(enumerate(least_scales(*args)))
@@ -224,7 +220,6 @@ def stack_rule(ctx: RuleContext, *args: ScaledArray, axis: int, **params: Any) -
 
 
 @register_scale_rule(lax.pad_p, elements="placed")
-@takes_deferred
 def pad_rule(
     ctx: RuleContext, x: ScaledArray, value: ScaledArray, *, padding_config: Any, **params: Any
 ) -> ScaledArray:
@@ -253,7 +248,6 @@ def pad_rule(
 
 
 @register_scale_rule(lax.dynamic_update_slice_p, elements="placed")
-@takes_deferred
 def dynamic_update_slice_rule(
     ctx: RuleContext, x: ScaledArray, update: ScaledArray, *starts: Any, **params: Any
 ) -> ScaledArray:
@@ -282,7 +276,6 @@ def dynamic_update_slice_rule(
 
 
 @register_scale_rule(lax.gather_p, elements="taken")
-@takes_deferred
 def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -> ScaledArray:
     """`out = gather(data)`, and so for scales; a finite fill value is divided by them."""
     (x,) = least_scales(x)
@@ -310,7 +303,6 @@ _LEAST_DENSITY = Scale(-4)
 @register_scale_rule(lax.scatter_p, lax.scatter_min_p, lax.scatter_max_p, elements="placed")
 @register_scale_rule(lax.scatter_add_p, elements="new", nonnegative="keeps", degree="sum")
 @register_scale_rule(lax.scatter_sub_p, elements="new", degree="sum")
-@takes_deferred
 def scatter_rule(
     ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any
 ) -> ScaledArray:

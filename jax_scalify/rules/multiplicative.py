@@ -16,7 +16,6 @@ from jax_scalify.interpreter.deferred import (
     defer_constant,
     split,
     split_product,
-    takes_deferred,
 )
 from jax_scalify.interpreter.multiplying import moved, multiply
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
@@ -39,7 +38,6 @@ def _unit(ctx: RuleContext, index: int, x: ScaledArray) -> int:
 @register_scale_rule(
     lax.mul_p, elements="new", elementwise=True, nonnegative="keeps", degree="product"
 )
-@takes_deferred
 def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing."""
     lhs, rhs = factors_in_range(ctx, lhs, rhs)
@@ -62,7 +60,6 @@ def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
 @register_scale_rule(
     lax.div_p, elements="new", elementwise=True, nonnegative="keeps", degree="quotient"
 )
-@takes_deferred
 def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = lhs.scale / rhs.scale`; a constant power of two costs nothing."""
     lhs, rhs = factors_in_range(ctx, lhs, rhs, powers=(1, -1))
@@ -77,7 +74,6 @@ def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
 
 
 @register_scale_rule(lax.square_p, elements="new", elementwise=True, nonnegative="always", degree=2)
-@takes_deferred
 def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**2`, in wide dtypes of what a scale has within 2**+-16."""
     (x,) = factors_in_range(ctx, x, powers=(2,))
@@ -86,7 +82,6 @@ def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
-@takes_deferred
 def integer_pow_rule(ctx: RuleContext, x: ScaledArray, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`."""
     (x,) = factors_in_range(ctx, x, powers=(y,))
@@ -109,7 +104,6 @@ def _root(ctx: RuleContext, x: ScaledArray, degree: int, inverse: bool, **params
 @register_scale_rule(
     lax.sqrt_p, elements="new", elementwise=True, nonnegative="always", degree=1 / 2
 )
-@takes_deferred
 def sqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=False, **params)
@@ -118,7 +112,6 @@ def sqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 @register_scale_rule(
     lax.rsqrt_p, elements="new", elementwise=True, nonnegative="always", degree=-1 / 2
 )
-@takes_deferred
 def rsqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(-1/2)`; of an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=True, **params)
@@ -127,7 +120,6 @@ def rsqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 @register_scale_rule(
     lax.cbrt_p, elements="new", elementwise=True, nonnegative="keeps", degree=1 / 3
 )
-@takes_deferred
 def cbrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale**(1/3)`; up to two factors of two move into the data."""
     return _root(ctx, x, 3, inverse=False, **params)

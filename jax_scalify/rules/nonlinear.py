@@ -9,7 +9,6 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import takes_deferred
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.growth import finish
 from jax_scalify.scales import algebra
@@ -46,7 +45,6 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
 @register_scale_rule(
     *(lax.polygamma_p, lax.igamma_grad_a_p, lax.zeta_p, "random_gamma_grad"), elements="new"
 )
-@takes_deferred
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     """`scale = 1`, evaluated in at least float32."""
     return ScaledArray(dtypes.cast(evaluate_wide(ctx, args, params), ctx.out_dtype), ONE)
@@ -59,7 +57,6 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     elementwise=True,
     nonnegative="keeps",
 )
-@takes_deferred
 def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max(1, scale)`, of dequantised values."""
     scale = algebra.join(ONE, x.scale)
@@ -67,7 +64,6 @@ def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArra
 
 
 @register_scale_rule("one_minus_square", elements="new", elementwise=True)
-@takes_deferred
 def one_minus_square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = max(1, scale**2)`, of dequantised values."""
     scale = algebra.join(ONE, x.scale**2)
@@ -75,7 +71,6 @@ def one_minus_square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Sc
 
 
 @register_scale_rule("polynomial", elements="new")
-@takes_deferred
 def polynomial_rule(
     ctx: RuleContext, x: ScaledArray, *coefficients: ScaledArray, **params: Any
 ) -> ScaledArray:
@@ -91,7 +86,6 @@ def polynomial_rule(
 
 
 @register_scale_rule(lax.logistic_p, elements="new", elementwise=True, nonnegative="always")
-@takes_deferred
 def logistic_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """Evaluated in at least float32 on plain values; scale 1/2, its value at 0.
 

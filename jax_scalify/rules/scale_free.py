@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split, takes_deferred
+from jax_scalify.interpreter.deferred import split
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable
 from jax_scalify.rules.shared.joining import bring_together, same_dtype, shared_scale
@@ -18,7 +18,6 @@ from jax_scalify.scales.algebra import ONE
 
 
 @register_scale_rule(lax.argmax_p, lax.argmin_p, elements="new")
-@takes_deferred
 def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
     """`out = f(data)`, a plain output; one scale over the axes that are searched, in float32."""
     data, _ = split(comparable(x, params["axes"]))
@@ -26,7 +25,6 @@ def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
 
 
 @register_scale_rule(lax.is_finite_p, elements="new", elementwise=True)
-@takes_deferred
 def is_finite_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
     """`out = f(data)`, a plain output; where the scale can make it infinite, `f(data * scale)`."""
     if _can_be_infinite(x):
@@ -41,7 +39,6 @@ def _can_be_infinite(x: ScaledArray) -> bool:
 
 
 @register_scale_rule(lax.sign_p, elements="new", elementwise=True, nonnegative="keeps", degree=0)
-@takes_deferred
 def sign_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`out = sign(data)`, scale 1."""
     return ScaledArray(ctx.bind(split(x)[0], **params), ONE)
@@ -56,7 +53,6 @@ def _at_one_scale(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray) -> list[
     *(lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p), elements="new", elementwise=True
 )
 @register_scale_rule("eq_to", "lt_to", "le_to", elements="new")
-@takes_deferred
 def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> Any:
     """Align, then compare in at least float32: a plain output."""
     numbers = [v.constant for v in ctx.inputs]
@@ -69,7 +65,6 @@ def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **para
 
 
 @register_scale_rule(lax.atan2_p, elements="new", elementwise=True)
-@takes_deferred
 def atan2_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
     """Align, then `scale = 1`, in at least float32."""
     compute = dtypes.compute_dtype(ctx.out_dtype)

@@ -14,7 +14,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.interpreter.deferred import defer, split, takes_deferred
+from jax_scalify.interpreter.deferred import defer, split
 from jax_scalify.interpreter.multiplying import keep_infinity
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
 from jax_scalify.interpreter.value import Facts, Value, filled
@@ -44,14 +44,12 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
 
 
 @register_scale_rule(primitives.set_scaling_p, elements="rescaled")
-@takes_deferred
 def set_scaling_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data = x / scale`, the scale as asked for."""
     return _at_scale(ctx, x, _requested_scale(ctx, 1))
 
 
 @register_scale_rule(primitives.match_scale_p, elements="rescaled")
-@takes_deferred
 def match_scale_rule(ctx: RuleContext, x: ScaledArray, like: ScaledArray) -> ScaledArray:
     """`data = x / scale`, with the scale of the other operand, in its shape."""
     return _at_scale(ctx, x, like.scale)
@@ -94,7 +92,6 @@ def stochastic_cast_rule(ctx: RuleContext, x: ScaledArray, bits: Any, *, dtype: 
 
 
 @register_scale_rule(primitives.rebalance_scale_p, elements="rescaled")
-@takes_deferred
 def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
     """`data / factor`, `scale * factor`; a factor 0 is read as 1."""
     factor = _requested_scale(ctx, 1)

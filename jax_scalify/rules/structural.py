@@ -17,7 +17,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
-from jax_scalify.interpreter.deferred import can_defer, defer, split, takes_deferred, with_scale
+from jax_scalify.interpreter.deferred import can_defer, defer, split, with_scale
 from jax_scalify.interpreter.multiplying import moved
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
@@ -59,7 +59,7 @@ def structural_rule(
         ]
 
     rule.__doc__ = "`out = f(data)`, scale unchanged."
-    return takes_deferred(rule)
+    return rule
 
 
 def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
@@ -167,7 +167,6 @@ register_scale_rule("tile", elements="taken")(structural_rule(no_axes, _tile_sca
 
 
 @register_scale_rule(lax.reshape_p, elements="moved")
-@takes_deferred
 def reshape_rule(
     ctx: RuleContext, x: ScaledArray, *, dimensions: Any = None, **params: Any
 ) -> ScaledArray:
@@ -236,7 +235,6 @@ register_scale_rule(
 
 
 @register_scale_rule(lax.top_k_p, "approx_top_k", elements="taken")
-@takes_deferred
 def top_k_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> list[Any]:
     """`out = f(data)`, one scale along the axis that is searched, compared in float32."""
     axis = params.get("axis", params.get("reduction_dimension", -1)) % x.ndim
@@ -267,7 +265,6 @@ def reduce_precision_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Sc
 
 @register_scale_rule("optimization_barrier", elements="same", elementwise=True)
 @register_scale_rule("device_put", elements="same")
-@takes_deferred
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
     data = [split(x) if isinstance(x, ScaledArray) else (x, 0) for x in args]
@@ -283,7 +280,6 @@ def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
 
 
 @register_scale_rule(lax.sort_p, elements="taken")
-@takes_deferred
 def sort_rule(
     ctx: RuleContext, *args: Any, dimension: int, num_keys: int, **params: Any
 ) -> list[Any]:
@@ -300,7 +296,6 @@ def sort_rule(
 @register_scale_rule(
     lax.convert_element_type_p, family="convert", elements="cast", elementwise=True
 )
-@takes_deferred
 def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     """Float to float: the data only, saturating for FP8. To int or bool: dequantise first.
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split, split_product, takes_deferred, with_scale
+from jax_scalify.interpreter.deferred import split, split_product, with_scale
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
@@ -24,7 +24,6 @@ from jax_scalify.scales.algebra import ONE, Scale
 
 
 @register_scale_rule(lax.reduce_sum_p, elements="summed", degree=1)
-@takes_deferred
 def reduce_sum_rule(ctx: RuleContext, x: ScaledArray, *, axes: Any, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, axes)
@@ -37,7 +36,6 @@ def reduce_sum_rule(ctx: RuleContext, x: ScaledArray, *, axes: Any, **params: An
 
 
 @register_scale_rule(lax.cumsum_p, elements="new", nonnegative="keeps", degree=1)
-@takes_deferred
 def cumsum_rule(ctx: RuleContext, x: ScaledArray, *, axis: int, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, (axis,))
@@ -49,7 +47,6 @@ def cumsum_rule(ctx: RuleContext, x: ScaledArray, *, axis: int, **params: Any) -
 
 
 @register_scale_rule(lax.reduce_window_sum_p, elements="new", nonnegative="keeps", degree=1)
-@takes_deferred
 def reduce_window_sum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if none is < 0."""
     x = uniform_over(x, windowed_axes(ctx, **params))
@@ -130,7 +127,6 @@ def _in_one_scale(
 
 
 @register_scale_rule(lax.dot_general_p, elements="summed", degree="product")
-@takes_deferred
 def dot_general_rule(
     ctx: RuleContext,
     lhs: ScaledArray,
@@ -166,7 +162,6 @@ def dot_general_rule(
 
 
 @register_scale_rule("ragged_dot_general", elements="summed", degree="product")
-@takes_deferred
 def ragged_dot_general_rule(
     ctx: RuleContext,
     lhs: ScaledArray,
@@ -227,7 +222,6 @@ def _convolved_terms(ctx: RuleContext, params: dict[str, Any]) -> int:
 
 
 @register_scale_rule(lax.conv_general_dilated_p, elements="summed", degree="product")
-@takes_deferred
 def conv_general_dilated_rule(
     ctx: RuleContext,
     lhs: ScaledArray,

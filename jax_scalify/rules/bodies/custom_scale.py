@@ -21,7 +21,7 @@ from jax_scalify.arrays.scaled_array import (
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import evaluate
 from jax_scalify.interpreter.constants import promote
-from jax_scalify.interpreter.deferred import Deferred, is_given_deferred, with_scale
+from jax_scalify.interpreter.deferred import Deferred, with_scale
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.interpreter.multiplying import multiply, within_range
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
@@ -42,11 +42,10 @@ def custom_scale_rule(
     values = args[applied.num_consts :]
     if applied.rule is None or not any(_has_scale(v) for v in values):
         return ctx.scale_jaxpr(jaxpr, list(args))
-    waits = is_given_deferred(applied.rule) and not applied.batched
     operands = []
     for value in values:
         x = promote(value, ctx.table, full=True) if value.is_scalable else value.plain()
-        if is_scaled(x) and not (waits and isinstance(x, Deferred)):
+        if is_scaled(x) and not isinstance(x, Deferred):
             x = ScaledArray(jnp.asarray(x.data), x.scale)
         operands.append(x)
     rule = _flat_rule(applied.rule, applied)
