@@ -23,7 +23,8 @@ def own_dtype_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
 
 def _register(reason: str, *primitives: Any, **traits: Any) -> None:
     traits = {"elements": "new", **traits}
-    register_scale_rule(*primitives, dequantises=reason, **traits)(dequantising_rule)
+    register = register_scale_rule(*primitives, family="mixed", dequantises=reason, **traits)
+    register(dequantising_rule)
 
 
 _register(
