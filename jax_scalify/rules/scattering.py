@@ -113,7 +113,8 @@ def _with_few_scales(
     """The updates, and the axes along which the result has scales: not too many for its size."""
     axes = _axes_of_result(x, updates, windows, partial)
     each = math.prod(updates.scale.shape) == math.prod(updates.shape)
-    if _is_worth_it(x, axes) or each and ctx.inputs[0].constant == 0:  # as in a diagonal's gradient
+    into_zeros = ctx.inputs[0].constant == 0
+    if _is_worth_it(x, axes) or (each and into_zeros):  # as in the gradient of a diagonal
         return updates, axes
     whole = [d for d, a in zip(windows.dims, windows.axes, strict=True) if a not in partial]
     updates = uniform_over(updates, [d for d in range(updates.ndim) if d not in whole])

@@ -99,7 +99,7 @@ def _operand_scale(x: ScaledArray, contract: Any, batch: Any, before: int, after
     return x.scale.map(move)
 
 
-def _in_one_scale(
+def _factors_together(
     lhs: ScaledArray, rhs: ScaledArray, contract: tuple[Any, Any], batch: tuple[Any, Any]
 ) -> tuple[ScaledArray, ScaledArray]:
     """Give lhs what rhs's scale differs by along the contracted dims, where both differ there.
@@ -112,17 +112,13 @@ def _in_one_scale(
     pairs = sorted(zip((*batch[0], *contract[0]), (*batch[1], *contract[1]), strict=True))
     free = [a for a in range(rhs.ndim) if a not in (*batch[1], *contract[1])]
 
-    def share(scale: Any) -> Any:
-        least = jnp.max(scale, contract[1], keepdims=True, initial=0)
-        return jnp.max(jnp.where(least > 0, scale / least, 0), free, keepdims=True, initial=0)
-
     def along_lhs(scale: Any) -> Any:
         shape = [1] * lhs.ndim
         for a, b in pairs:
             shape[a] = scale.shape[b]
         return lax.reshape(lax.transpose(scale, (*(b for _, b in pairs), *free)), shape)
 
-    part = rhs.scale.map(share)
+    part = rhs.scale.map(lambda s: jnp.max(s, free, keepdims=True, initial=0))
     return with_scale(lhs, lhs.scale * part.map(along_lhs)), with_scale(rhs, rhs.scale / part)
 
 
@@ -143,7 +139,7 @@ def dot_general_rule(
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
-    lhs, rhs = _in_one_scale(lhs, rhs, *dimension_numbers)
+    lhs, rhs = _factors_together(lhs, rhs, *dimension_numbers)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
     *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
@@ -240,7 +236,7 @@ def conv_general_dilated_rule(
     lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
     if not batched and params["feature_group_count"] == 1:
         contract = ((dims.lhs_spec[1],), (dims.rhs_spec[1],))
-        lhs, rhs = _in_one_scale(lhs, rhs, contract, ((), ()))
+        lhs, rhs = _factors_together(lhs, rhs, contract, ((), ()))
     lhs = uniform_over(lhs, dims.lhs_spec if batched else dims.lhs_spec[1:])
     rhs = uniform_over(rhs, dims.rhs_spec[1:])
     *data, exponent = split_product(lhs, rhs)

@@ -354,6 +354,14 @@ def test_contracted_scales_are_multiplied_first(name, dtype):
         check_exact(fun, _steep(*lhs, sign, dtype), _steep(*rhs, -sign, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contracted_scales_at_the_ends_of_their_range(dtype):
+    steep = 2.0 ** jnp.float32([100, -100, 0, 3])
+    lhs, rhs = _steep((3, 4), 1, 1, dtype).data, _steep((4, 5), 0, -1, dtype).data
+    lhs = ScaledArray(lhs.at[1, 0].set(jnp.inf), steep[None])
+    check_exact(jnp.matmul, lhs, ScaledArray(rhs, 1 / steep[:, None]))
+
+
 def test_contracted_scales_beside_others():
     lhs = _steep((3, 4), 1, 1, "float16")
     lhs = ScaledArray(lhs.data, lhs.scale * 2.0 ** jnp.float32([[0], [40], [-40]]))
