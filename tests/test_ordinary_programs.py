@@ -267,7 +267,7 @@ def test_float0_results_under_jit():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("constant", [1.0, 1e-20, 1e-30, 1e30])
+@pytest.mark.parametrize("constant", [1.0, 1e-20, 1e-30, 1e20, 1e30, 2e38])
 def test_a_loop_whose_body_puts_a_constant_among_the_elements(constant, dtype, kind):
     def fill(x):
         return jax.lax.scan(lambda x, _: (jnp.where(x > 0, x, constant), None), x, None, length=2)[
@@ -341,6 +341,49 @@ def test_a_polynomial_of_far_values(dtype, kind):
         check(
             value_and_gradient, scaled([scale, 3 * scale], scale, dtype, kind), weights, dtype=dtype
         )
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "frozen"])
+def test_a_polynomial_of_far_values_in_mixed_dtypes(kind):
+    def gradient(x, weights):
+        return jax.grad(lambda x: jnp.sum(jnp.polyval(weights, x)))(x)
+
+    for scale in (2.0**-40, 2.0**40):
+        x = scaled([scale, 1.5 * scale], scale, "float16", kind)
+        check(gradient, x, jnp.ones(4), dtype="float16")
+
+
+# Large numbers in a captured array: masks, or not.
+LARGE_AND_SMALL = np.float32([1e4, 2.0, -3e-3])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "frozen"])
+def test_a_captured_mask_may_be_a_number(kind):
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(jnp.asarray(LARGE_AND_SMALL) * x**-2))(x)
+
+    check(gradient, scaled(0.9375, 2.0, "float16", kind), dtype="float16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["where", "bias", "captured"])
+@pytest.mark.parametrize("number", [-1e9, -1e13, -1e30, -0.7 * 2.0**127, np.finfo("float32").min])
+def test_a_mask_of_float32_leaves_the_others_their_digits_in_float16(kind, how, number):
+    captured = np.where(MASK, np.float32([0.5, 0.0, 0.0]), np.float32(number))
+
+    def function(x):
+        x = x.astype(jnp.float32)
+        if how == "where":
+            x = jnp.where(MASK, x, number)
+        elif how == "bias":
+            x = x + jnp.where(MASK, 0.0, number)
+        else:
+            x = x + captured
+        return jax.nn.softmax(x.astype(jnp.float16))
+
+    for scale in (2.0**-12, 1.0, 2.0**12):
+        values = np.float64([1.0, 2.0, 3.0]) * min(scale, 1.0)
+        check(function, scaled(values, scale, "float16", kind), dtype="float16")
 
 
 # What is made of numbers that float16 holds, and is not one.

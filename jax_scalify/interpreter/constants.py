@@ -107,18 +107,22 @@ def captured(const: Any) -> Value:
         data = np.where(np.isfinite(data), np.clip(data, low, high), data)
     scaled = ScaledArray(jnp.asarray(data.astype(values.dtype)), scale)
     nonneg = not np.iscomplexobj(values) and bool(np.all(values >= 0))
-    return Value.of(scaled, facts=Facts(nonneg=nonneg))
+    masked = sizes.size > ordinary.size and sizes.max() < float(finfo.max)
+    constant = pow2.floor_exponent(sizes.max()) if masked else None
+    return Value.of(scaled, facts=Facts(nonneg=nonneg, constant=constant))
 
 
 def constant_floor(number: Any, dtype: Any) -> Scale:
     """The smallest scale at which a constant is finite with three octaves to spare.
 
+    At a scale of 1, a wide dtype's data is the constant as it is: it does not ask for more.
     `finfo.min` and `finfo.max` are masks: they may saturate as long as they stay beyond 2**10.
     """
     finfo = jnp.finfo(dtype)
     if abs(float(number)) >= float(finfo.max):
         return Scale(max(-pow2.MAX_EXPONENT, 10 - finfo.maxexp))
     exponent = pow2.floor_exponent(number) + room(dtype).exponent
+    exponent = exponent if dtypes.has_short_range(dtype) else min(0, exponent)
     return Scale(max(-pow2.MAX_EXPONENT, exponent))
 
 

@@ -74,15 +74,16 @@ def one_minus_square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Sc
 def polynomial_rule(
     ctx: RuleContext, x: ScaledArray, *coefficients: ScaledArray, **params: Any
 ) -> ScaledArray:
-    """`scale = 1`, in float16 `max` of the terms' scales, of dequantised values.
+    """`max` of the terms' scales, of dequantised values; in float32, 1 if coefficients are numbers.
 
-    JAX approximates functions by polynomials, in float32: there a scale says nothing of the result.
+    JAX approximates functions by such polynomials: there a scale says nothing of the result.
     """
     values = evaluate_wide(ctx, (x, *coefficients), params)
-    if not dtypes.has_short_range(ctx.out_dtype):
+    narrow = dtypes.has_short_range(ctx.out_dtype)
+    if not narrow and all(v.constant is not None for v in ctx.inputs[1:]):
         return finish(ctx, values, ONE, ONE)
     terms = [c.scale * x.scale**k for k, c in enumerate(coefficients)]
-    return finish(ctx, values, ONE, algebra.join(*terms, narrow=True))
+    return finish(ctx, values, ONE, algebra.join(*terms, narrow=narrow))
 
 
 @register_scale_rule(lax.logistic_p, elements="new", elementwise=True, nonnegative="always")

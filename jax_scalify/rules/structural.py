@@ -26,6 +26,10 @@ from jax_scalify.rules.shared.joining import same_dtype
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
+# The exponent up to which float16 gives a constant room among other elements. One that is larger
+# is a mask, or was none in plain float16 either: it saturates, and the others keep their digits.
+_LARGEST_CONSTANT = 20
+
 
 def structural_rule(
     mixed_axes: Callable[..., Any] | None = None, move_scale: Callable[..., Any] | None = None
@@ -314,7 +318,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if dtypes.has_short_range(dtype) and not dtypes.has_short_range(x.dtype):
         whole = x.scale.whole()
         constant = ctx.inputs[0].facts.constant
-        if constant is not None:
+        if constant is not None and constant <= _LARGEST_CONSTANT:
             whole = algebra.join(whole, Scale(constant) * room(dtype), narrow=True)
         return ScaledArray(moved(x, x.scale / whole, dtype), whole)
     return ScaledArray(dtypes.cast(x.data, dtype), x.scale)

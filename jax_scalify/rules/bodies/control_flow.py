@@ -26,6 +26,8 @@ from jax_scalify.scales.table import ScaleTable
 
 # By how much more than its scale the data of a carry may grow in a step.
 _GROWTH = 64
+# The exponent of the largest constant's data, in a carry that had a scale before.
+_LARGEST_CONSTANT = 120
 
 
 def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
@@ -51,13 +53,17 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
     A rule's scale is an estimate: compounded over the steps, an error would drive the data to 0 or
     infinity while the value stays where it is. The scale of a number is its exponent, which cannot
     drift. Narrow data has to follow its scale, or layers of small weights would flush it. Of what
-    has grown by more than float32 data has room for, as by `where(mask, x, 1e30)`, it takes a part.
+    has grown by more than float32 data has room for, it takes a part; and what a constant needs,
+    as in `where(mask, x, 1e30)`.
     """
     old, new, out = iter(before), iter(after), []
     for form in forms:
         was, now = ([next(a) for _ in range(form.array_count)] for a in (old, new))
         if form.has_scale and form.shape and jnp.finfo(form.dtype).bits >= 32:
             grown = jnp.maximum(was[1], now[1] * np.float32(2.0**-_GROWTH))
+            if (form.facts.constant or 0) > _GROWTH:
+                needed = np.float32(2.0 ** (form.facts.constant - _LARGEST_CONSTANT))
+                grown = jnp.maximum(grown, jnp.minimum(now[1], needed))
             scale = jnp.where(was[1] == 0, now[1], grown)
             ratio = now[1] / jnp.where(scale == 0, 1, scale)
             now = [rescale_data(now[0], align_scale(ratio, now[0].ndim)), scale]
