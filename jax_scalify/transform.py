@@ -134,7 +134,6 @@ def _staged(
     leaves, tree = jax.tree.flatten(list(operands))
     variable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     out_tree = None
-    float0s: dict[int, Any] = {}  # shapes of the tangents of integers, which no jaxpr computes
 
     def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
         nonlocal out_tree
@@ -142,20 +141,13 @@ def _staged(
         for i, array in zip(variable, arrays, strict=True):
             full[i] = array
         out, out_tree = jax.tree.flatten(interpret(table, jax.tree.unflatten(tree, full)))
-        float0s.update((i, x.shape) for i, x in enumerate(out) if x.dtype == jax.dtypes.float0)
-        return [x for i, x in enumerate(out) if i not in float0s]
+        return out
 
     arrays = [leaves[i] for i in variable]
     scaled = trace(flat, arrays)
     call = jex_core.jaxpr_as_fun(scaled)
     call = observing.as_call(call) if observing.is_observing() else call
-    rest = iter(call(*arrays))
-    count = len(scaled.out_avals) + len(float0s)
-    out = [
-        np.zeros(float0s[i], jax.dtypes.float0) if i in float0s else next(rest)
-        for i in range(count)
-    ]
-    return jax.tree.unflatten(out_tree, out)
+    return jax.tree.unflatten(out_tree, call(*arrays))
 
 
 def _is_narrow(jaxpr: Any) -> bool:

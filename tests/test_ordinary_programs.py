@@ -265,6 +265,19 @@ def test_float0_results_under_jit():
     np.testing.assert_array_equal(result, [False, True])
 
 
+def test_float0_results_beside_a_function_with_its_own_derivative():
+    def halved(x):
+        return jax.lax.custom_linear_solve(lambda y: 2 * y, x, *[lambda _, y: y / 2] * 2)
+
+    def function(x):
+        return jax.jvp(lambda x: (halved(x), jnp.argmax(x)), (x,), (x,))
+
+    for run in (jsa.scalify(function), jax.jit(jsa.scalify(function))):
+        (half, index), (tangent, none) = run(scaled([1.0, 3.0]))
+        np.testing.assert_array_equal([value(half), value(tangent)], [[0.5, 1.5]] * 2)
+        assert index == 1 and none.dtype == jax.dtypes.float0 and none.shape == ()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("constant", [1.0, 1e-20, 1e-30, 1e20, 1e30, 2e38])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_scalify.arrays.nnx_objects import PureCall, pure_call
 from jax_scalify.arrays.scaled_array import is_scaled
@@ -29,7 +30,8 @@ class Traced:
         operands: the arrays and `ScaledArray`s among the arguments, in the jaxpr's order.
         paths: their key paths in `(args, kwargs)`.
         out_tree: the structure of the results.
-        static_results: the strings, callables and Python ints among the results, by their place.
+        static_results: strings, callables, Python ints and tangents of integers (`float0`) among
+            the results, by their place.
         finish: takes the results, writes into the objects among the arguments, returns the rest.
     """
 
@@ -58,7 +60,7 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
 
     A Python int may be a shape or an exponent; `jax.jit` has made an array of it if it is to be
     traced. Python ints, strings and callables among the results, as an Equinox model has them, are
-    static as well.
+    static as well, and so are tangents of integers, which nothing computes.
 
     Raises:
         TypeError: if `fun` uses or returns a `ScaledArray` that was no argument.
@@ -85,11 +87,12 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
             raise
         if any(map(is_scaled, out)):
             raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
+        out = [_without_elements(x) if _is_float0(x) else x for x in out]
         static_results.clear()
         static_results.update(
             (i, leaf)
             for i, leaf in enumerate(out)
-            if is_static_result(leaf) or isinstance(leaf, int)
+            if is_static_result(leaf) or isinstance(leaf, int) or _is_float0(leaf)
         )
         return [leaf for i, leaf in enumerate(out) if i not in static_results]
 
@@ -129,6 +132,15 @@ def flat_function(
 
 def _is_dynamic(leaf: Any) -> bool:
     return is_scaled(leaf) or (not isinstance(leaf, int) and dtypes.leaf_dtype(leaf) is not None)
+
+
+def _is_float0(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _without_elements(tangent: Any) -> Any:
+    """The tangent of integers that is no tracer."""
+    return np.zeros(tangent.shape, jax.dtypes.float0)
 
 
 def is_static_result(leaf: Any) -> bool:

@@ -61,8 +61,9 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
         was, now = ([next(a) for _ in range(form.array_count)] for a in (old, new))
         if form.has_scale and form.shape and jnp.finfo(form.dtype).bits >= 32:
             grown = jnp.maximum(was[1], now[1] * np.float32(2.0**-_GROWTH))
-            if (form.facts.constant or 0) > _GROWTH:
-                needed = np.float32(2.0 ** (form.facts.constant - _LARGEST_CONSTANT))
+            constant = form.facts.constant or 0
+            if constant > _GROWTH:
+                needed = np.float32(2.0 ** (constant - _LARGEST_CONSTANT))
                 grown = jnp.maximum(grown, jnp.minimum(now[1], needed))
             scale = jnp.where(was[1] == 0, now[1], grown)
             ratio = now[1] / jnp.where(scale == 0, 1, scale)
