@@ -34,6 +34,11 @@ def value(x):
     return _wide(np.asarray(x.data)) * scale.reshape(scale.shape + (1,) * missing)
 
 
+def values(tree):
+    """What the arrays of a tree mean, see `value`."""
+    return jax.tree.map(value, tree, is_leaf=is_scaled)
+
+
 def _wide(x):
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
@@ -47,7 +52,7 @@ def in_float64(fun, *args):
 
 def assert_close(got, want, tolerance=2e-5):
     """Compare trees, relative to the largest element of each leaf."""
-    got = jax.tree.map(value, got, is_leaf=is_scaled)
+    got = values(got)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * np.abs(w).max(initial=0))
@@ -56,3 +61,21 @@ def assert_close(got, want, tolerance=2e-5):
 def compiled(fun, *args):
     """Call a function that is compiled without costly passes, with `--full` too."""
     return jax.jit(fun).lower(*args).compile({"xla_backend_optimization_level": 0})(*args)
+
+
+def in_one_program(fun, rows):
+    """Call a function on rows of operands, compiled once for all: most of a test is compilation.
+
+    Rows of equal shapes, dtypes and static scales are the same part of the program.
+    """
+    parts = {}
+    for i, row in enumerate(rows):
+        avals = tuple(jax.typeof(x) for x in jax.tree.leaves(row))
+        parts.setdefault((jax.tree.structure(row), avals), []).append(i)
+    program = jax.jit(lambda rows: [fun(*row) for row in rows])
+    results = [None] * len(rows)
+    for k in range(max(map(len, parts.values()))):
+        picked = [same[min(k, len(same) - 1)] for same in parts.values()]
+        for i, result in zip(picked, program([rows[i] for i in picked]), strict=True):
+            results[i] = result
+    return results

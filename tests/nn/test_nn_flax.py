@@ -52,8 +52,12 @@ def check(apply, plain, params, dtype):
     def loss(fun):
         return lambda params, x: jnp.sum(jnp.sin(fun(params, x)).astype(jnp.float32))
 
-    assert_close(apply(params, X), plain(params, X))
-    expected = jax.grad(loss(plain), (0, 1))(params, X)
+    @jax.jit
+    def results(params, x):
+        return apply(params, x), plain(params, x), jax.grad(loss(plain), (0, 1))(params, x)
+
+    got, want, expected = results(params, X)
+    assert_close(got, want)
     narrow = jax.tree.map(lambda x: x.astype(dtype), (params, X))
     ours = jax.jit(jsa.scalify(jax.grad(loss(apply), (0, 1))))(*jsa.as_scaled_array(narrow))
     tolerance = 1e-5 if dtype == jnp.float32 else 0.02
@@ -68,8 +72,8 @@ def check(apply, plain, params, dtype):
 @pytest.mark.parametrize("name", LINEN)
 def test_linen_layers_are_those_of_flax(name, dtype):
     make, options = LINEN[name]
-    params = make(flax.linen).init(KEY, X, **options)
-    ours = make(linen).init(KEY, X, **options)
+    modules = flax.linen, linen
+    params, ours = jax.jit(lambda key: [make(m).init(key, X, **options) for m in modules])(KEY)
     assert jax.tree.structure(ours) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, ours, params)
     applies = [lambda p, x, m=m: make(m).apply(p, x, **options) for m in (linen, flax.linen)]

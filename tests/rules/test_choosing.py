@@ -7,51 +7,71 @@ import pytest
 from jax import lax
 
 import jax_scalify as jsa
-from tests.test_ordinary_programs import DTYPES, KINDS, check, outcomes, scaled
+from tests.helpers import leaves
+from tests.programs import DTYPES, KINDS, all_outcomes, check_rows, outcomes, rows, scaled
 
-EXPONENTS = (-40, -8, 0, 4, 20)
 MASK = np.array([True, False, True])
 
 
-def _normal(scale, dtype, kind="dynamic", seed=0):
-    data = np.random.default_rng(seed).normal(size=40).astype(dtype).astype(np.float64)
-    return scaled(data * scale, scale, dtype, kind)
+def _normal(scale, seed=0, dtypes=DTYPES, kinds=KINDS):
+    found = []
+    for dtype in dtypes:
+        data = np.random.default_rng(seed).normal(size=40).astype(dtype).astype(np.float64)
+        found += rows(data * scale, scale, [dtype], kinds)
+    return found
 
 
-def _is_close(function, *operands, dtype, of=None):
+def _pairs(first, second):
+    """Rows of two operands, of rows of one."""
+    return [((*x, *y), dtype) for (x, dtype), (y, _) in zip(first, second, strict=True)]
+
+
+def _are_close(function, rows, of=None):
     """Compare with the plain function in float32, in epsilons of the largest of each result."""
-    plain = [jsa.asarray(x, jnp.float32) for x in operands]
-    expected = jax.tree.leaves(function(*plain))
-    for results in outcomes(function, *operands):
-        for got, want in zip(jax.tree.leaves(results), expected, strict=True):
-            want = np.asarray(want, np.float64)
-            unit = float(jnp.finfo(dtype).eps) * (of or np.max(np.abs(want)))
-            np.testing.assert_allclose(got / unit, want / unit, rtol=0, atol=4)
+    plain = [[jsa.asarray(x, jnp.float32) for x in operands] for operands, _ in rows]
+    expected = [jax.tree.leaves(function(*operands)) for operands in plain]
+    for results in all_outcomes(function, [operands for operands, _ in rows]):
+        for result, wanted, (operands, dtype) in zip(results, expected, rows, strict=True):
+            for got, want in zip(jax.tree.leaves(result), wanted, strict=True):
+                want = np.asarray(want, np.float64)
+                unit = float(jnp.finfo(dtype).eps) * (of or np.max(np.abs(want)))
+                np.testing.assert_allclose(
+                    got / unit, want / unit, rtol=0, atol=4, err_msg=str(operands)
+                )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exponent", EXPONENTS)
-def test_hypot_at_every_scale(exponent, dtype, kind, request):
-    if jax.__version__ < "0.11" and (exponent, dtype) == (-40, "float16"):
-        # There it divides by `where(m == 0, 1, m)`: small numbers beside a constant.
-        request.applymarker(pytest.mark.xfail(strict=True, reason="a limit, in docs/limits.md"))
-    x, y = (_normal(2.0**exponent, dtype, kind, seed) for seed in (0, 1))
-    _is_close(jnp.hypot, x, y, dtype=dtype)
-    gradients = jax.grad(lambda x, y: jnp.sum(jnp.hypot(x, y)), (0, 1))
-    _is_close(gradients, x, y, dtype=dtype, of=1.0)
+# There, it divides by `where(m == 0, 1, m)`: small numbers beside a constant.
+_LIMIT = pytest.mark.xfail(jax.__version__ < "0.11", strict=True, reason="docs/limits.md")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_hypot_of_different_scales(dtype):
-    x = _normal(2.0**-14, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "exponents"),
+    [
+        ("float32", (-40, -8, 0, 4, 20)),
+        ("bfloat16", (-40, -8, 0, 4, 20)),
+        ("float16", (-8, 0, 4, 20)),
+        pytest.param("float16", (-40,), marks=_LIMIT),
+    ],
+)
+def test_hypot_at_every_scale(dtype, exponents):
+    pairs = []
+    for exponent in exponents:
+        x, y = (_normal(2.0**exponent, seed, [dtype]) for seed in (0, 1))
+        pairs += _pairs(x, y)
+    _are_close(jnp.hypot, pairs)
+    _are_close(jax.grad(lambda x, y: jnp.sum(jnp.hypot(x, y)), (0, 1)), pairs, of=1.0)
+
+
+def test_hypot_of_different_scales():
+    x, pairs = _normal(2.0**-14, kinds=KINDS[:1]), []
     for exponent in (-17, 0):
-        _is_close(jnp.hypot, x, _normal(2.0**exponent, dtype, seed=1), dtype=dtype)
+        pairs += _pairs(x, _normal(2.0**exponent, seed=1, kinds=KINDS[:1]))
+    _are_close(jnp.hypot, pairs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_choice_that_cancels_leaves_a_scalar_scale(dtype):
-    x = _normal(2.0**-8, dtype)
+    [((x,), _)] = _normal(2.0**-8, dtypes=[dtype], kinds=KINDS[:1])
 
     def norm(x):
         small = jnp.abs(x) < 2.0**-8
@@ -80,17 +100,17 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_choice_that_does_not_cancel(name, dtype):
-    x = scaled([2.0**-10, 0.5, 3.0], 0.125, dtype)
+def test_a_choice_that_does_not_cancel(name):
+    found = rows([2.0**-10, 0.5, 3.0], 0.125, kinds=KINDS[:1])
 
     def function(x):
         return CHOICES[name](lax.select(x < 0.03, 64 * x, x))
 
-    check(function, x, dtype=dtype)
-    for result in jax.tree.leaves(jsa.scalify(function)(x), is_leaf=lambda r: hasattr(r, "scale")):
-        assert jnp.shape(getattr(result, "scale", 1.0)) == ()
+    check_rows(function, found)
+    for (x,), _ in found:
+        for result in leaves(jsa.scalify(function)(x)):
+            assert jnp.shape(getattr(result, "scale", 1.0)) == ()
 
 
 # Functions of an array with some constants among its elements.
@@ -106,25 +126,24 @@ AMONG = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", AMONG)
-def test_products_of_constants_among_small_elements(name, dtype, kind):
-    for exponent in (-40, -6, 6):
-        x = scaled(np.array([1.5, 1.0, -0.5]) * 2.0**exponent, 2.0**exponent, dtype, kind)
-        _is_close(lambda x: AMONG[name](jnp.where(MASK, x, 1.0)), x, dtype=dtype)
+def test_products_of_constants_among_small_elements(name):
+    found = []
+    for scale in (2.0**-40, 2.0**-6, 2.0**6):
+        found += rows(np.array([1.5, 1.0, -0.5]) * scale, scale)
+    _are_close(lambda x: AMONG[name](jnp.where(MASK, x, 1.0)), found)
 
 
 @pytest.mark.parametrize("narrow", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
-@pytest.mark.parametrize("exponent", [-60, -20, 4])
-def test_constants_among_elements_are_cast(exponent, narrow):
-    x = scaled(np.array([1.5, 1.0, -0.5]) * 2.0**exponent, 2.0**exponent)
+def test_constants_among_elements_are_cast(narrow):
+    scales = (2.0**-60, 2.0**-20, 2.0**4)
+    found = [((scaled(np.array([1.5, 1.0, -0.5]) * s, s),), narrow) for s in scales]
     for function in (
         lambda x: jnp.where(MASK, x, 1.0).astype(narrow),
         lambda x: (jnp.where(MASK, x, 1.0) ** 2).astype(narrow),
         lambda x: jnp.pad(x, 1, constant_values=1.0).astype(narrow),
     ):
-        _is_close(function, x, dtype=narrow)
+        _are_close(function, found)
 
 
 def test_what_float32_data_took_of_a_scale_returns_to_it_in_float16():

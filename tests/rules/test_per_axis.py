@@ -8,7 +8,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from tests.helpers import leaves
+from tests.helpers import in_one_program, leaves
 
 pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
@@ -36,9 +36,25 @@ def value(x):
 
 def check_exact(fun, *args, jit=True):
     """Compare with the plain function of the float32 values, and return the scales."""
-    scalified = jsa.scalify(fun)
-    outputs = leaves((jax.jit(scalified) if jit else scalified)(*args))
-    expected = leaves(fun(*(value(x) for x in args)))
+    if not jit:
+        return _compared(jsa.scalify(fun)(*args), fun, args)
+    [shapes] = check_all_exact([fun], [args])
+    return shapes
+
+
+def check_all_exact(functions, rows):
+    """Compare functions of each row of operands, compiled together; return the shapes of each."""
+    scalified = [jsa.scalify(fun) for fun in functions]
+    results = in_one_program(lambda *args: [fun(*args) for fun in scalified], rows)
+    return [
+        _compared(out, fun, row)
+        for outs, row in zip(results, rows, strict=True)
+        for out, fun in zip(outs, functions, strict=True)
+    ]
+
+
+def _compared(result, fun, args):
+    outputs, expected = leaves(result), leaves(fun(*map(value, args)))
     for out, want in zip(outputs, expected, strict=True):
         got = value(out) if isinstance(out, ScaledArray) else out
         assert got.shape == want.shape
@@ -109,10 +125,11 @@ MIX_ROWS = ("cummax", "sort", "top_k", "max_pool")
 @pytest.mark.parametrize("name", MOVES)
 def test_what_moves_elements_moves_their_scales(name, dtype):
     fun, columns, rows = MOVES[name]
-    for along, shape in (("columns", columns), ("rows", rows), ("both", None)):
-        if along == "columns" or name not in MIX_ROWS:
-            found = check_exact(fun, scaled(0, SCALES[along], dtype))
-            assert shape is None or found == [shape]
+    shapes = {"columns": columns, "rows": rows, "both": None}
+    kinds = [k for k in shapes if k == "columns" or name not in MIX_ROWS]
+    found = check_all_exact([fun], [(scaled(0, SCALES[k], dtype),) for k in kinds])
+    for kind, got in zip(kinds, found, strict=True):
+        assert shapes[kind] is None or got == [shapes[kind]]
 
 
 @pytest.mark.parametrize("name", ["row", "pad", "gather-columns", "set-zero", "roll-columns"])
@@ -199,18 +216,19 @@ UPDATES = {
 @pytest.mark.parametrize("name", UPDATES)
 def test_what_brings_arrays_together_keeps_their_scales(name, dtype):
     fun, kinds = UPDATES[name]
+    rows = []
     for along in kinds.split():
         scale = SCALES[along]
         one = jnp.ones_like(scaled(0, 1, dtype).data) if "grad" in name else None
         x = scaled(0, scale, dtype) if one is None else ScaledArray(one, jnp.float32(1))
-        check_exact(fun, x, scaled(1, scale, dtype))
+        rows.append((x, scaled(1, scale, dtype)))
+    check_all_exact([fun], rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_columns_of_a_matrix_with_a_scale_each(dtype):
+def test_columns_of_a_matrix_with_a_scale_each():
     w = jnp.float32([[1.0, 2.0**-30], [1.5, 2.0**-29]])
-    x = jsa.as_scaled_array(w, scale="max", axis=1, dtype=dtype)
-    for fun in (
+    rows = [(jsa.as_scaled_array(w, scale="max", axis=1, dtype=dtype),) for dtype in DTYPES]
+    functions = [
         lambda x: x[:, 1],
         lambda x: jnp.concatenate([x, x]),
         lambda x: jnp.concatenate([x, x], 1),
@@ -227,30 +245,29 @@ def test_columns_of_a_matrix_with_a_scale_each(dtype):
         lambda x: jnp.argmin(x),
         lambda x: jnp.argmin(x, 1),
         lambda x: lax.top_k(x, 2)[1],
-    ):
-        check_exact(fun, x)
+    ]
+    check_all_exact(functions, rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_elements_of_all_scales_are_compared(dtype):
-    x = ScaledArray(jnp.asarray([3, 1, -1.5, 1.25], dtype), 2.0 ** jnp.float32([-30, 0, -29, -28]))
-    matrix = ScaledArray(x.data[None], x.scale[None])
-    for fun in (
+def test_elements_of_all_scales_are_compared():
+    scales, rows = 2.0 ** jnp.float32([-30, 0, -29, -28]), []
+    for dtype in DTYPES:
+        data = jnp.asarray([3, 1, -1.5, 1.25], dtype)
+        rows += [(ScaledArray(data, scales),), (ScaledArray(data[None], scales[None]),)]
+    functions = [
         jnp.argmin,
         jnp.argmax,
         lambda x: jnp.argmin(jnp.abs(x)),
         jnp.argsort,
         lambda x: lax.top_k(x, 4)[1],
         lambda x: lax.top_k(-x, 4)[1],
-    ):
-        check_exact(fun, x)
-        check_exact(fun, matrix)
+    ]
+    check_all_exact(functions, rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fill_values_beside_scales(dtype):
-    x = scaled(0, 2.0 ** np.array([[-6, 0, -5, 3, -7, 1]]), dtype)
-    for fun in (
+def test_fill_values_beside_scales():
+    scales = 2.0 ** np.array([[-6, 0, -5, 3, -7, 1]])
+    functions = [
         lambda x: jnp.pad(x, 1, constant_values=3),
         lambda x: lax.pad(x, x[0, 0], ((1, 0, 1), (0, 2, 0))),
         lambda x: _fill(x, slice(None), np.array([1, 9]), number=3.0),
@@ -260,8 +277,8 @@ def test_fill_values_beside_scales(dtype):
         lambda x: x.at[1].set(3),
         lambda x: x.at[1].set(-jnp.inf),
         lambda x: lax.dynamic_update_slice(x, jnp.full((4, 2), 3, x.dtype), (0, IDX[0])),
-    ):
-        check_exact(fun, x)
+    ]
+    check_all_exact(functions, [(scaled(0, scales, dtype),) for dtype in DTYPES])
 
 
 def test_scales_are_no_larger_than_they_must_be():

@@ -9,6 +9,7 @@ from jax import lax
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.rules.scattering import _evaluate_wide
+from tests.helpers import in_one_program
 
 pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
@@ -61,23 +62,24 @@ def test_powers_of_two_are_exact(name, dtype):
         np.testing.assert_array_equal(out.to_array(jnp.float32), fun(x.to_array(jnp.float32)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("function", [jnp.sin, jnp.exp2, jax.nn.gelu, jnp.square])
-def test_functions_of_elements(function, scale, dtype):
+def test_functions_of_elements(function):
     def fun(x):
         return x.at[1].apply(function)
 
-    x = operand(dtype, scale)
-    want = np.asarray(fun(x.to_array(jnp.float32)), np.float64)
-    for run in (jsa.scalify(fun), jax.jit(jsa.scalify(fun))):
-        out = run(x)
-        np.testing.assert_array_equal(out.to_array(jnp.float32)[0], want[0])
-        finite = np.isfinite(want)
-        tiny = float(jnp.finfo(dtype).smallest_subnormal) * np.broadcast_to(out.scale, x.shape)
-        eps = max(float(jnp.finfo(dtype).eps), 2e-6)
-        error = np.abs(np.asarray(out.to_array(jnp.float32), np.float64)[finite] - want[finite])
-        assert np.all(error <= eps * np.abs(want[finite]) + tiny[finite])
+    operands = [operand(dtype, scale) for dtype in DTYPES for scale in SCALES]
+    jitted = in_one_program(jsa.scalify(fun), [(x,) for x in operands])
+    for x, out in zip(operands, jitted, strict=True):
+        want = np.asarray(fun(x.to_array(jnp.float32)), np.float64)
+        for result in (out, jsa.scalify(fun)(x)):
+            np.testing.assert_array_equal(result.to_array(jnp.float32)[0], want[0])
+            finite, info = np.isfinite(want), jnp.finfo(x.dtype)
+            tiny = float(info.smallest_subnormal) * np.broadcast_to(result.scale, x.shape)
+            error = np.abs(
+                np.asarray(result.to_array(jnp.float32), np.float64)[finite] - want[finite]
+            )
+            limit = max(float(info.eps), 2e-6) * np.abs(want[finite]) + tiny[finite]
+            assert np.all(error <= limit), x
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
