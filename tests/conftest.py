@@ -1,5 +1,6 @@
 """Options and settings that all tests share."""
 
+import gc
 import zlib
 
 import jax
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(config, items):
         (left_out if is_out else chosen).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector the modules and items, which live until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
