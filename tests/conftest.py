@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         marker = item.get_closest_marker("sampled")
         one_in = config.getoption("--sample") * (marker.args[0] if marker else 1)
-        is_out = "full" in item.keywords or zlib.crc32(item.nodeid.encode()) % one_in
+        is_out = item.get_closest_marker("full") or zlib.crc32(item.nodeid.encode()) % one_in
         (left_out if is_out else chosen).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=left_out)
@@ -46,7 +46,7 @@ def pytest_runtest_setup(item):
     The marker `optimized` is for tests that compare what only optimised programs have in common.
     With `--full` every program is compiled as users compile it.
     """
-    optimized = item.config.getoption("--full") or "optimized" in item.keywords
+    optimized = item.config.getoption("--full") or item.get_closest_marker("optimized")
     jax.config.update("jax_disable_most_optimizations", not optimized)
 
 
