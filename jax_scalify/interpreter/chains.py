@@ -16,7 +16,7 @@ from typing import Any
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base.jaxprs import is_var
-from jax_scalify.interpreter.deferred import with_scale
+from jax_scalify.interpreter.operand import with_scale
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 

@@ -12,7 +12,8 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.interpreter.value import Facts, Value, filled
+from jax_scalify.interpreter.operand import Facts, Operand
+from jax_scalify.interpreter.value import Value, filled
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.table import ScaleTable
@@ -162,12 +163,12 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
     return lax.convert_element_type(value, dtype)
 
 
-def promote(value: Value, table: ScaleTable, full: bool) -> ScaledArray:
+def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
     """Make a plain floating value scaled: a constant or scalar splits, an array gets scale 1."""
     if value.is_scaled:
         return value.array
     if value.uniform is None:
-        return ScaledArray(value.plain(), ONE)
+        return Operand(value.plain(), ONE, facts=value.facts)
     number = value.constant
     if number is None:
         if jnp.issubdtype(value.dtype, jnp.complexfloating):
@@ -186,4 +187,4 @@ def promote(value: Value, table: ScaleTable, full: bool) -> ScaledArray:
         data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
     if full and value.shape:
         data = filled(data, value)
-    return ScaledArray(data, scale)
+    return Operand(data, scale, number=value.uniform, facts=value.facts)

@@ -20,10 +20,10 @@ from jax_scalify.base.jaxprs import is_var, live_equations, makers, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter import chains, observing
 from jax_scalify.interpreter.constants import captured, promote
-from jax_scalify.interpreter.deferred import with_scale
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.multiplying import at_one_choice, in_reach
+from jax_scalify.interpreter.operand import Operand, with_scale
 from jax_scalify.interpreter.registry import (
     RuleContext,
     describe,
@@ -174,7 +174,7 @@ def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
     value = inputs[arrays[0]]
     fill = functools.partial(filled, like=aval)
     x = value.array
-    x = with_scale(x, x.scale, fill) if isinstance(x, ScaledArray) else fill(x)
+    x = with_scale(x, x.scale, fill) if isinstance(x, Operand) else fill(x)
     wide = dataclasses.replace(value, shape=shape, array=x)
     return [wide if v is value else v for v in inputs]
 
@@ -199,7 +199,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
     for o, var in zip(outputs, eqn.outvars, strict=True):
         if not isinstance(o, Value):
             if isinstance(o, ScaledArray):
-                o = in_reach(_with_symbolic_scale(eqn, o, inputs, table))
+                o = in_reach(Operand.of(_with_symbolic_scale(eqn, o, inputs, table)))
             o = Value.of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
             _check_type(eqn, o, var.aval, inputs)
         values.append(o)

@@ -11,8 +11,9 @@ import numpy as np
 
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import Interpretation, is_var
+from jax_scalify.interpreter.operand import Facts, largest
 from jax_scalify.interpreter.traits import traits_of
-from jax_scalify.interpreter.value import Facts, Value, largest
+from jax_scalify.interpreter.value import Value
 
 _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated")
 

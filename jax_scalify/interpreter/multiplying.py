@@ -12,7 +12,7 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.interpreter.deferred import Deferred, with_scale
+from jax_scalify.interpreter.operand import Operand, with_scale
 from jax_scalify.interpreter.value import filled
 from jax_scalify.scales.algebra import GIVEN_EXTENT, LARGEST_EXTENT, Scale
 
@@ -57,17 +57,17 @@ def _multiply(data: Any, factor: Scale) -> Any:
 
 
 def moved(
-    x: ScaledArray, factor: Scale, dtype: Any = None, *, trusted: float = pow2.MAX_EXPONENT
+    x: Operand, factor: Scale, dtype: Any = None, *, trusted: float = pow2.MAX_EXPONENT
 ) -> Any:
     """Return `x.data * factor` as `multiply` does, with one factor for a deferred array."""
-    if isinstance(x, Deferred) and not factor.is_static:
+    if x.is_deferred and not factor.is_static:
         return multiply(x.raw, factor * Scale(x.exponent), dtype, trusted=trusted)
-    if isinstance(x, Deferred) and x.reaches(factor):
+    if x.is_deferred and x.reaches(factor):
         return x.times(factor) if dtype is None else dtypes.cast(x.times(factor), dtype)
     return multiply(x.data, factor, dtype, trusted=trusted)
 
 
-def within_range(x: ScaledArray, limit: int = pow2.MAX_EXPONENT) -> ScaledArray:
+def within_range(x: Operand, limit: int = pow2.MAX_EXPONENT) -> Operand:
     """Bring the exponent of a scale within `+-limit`; the data takes the rest."""
     if not x.scale.may_leave_range and x.scale.span <= limit:
         return x
@@ -75,10 +75,10 @@ def within_range(x: ScaledArray, limit: int = pow2.MAX_EXPONENT) -> ScaledArray:
     if rest.is_one:
         return x
     data = keep_infinity(x.data, moved(x, rest, x.dtype))
-    return ScaledArray(_compat.kept_apart(data) if rest.is_static else data, within)
+    return x.as_pair(_compat.kept_apart(data) if rest.is_static else data, within)
 
 
-def in_reach(x: ScaledArray) -> ScaledArray:
+def in_reach(x: Operand) -> Operand:
     """Keep a dynamic scale to few factors and, of float32 data, to where one number reaches it.
 
     Two scales within `2**+-84` and a maximum of them within `2**+-42` have ratios of float32.
@@ -91,18 +91,18 @@ def in_reach(x: ScaledArray) -> ScaledArray:
     return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
 
 
-def at_whole_scale(x: ScaledArray) -> ScaledArray:
+def at_whole_scale(x: Operand) -> Operand:
     """Give an array the scale that it had before that was limited: for data of a narrow dtype."""
     whole = x.scale.whole()
-    return ScaledArray(moved(x, x.scale / whole, x.dtype), whole)
+    return x.as_pair(moved(x, x.scale / whole, x.dtype), whole)
 
 
-def at_one_choice(x: ScaledArray) -> ScaledArray:
+def at_one_choice(x: Operand) -> Operand:
     """Give the elements of an array one scale again, where each had one of several multiples."""
     if not any(atom.choices for atom, _ in x.scale.factors):
         return x
     scale = x.scale.without_choices()
-    return ScaledArray(multiply(x.data, x.scale / scale, x.dtype), scale)
+    return x.as_pair(multiply(x.data, x.scale / scale, x.dtype), scale)
 
 
 def keep_infinity(before: Any, after: Any) -> Any:
@@ -116,6 +116,7 @@ def to_plain(x: ScaledArray, dtype: Any) -> Any:
     """Return the values `data * scale` of an array inside the transform."""
     if not isinstance(x.scale, Scale):
         return x.to_array(dtype)
-    if isinstance(x, Deferred) and x.reaches(x.scale):
+    x = Operand.of(x)
+    if x.is_deferred and x.reaches(x.scale):
         return dtypes.cast(x.times(x.scale), dtype)
     return multiply(x.data, x.scale, dtype, trusted=2 * GIVEN_EXTENT - 1)

@@ -16,9 +16,8 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base.jaxprs import sub_jaxprs
-from jax_scalify.interpreter.deferred import settled
+from jax_scalify.interpreter.operand import settled
 from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.custom_scale import custom_scale_p
 from jax_scalify.scales.table import ScaleTable
@@ -106,8 +105,8 @@ def observed(
     values = list(outputs)
     for i, data in zip(results, observe_p.bind(*arrays, observed=info), strict=True):
         old = outputs[i]
-        if isinstance(old.array, ScaledArray):
-            values[i] = dataclasses.replace(old, array=ScaledArray(data, old.array.scale))
+        if old.is_scaled:
+            values[i] = dataclasses.replace(old, array=old.array.as_pair(data, old.array.scale))
         else:
             uniform = data if old.uniform is not None else None
             values[i] = dataclasses.replace(old, array=data, uniform=uniform)
@@ -120,7 +119,7 @@ def _is_array(value: Value) -> bool:
 
 
 def _pair(value: Value, table: ScaleTable) -> tuple[Any, Any]:
-    if isinstance(value.array, ScaledArray):
+    if value.is_scaled:
         x = settled(value.array)
         return x.data, np.float32(x.scale.value) if x.scale.is_static else table.output(x.scale)
     return (value.uniform if value.array is None else value.array), None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,52 +13,8 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split
+from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
 from jax_scalify.scales.algebra import Scale
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What is known of the elements of a value.
-
-    Attributes:
-        nonneg: none is negative.
-        computed: they were made of other values, and not given to the function as they are. They
-            may be correlated with other computed values: a product of the two need not have mean 0.
-        peaked: they are exponentials, or a mask, in a dtype of short range: one of them may be as
-            large as all others together, and the range does not hold both ends.
-        sums: how many sums over other axes, as of a matmul, were added up to it; else 0.
-        bound: none is below it if it is negative, and none above if it is positive: the result of
-            the first half of `clip`; else None.
-        constant: the exponent of the largest constant that was put among them, whose data may be
-            nearly as large as the dtype's; else None.
-    """
-
-    nonneg: bool = False
-    computed: bool = False
-    peaked: bool = False
-    sums: int = 0
-    bound: float | None = None
-    constant: int | None = None
-
-    def join(self, other: Facts) -> Facts:
-        """What is known of a value that may be either of two."""
-        return Facts(
-            self.nonneg and other.nonneg,
-            self.computed or other.computed,
-            self.peaked or other.peaked,
-            self.sums if self.sums == other.sums else 0,
-            self.bound if self.bound == other.bound else None,
-            largest([self.constant, other.constant]),
-        )
-
-
-def largest(numbers: Iterable[int | None]) -> int | None:
-    """The largest of those that are known, if any is."""
-    return max((n for n in numbers if n is not None), default=None)
-
-
-NOTHING = Facts()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,7 +23,7 @@ class Value:
 
     Attributes:
         shape, dtype: of the variable.
-        array: a plain array or a `ScaledArray` (with a `Scale`); None for a uniform value of which
+        array: a plain array or an `Operand`; None for a uniform value of which
             no array has been made.
         uniform: the 0-d value that every element has: a NumPy scalar for a constant (of a wider
             dtype, if float16 does not hold what was computed), a traced 0-d array for a scalar
@@ -100,6 +55,7 @@ class Value:
     ) -> Value:
         """Wrap a plain array, a NumPy or Python number, or a `ScaledArray`."""
         if isinstance(array, ScaledArray):
+            array = Operand.of(array, facts)
             return cls(
                 shape=array.shape,
                 dtype=array.dtype,
@@ -145,7 +101,7 @@ class Value:
         """The sharding of its array, or of the one that would be made."""
         if self.array is None:
             return self.made_with
-        data = split(self.array)[0] if self.is_scaled else self.array
+        data = self.array.source if self.is_scaled else self.array
         return getattr(jax.typeof(data), "sharding", None)
 
     @property
@@ -166,7 +122,7 @@ class Value:
     @property
     def is_scaled(self) -> bool:
         """Whether the value carries a scale."""
-        return isinstance(self.array, ScaledArray)
+        return isinstance(self.array, Operand)
 
     @property
     def is_scalable(self) -> bool:

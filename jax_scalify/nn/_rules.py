@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split
 from jax_scalify.interpreter.multiplying import moved
+from jax_scalify.interpreter.operand import Operand, split
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.growth import NONNEGATIVE_LIMIT
@@ -25,7 +25,7 @@ def scale_rules(
     scale: Callable[..., Scale],
     slopes: Callable[..., Any],
     static_argnames: Any = (),
-    prepare: Callable[[ScaledArray], ScaledArray] = uniform_over,
+    prepare: Callable[[Operand], Operand] = uniform_over,
 ) -> Callable[[Callable], Any]:
     """Make a `custom_scale` function of one that is exact in float32.
 
@@ -47,16 +47,19 @@ def scale_rules(
 
         @function.defscale
         def forward(*args: Any, **static: Any) -> ScaledArray:
-            args = tuple(prepare(x) if is_scaled(x) else x for x in args)
-            narrow = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_scaled(x) else x for x in args]
+            args = tuple(prepare(x) if isinstance(x, Operand) else x for x in args)
+            narrow = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Operand) else x
+                for x in args
+            ]
             dtype = jax.eval_shape(functools.partial(in_order, **static), *narrow).dtype
             out_scale = scale(*args, **static)
             return times(in_order(*map(_wide, args), **static), out_scale**-1, out_scale, dtype)
 
         @function.defscale_vjp
         def backward(*operands: Any, **static: Any) -> tuple[Any, ...]:
-            *args, cotangent = (prepare(x) if is_scaled(x) else x for x in operands)
-            floating = [i for i, x in enumerate(args) if is_scaled(x)]
+            *args, cotangent = (prepare(x) if isinstance(x, Operand) else x for x in operands)
+            floating = [i for i, x in enumerate(args) if isinstance(x, Operand)]
 
             def of_floating(*xs: Any) -> jax.Array:
                 full = list(args)
@@ -116,4 +119,4 @@ def count_scale(count: int, dtype: Any, limit: int = NONNEGATIVE_LIMIT) -> Scale
 
 def _wide(x: Any) -> Any:
     """The value of an operand, in at least float32."""
-    return moved(x, x.scale, dtypes.compute_dtype(x.dtype)) if is_scaled(x) else x
+    return moved(x, x.scale, dtypes.compute_dtype(x.dtype)) if isinstance(x, Operand) else x

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split
+from jax_scalify.interpreter.operand import Operand, split
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.products import times
@@ -45,14 +45,14 @@ def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 @embed.defscale
-def _embed_scale(table: ScaledArray, ids: jax.Array) -> ScaledArray:
+def _embed_scale(table: Operand, ids: jax.Array) -> ScaledArray:
     table = uniform_over(table)
     return ScaledArray(jnp.take(table.data, ids, axis=0), table.scale)
 
 
 @embed.defscale_vjp
 def _embed_scale_vjp(
-    table: ScaledArray, ids: jax.Array, cotangent: ScaledArray
+    table: Operand, ids: jax.Array, cotangent: Operand
 ) -> tuple[ScaledArray, None]:
     cotangent = uniform_over(cotangent)
     rows = jnp.zeros(table.shape, dtypes.compute_dtype(table.dtype))

@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split
+from jax_scalify.interpreter.operand import Operand, split
 from jax_scalify.nn._rules import scale_rules
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.rules.shared.products import times
@@ -180,6 +180,6 @@ def _at_unit_scale(x: jax.Array) -> jax.Array:
 
 
 @_at_unit_scale.defscale
-def _at_unit_scale_rule(x: ScaledArray) -> ScaledArray:
+def _at_unit_scale_rule(x: Operand) -> ScaledArray:
     raw, exponent = split(x)
     return times(raw, x.scale * Scale(exponent), ONE, x.dtype)

@@ -19,6 +19,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
 from jax_scalify.interpreter.multiplying import at_whole_scale
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.scales.algebra import Scale
 
@@ -187,7 +188,7 @@ def _store_weight_scale(
     bits = drawn(values, bits, salt.to_array() if array_lib.is_scaled(salt) else salt)
     if by_statistic:
         return stored(values, _with_array(like), bits=bits)
-    if isinstance(x.scale, Scale):
+    if isinstance(x, Operand):
         x = at_whole_scale(x)
     return ScaledArray(saturate(x.data, like.dtype, bits=bits), x.scale)
 

@@ -13,8 +13,8 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import align_constant, constant_floor, room
-from jax_scalify.interpreter.deferred import defer, split
 from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.interpreter.operand import Operand, defer, split
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.choosing import chosen_multiple
@@ -44,17 +44,17 @@ from jax_scalify.scales.algebra import ZERO, Scale
 
 
 def _sum_rule(negate_rhs: bool) -> Rule:
-    def rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
+    def rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
         out = ctx.out_avals[0]
-        if ctx.inputs[1].constant == 0:
+        if rhs.constant == 0:
             data, exponent = split(lhs)
             return defer(filled(data, out), exponent, lhs.scale)
-        if ctx.inputs[0].constant == 0:
+        if lhs.constant == 0:
             data, exponent = split(rhs)
             data = lax.neg(data) if negate_rhs else data
             return defer(filled(data, out), exponent, rhs.scale)
-        scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True) * _growth(ctx)
-        data, exponent = bring_together(ctx, {0: lhs, 1: rhs}, scale)
+        scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
+        data, exponent = bring_together((lhs, rhs), scale)
         operation = lax.sub if negate_rhs else lax.add
         return defer(dtypes.cast(operation(*same_dtype(*data)), ctx.out_dtype), exponent, scale)
 
@@ -62,9 +62,9 @@ def _sum_rule(negate_rhs: bool) -> Rule:
     return rule
 
 
-def _growth(ctx: RuleContext) -> Scale:
+def _growth(ctx: RuleContext, *terms: Operand) -> Scale:
     """The cotangents of a weight that is used n times grow like `sqrt(n)`."""
-    counts = [v.facts.sums for v in ctx.inputs]
+    counts = [x.facts.sums for x in terms]
     if ctx.primitive.name != "add_any" or not all(counts):
         return algebra.ONE
     grown = [int(math.log2(n) / 2) for n in (sum(counts), max(counts))]
@@ -80,25 +80,24 @@ register_scale_rule(lax.sub_p, elements="new", elementwise=True, degree="sum")(
 
 
 def _extremum_rule(sign: int) -> Rule:
-    def rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
+    def rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
         args = (lhs, rhs)
-        numbers = [ctx.inputs[i].constant for i in (0, 1)]
+        numbers = [x.constant for x in args]
         harmless = [n is not None and sign * n <= 0 for n in numbers]
         bound = None
         if any(harmless):  # max(x, c <= 0): the constant saturates, right for every finite x
             which = harmless.index(True)
-            scale = args[which ^ 1].scale
-            limit = _bound(numbers[which], args[which])
-            other = ctx.inputs[which ^ 1]
-            if sign < 0 and other.nonneg:  # 0 <= min(x, c) <= c
+            other = args[which ^ 1]
+            scale, limit = other.scale, _bound(args[which])
+            if sign < 0 and other.facts.nonneg:  # 0 <= min(x, c) <= c
                 scale = algebra.meet(scale, limit)
             elif other.facts.bound is not None and sign * other.facts.bound > 0:
                 bound = other.facts.bound  # the second half of `clip`
                 own = Scale(pow2.split_constant(bound)[1])
                 scale = algebra.meet(scale, algebra.join(limit, own))
         else:
-            scale = shared_scale(ctx, {0: lhs, 1: rhs})
-        data, exponent = bring_together(ctx, dict(enumerate(args)), scale)
+            scale = shared_scale(lhs, rhs)
+        data, exponent = bring_together(args, scale)
         out = ctx.bind(*same_dtype(*data), **params)
         if bound is not None:  # at the scale of the first half it may have been too small to write
             again = align_constant(bound, out.dtype, scale * Scale(exponent))
@@ -113,25 +112,24 @@ register_scale_rule(lax.max_p, elements="placed", elementwise=True)(_extremum_ru
 register_scale_rule(lax.min_p, elements="placed", elementwise=True)(_extremum_rule(-1))
 
 
-def _bound(number: Any, x: ScaledArray) -> Scale:
+def _bound(x: Operand) -> Scale:
     """The scale of a constant bound; an infinite one is no bound."""
-    return x.scale if np.isfinite(np.float64(number)) else Scale(pow2.MAX_EXPONENT)
+    return x.scale if np.isfinite(np.float64(x.constant)) else Scale(pow2.MAX_EXPONENT)
 
 
 @register_scale_rule(lax.clamp_p, elements="placed", elementwise=True)
 def clamp_rule(
-    ctx: RuleContext, low: ScaledArray, x: ScaledArray, high: ScaledArray, **params: Any
+    ctx: RuleContext, low: Operand, x: Operand, high: Operand, **params: Any
 ) -> ScaledArray:
     """`scale = max` of the votes; between constants: `x.scale`, clamped to their scales."""
-    numbers = ctx.inputs[0].constant, ctx.inputs[2].constant
-    if None in numbers:
-        scale = shared_scale(ctx, {0: low, 1: x, 2: high})
+    if low.constant is None or high.constant is None:
+        scale = shared_scale(low, x, high)
     else:
-        bounds = _bound(numbers[0], low), _bound(numbers[1], high)
+        bounds = _bound(low), _bound(high)
         scale = algebra.meet(x.scale, algebra.join(*bounds))
-        if numbers[0] > 0 or numbers[1] < 0:
+        if low.constant > 0 or high.constant < 0:
             scale = algebra.join(scale, algebra.meet(*bounds))
-    args, exponent = bring_together(ctx, {0: low, 1: x, 2: high}, scale)
+    args, exponent = bring_together((low, x, high), scale)
     out = ctx.out_avals[0]
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
     out = ctx.bind(*same_dtype(*args), **params)
@@ -139,23 +137,23 @@ def clamp_rule(
 
 
 def _brought_together(
-    ctx: RuleContext, operands: dict[int, ScaledArray], factor: Scale = algebra.ONE
+    ctx: RuleContext, operands: Sequence[Operand], avals: Sequence[Any], factor: Scale = algebra.ONE
 ) -> tuple[list[Any], Scale, int]:
-    """Align operands in the result's dtype, at a multiple of the largest vote, in their shapes.
+    """Align operands in the result's dtype, at a multiple of the largest vote, in given shapes.
 
     The result has yet to be multiplied by `2**exponent`: the last of what is returned.
     """
-    scale = shared_scale(ctx, operands) * factor
+    scale = shared_scale(*operands) * factor
     if factor.exponent < 0:  # constants have to fit still
-        numbers = [(ctx.inputs[i].constant, x.dtype) for i, x in operands.items()]
+        numbers = [(x.constant, x.dtype) for x in operands]
         floors = [constant_floor(abs(n), dtype) for n, dtype in numbers if n and np.isfinite(n)]
         scale = algebra.join(scale, *floors) if floors else scale
-    data, exponent = bring_together(ctx, operands, scale, ctx.out_dtype)
-    data = [filled(d, ctx.in_avals[i]) for i, d in zip(operands, data, strict=True)]
+    data, exponent = bring_together(operands, scale, ctx.out_dtype)
+    data = [filled(d, aval) for d, aval in zip(data, avals, strict=True)]
     return data, scale, exponent
 
 
-def _less(cases: Sequence[ScaledArray]) -> Scale:
+def _less(cases: Sequence[Operand]) -> Scale:
     """By how much the scale of multiples of one array may be less than the largest.
 
     `where(x < 0.03, 4096 * x, x)`, as in `hypot`, multiplies what is small. At the scale of the
@@ -172,7 +170,7 @@ def _less(cases: Sequence[ScaledArray]) -> Scale:
 
 
 @register_scale_rule(lax.select_n_p, elements="placed", elementwise=True)
-def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: Any) -> Any:
+def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) -> Any:
     """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all.
 
     In float16 nothing does: there each element keeps the scale of its case.
@@ -180,13 +178,13 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: ScaledArray, **params: A
     chosen = chosen_multiple(ctx, which, cases)
     if chosen is not None:
         return chosen
-    data, scale, exponent = _brought_together(ctx, dict(enumerate(cases, start=1)), _less(cases))
+    data, scale, exponent = _brought_together(ctx, cases, ctx.in_avals[1:], _less(cases))
     return defer(ctx.bind(which, *data, **params), exponent, scale)
 
 
 @register_scale_rule(lax.concatenate_p, elements="joined")
 def concatenate_rule(
-    ctx: RuleContext, *args: ScaledArray, dimension: int, **params: Any
+    ctx: RuleContext, *args: Operand, dimension: int, **params: Any
 ) -> ScaledArray:
     """`scale = max` of the operands' votes, or, along the axis, the operands' scales.
 
@@ -194,34 +192,30 @@ def concatenate_rule(
     keeps them, and so does each other operand.
     """
     args = tuple(x if x.size else uniform_over(x) for x in args)
-    operands = dict(enumerate(args))
     if not any(lies_along(x, dimension) for x in args):
-        data, scale, exponent = _brought_together(ctx, operands)
+        data, scale, exponent = _brought_together(ctx, args, ctx.in_avals)
         return defer(ctx.bind(*data, dimension=dimension, **params), exponent, scale)
     axes = {dimension, *varying_axes(*(x.scale for x in args))}
-    scales = own_scales(ctx, operands)
     data, pieces = [], []
-    for i, x in operands.items():
-        shape = ctx.in_avals[i].shape
-        data.append(filled(align(ctx, i, x, scales[i], ctx.out_dtype), ctx.in_avals[i]))
-        along = [n if a in axes else 1 for a, n in enumerate(shape)]
-        pieces.append(scale_array(ctx.table, scales[i], along))
+    for x, own, aval in zip(args, own_scales(*args), ctx.in_avals, strict=True):
+        data.append(filled(align(x, own, ctx.out_dtype), aval))
+        along = [n if a in axes else 1 for a, n in enumerate(aval.shape)]
+        pieces.append(scale_array(ctx.table, own, along))
     scale = scale_of(ctx.table, lax.concatenate(pieces, dimension))
     return ScaledArray(ctx.bind(*data, dimension=dimension, **params), scale)
 
 
 @register_scale_rule("stack", elements="joined")
-def stack_rule(ctx: RuleContext, *args: ScaledArray, axis: int, **params: Any) -> ScaledArray:
+def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> ScaledArray:
     """`scale = max` of the operands' votes."""
-    operands = dict(enumerate(least_scales(*args)))
-    data, scale, exponent = _brought_together(ctx, operands)
+    data, scale, exponent = _brought_together(ctx, least_scales(*args), ctx.in_avals)
     scale = scale.map(lambda s: lax.expand_dims(s, (axis,)))
     return defer(ctx.bind(*data, axis=axis, **params), exponent, scale)
 
 
 @register_scale_rule(lax.pad_p, elements="placed")
 def pad_rule(
-    ctx: RuleContext, x: ScaledArray, value: ScaledArray, *, padding_config: Any, **params: Any
+    ctx: RuleContext, x: Operand, value: Operand, *, padding_config: Any, **params: Any
 ) -> ScaledArray:
     """`scale = max` of the votes of array and padding value.
 
@@ -229,11 +223,11 @@ def pad_rule(
     """
     x = x if x.size else uniform_over(x)
     if not x.scale.ndim:
-        data, scale, exponent = _brought_together(ctx, {0: x, 1: value})
+        data, scale, exponent = _brought_together(ctx, (x, value), ctx.in_avals)
         return defer(ctx.bind(*data, padding_config=padding_config, **params), exponent, scale)
-    number = ctx.inputs[1].constant
-    scale = shared_scale(ctx, {0: x, 1: value})
-    data = filled(align(ctx, 0, x, scale, ctx.out_dtype), ctx.in_avals[0])
+    number = value.constant
+    scale = shared_scale(x, value)
+    data = filled(align(x, scale, ctx.out_dtype), ctx.in_avals[0])
     own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(padding_config)]
     if any(c != (0, 0, 0) for c in own):
         new = scale_array(ctx.table, ZERO if number == 0 else largest(scale))
@@ -244,12 +238,12 @@ def pad_rule(
     zero, config = np.zeros((), data.dtype), padding_config
     out = ctx.bind(data, zero, padding_config=config, **params)
     inside = lax.pad(jnp.ones(data.shape, bool), np.zeros((), bool), config)
-    return ScaledArray(jnp.where(inside, out, align(ctx, 1, value, scale, out.dtype)), scale)
+    return ScaledArray(jnp.where(inside, out, align(value, scale, out.dtype)), scale)
 
 
 @register_scale_rule(lax.dynamic_update_slice_p, elements="placed")
 def dynamic_update_slice_rule(
-    ctx: RuleContext, x: ScaledArray, update: ScaledArray, *starts: Any, **params: Any
+    ctx: RuleContext, x: Operand, update: Operand, *starts: Any, **params: Any
 ) -> ScaledArray:
     """`scale = max` of the votes of array and update; that of the array where it is not updated."""
     x, update = least_scales(x, update)
@@ -257,9 +251,9 @@ def dynamic_update_slice_rule(
     shape, window = (aval.shape for aval in ctx.in_avals[:2])
     partial = {a for a, (n, size) in enumerate(zip(shape, window, strict=True)) if n != size}
     if not partial & set(axes):  # every scale is one of old and of new elements
-        data, scale, exponent = _brought_together(ctx, {0: x, 1: update})
+        data, scale, exponent = _brought_together(ctx, (x, update), ctx.in_avals[:2])
         return defer(ctx.bind(*data, *starts, **params), exponent, scale)
-    own = own_scales(ctx, {0: x, 1: update})
+    own = own_scales(x, update)
     old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
     new = scale_array(ctx.table, own[1], [n if a in axes else 1 for a, n in enumerate(window)])
     offsets = [s if a in axes else np.zeros((), s.dtype) for a, s in enumerate(starts)]
@@ -267,22 +261,22 @@ def dynamic_update_slice_rule(
         new = lax.max(new, lax.dynamic_slice(old, offsets, new.shape))
     scale = scale_of(ctx.table, lax.dynamic_update_slice(old, new, offsets))
     kept = own[0] if partial <= set(axes) else scale
-    targets = {0: kept, 1: scale_of(ctx.table, new)}
+    targets = (x, kept), (update, scale_of(ctx.table, new))
     data = [
-        filled(align(ctx, i, a, targets[i], ctx.out_dtype), ctx.in_avals[i])
-        for i, a in enumerate((x, update))
+        filled(align(a, own_scale, ctx.out_dtype), aval)
+        for (a, own_scale), aval in zip(targets, ctx.in_avals, strict=False)
     ]
     return ScaledArray(ctx.bind(*data, *starts, **params), scale)
 
 
 @register_scale_rule(lax.gather_p, elements="taken")
-def gather_rule(ctx: RuleContext, x: ScaledArray, indices: Any, **params: Any) -> ScaledArray:
+def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> ScaledArray:
     """`out = gather(data)`, and so for scales; a finite fill value is divided by them."""
     (x,) = least_scales(x)
     windows = Windows.gathered(params["dimension_numbers"], params["slice_sizes"])
     fill = params["fill_value"]
     if fill is not None and not np.isfinite(fill):
-        x = ScaledArray(x.data, x.scale.or_one())
+        x = x.as_pair(x.data, x.scale.or_one())
     if fill is None or fill == 0 or not np.isfinite(fill):
         data, exponent = split(x)
         scale = gathered_scale(ctx, x.scale, indices, windows)
@@ -304,7 +298,7 @@ _LEAST_DENSITY = Scale(-4)
 @register_scale_rule(lax.scatter_add_p, elements="new", nonnegative="keeps", degree="sum")
 @register_scale_rule(lax.scatter_sub_p, elements="new", degree="sum")
 def scatter_rule(
-    ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any
+    ctx: RuleContext, x: Operand, indices: Any, updates: Operand, **params: Any
 ) -> ScaledArray:
     """`scale = max` of the votes of array and updates; updates are summed in float32.
 
@@ -317,7 +311,7 @@ def scatter_rule(
     sums = ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p)
     density = algebra.ONE
     counted = all(isinstance(v.size, int) and v.size for v in (x, updates))
-    if sums and ctx.inputs[0].constant == 0 and counted:
+    if sums and x.constant == 0 and counted:
         density = Scale(round(math.log2(updates.size / x.size) / 2))
         if dtypes.has_short_range(x.dtype):
             density = algebra.join(density, _LEAST_DENSITY)
@@ -325,7 +319,7 @@ def scatter_rule(
     if x.scale.ndim or updates.scale.ndim:
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
         return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
-    data, scale, exponent = _brought_together(ctx, {0: x, 2: updates}, density)
+    data, scale, exponent = _brought_together(ctx, (x, updates), ctx.in_avals[::2], density)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
     out = scatter(ctx, data[0], indices, data[1], params)
     return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
@@ -333,7 +327,7 @@ def scatter_rule(
 
 @register_scale_rule(lax.select_and_scatter_add_p, elements="new", nonnegative="keeps")
 def select_and_scatter_add_rule(
-    ctx: RuleContext, source: ScaledArray, operand: ScaledArray, **params: Any
+    ctx: RuleContext, source: Operand, operand: Operand, **params: Any
 ) -> ScaledArray:
     """`scale = source.scale`, added up in float32; the operand only says where."""
     axes = windowed_axes(ctx, **params)
@@ -347,16 +341,16 @@ def select_and_scatter_add_rule(
 
 
 @register_scale_rule(lax.complex_p, elements="new", elementwise=True)
-def complex_rule(ctx: RuleContext, re: ScaledArray, im: ScaledArray, **params: Any) -> ScaledArray:
+def complex_rule(ctx: RuleContext, re: Operand, im: Operand, **params: Any) -> ScaledArray:
     """`scale = max` of the scales of real and imaginary part."""
-    scale = shared_scale(ctx, {0: re, 1: im}, additive=True)
-    return ScaledArray(ctx.bind(align(ctx, 0, re, scale), align(ctx, 1, im, scale)), scale)
+    scale = shared_scale(re, im, additive=True)
+    return ScaledArray(ctx.bind(align(re, scale), align(im, scale)), scale)
 
 
 @register_scale_rule(
     lax.rem_p, family="remainder", elements="new", elementwise=True, nonnegative="keeps"
 )
-def rem_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
+def rem_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = min(lhs.scale, rhs.scale)`, in at least float32: no divisor becomes 0."""
     scale = algebra.meet(lhs.scale, rhs.scale)
     data = same_dtype(*(multiply(x.data, x.scale / scale) for x in (lhs, rhs)))

@@ -17,6 +17,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.value import filled
 from jax_scalify.scales.algebra import Scale
@@ -26,13 +27,11 @@ from jax_scalify.scales.table import ScaleTable
 _SPREAD = 4
 
 
-def chosen_multiple(
-    ctx: RuleContext, which: Any, cases: Sequence[ScaledArray]
-) -> ScaledArray | None:
+def chosen_multiple(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> ScaledArray | None:
     """Return the choice among multiples of one array, if that is what they are, else None."""
     if not dtypes.has_short_range(ctx.out_dtype) or any(x.scale.is_zero for x in cases):
         return None
-    kinds = {_kind(ctx, i, x) for i, x in enumerate(cases, start=1)}
+    kinds = {_kind(ctx, x) for x in cases}
     first = cases[0].scale
     multiples = [x.scale / first for x in cases]
     if len(kinds) > 1 or not _are_far_apart(multiples):
@@ -56,9 +55,9 @@ def _are_far_apart(multiples: Sequence[Scale]) -> bool:
     return max(highest) - min(lowest) > _SPREAD
 
 
-def _kind(ctx: RuleContext, index: int, x: ScaledArray) -> float | int:
+def _kind(ctx: RuleContext, x: Operand) -> float | int:
     """What the multiples of one array have in common: its identity, of a constant its mantissa."""
-    if ctx.inputs[index].constant is not None:
+    if x.constant is not None:
         return float(np.asarray(x.data).flat[0])
     _, mantissa = ctx.table.mantissas.get(id(x.data), (None, None))
     return id(x.data) if mantissa is None else mantissa

@@ -13,6 +13,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes
@@ -37,9 +38,9 @@ def _largest(ctx: RuleContext, scale: Scale, params: dict[str, Any]) -> Scale:
     return ctx.table.atom(lax.pmax(scale.array, names, axis_index_groups=groups))
 
 
-def _at_one_scale(ctx: RuleContext, x: ScaledArray, params: dict[str, Any]) -> tuple[Any, Scale]:
+def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple[Any, Scale]:
     """Bring an array's data to the scale that all devices share, one for what is mixed."""
-    x = ScaledArray(filled(x.data, ctx.in_avals[0]), x.scale)
+    x = x.as_pair(filled(x.data, ctx.in_avals[0]), x.scale)
     x = uniform_over(x, _mixed_axes(ctx, params))
     scale = _largest(ctx, x.scale, params)
     return multiply(x.data, x.scale / scale), scale
@@ -74,7 +75,7 @@ def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
 )
 @register_scale_rule("pmax", "pmin", elements="new", nonnegative="keeps")
 @register_scale_rule("pbroadcast", elements="same")
-def gathering_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale` = the largest of all devices, or, along the axis that is gathered, theirs."""
     if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
         data = filled(x.data, ctx.in_avals[0])
@@ -88,7 +89,7 @@ def gathering_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArr
 @register_scale_rule(
     *("psum", "psum_invariant", "reduce_scatter"), elements="new", nonnegative="keeps", degree=1
 )
-def psum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale` = the largest of all n devices `* pow2(n**p)`; p as of `reduce_sum`."""
     data, scale = _at_one_scale(ctx, x, params)
     total = ctx.bind(dtypes.cast(data, dtypes.compute_dtype(x.dtype)), **params)
@@ -97,12 +98,12 @@ def psum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     names = _axis_names(params)
     count = lax.psum(1, names, axis_index_groups=groups) if names else 1
     count *= math.prod(ctx.in_avals[0].shape[a] for a in positional)
-    factor = growth(ctx, count, Terms.of(ctx.inputs[0]))
+    factor = growth(ctx, count, Terms.of(x))
     return finish(ctx, total, _moved(scale, params), factor)
 
 
 @register_scale_rule("ppermute", elements="taken")
-def ppermute_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """The scale travels with the data; where nothing arrives both are 0."""
     data, scale = filled(x.data, ctx.in_avals[0]), x.scale
     if not scale.is_static:
@@ -112,7 +113,7 @@ def ppermute_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArra
 
 @register_scale_rule("ragged_all_to_all", elements="new", nonnegative="keeps")
 def ragged_all_to_all_rule(
-    ctx: RuleContext, x: ScaledArray, out: ScaledArray, *sizes: Any, **params: Any
+    ctx: RuleContext, x: Operand, out: Operand, *sizes: Any, **params: Any
 ) -> ScaledArray:
     """`scale` = the largest of operand and output buffer, of all devices."""
     x, out = uniform_over(x), uniform_over(out)

@@ -12,6 +12,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import uniform_over
@@ -20,15 +21,15 @@ from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE
 
 
-def _matrix(ctx: RuleContext, index: int, x: ScaledArray) -> ScaledArray:
+def _matrix(ctx: RuleContext, index: int, x: Operand) -> Operand:
     x = uniform_over(x, (x.ndim - 2, x.ndim - 1)) if x.scale.ndim else x
-    return ScaledArray(filled(x.data, ctx.in_avals[index]), x.scale)
+    return x.as_pair(filled(x.data, ctx.in_avals[index]), x.scale)
 
 
 def _factor_rule(*degrees: int) -> Rule:
     """Make the rule of a factorisation, given the degree (0 or 1) of each of its results."""
 
-    def rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> list[Any]:
+    def rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
         x = _matrix(ctx, 0, x)
         results = []
         for out, degree in zip(ctx.bind(x.data, **params), degrees, strict=False):
@@ -52,7 +53,7 @@ register_scale_rule(lax.linalg.schur_p, elements="new")(_factor_rule(1, 0))
 
 
 @register_scale_rule(lax.linalg.cholesky_p, elements="new")
-def cholesky_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def cholesky_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
     x = _matrix(ctx, 0, x)
     root, rest = x.scale.root(2)
@@ -60,9 +61,7 @@ def cholesky_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArra
 
 
 @register_scale_rule("cholesky_update", elements="new")
-def cholesky_update_rule(
-    ctx: RuleContext, r: ScaledArray, w: ScaledArray, **params: Any
-) -> ScaledArray:
+def cholesky_update_rule(ctx: RuleContext, r: Operand, w: Operand, **params: Any) -> ScaledArray:
     """`scale = max(r.scale, w.scale)`: the result is of degree 1 in both together."""
     r, w = uniform_over(r), uniform_over(w)
     scale = algebra.join(r.scale, w.scale)
@@ -75,12 +74,12 @@ def cholesky_update_rule(
 
 @register_scale_rule(lax.linalg.triangular_solve_p, elements="new")
 def triangular_solve_rule(
-    ctx: RuleContext, a: ScaledArray, b: ScaledArray, *, unit_diagonal: bool, **params: Any
+    ctx: RuleContext, a: Operand, b: Operand, *, unit_diagonal: bool, **params: Any
 ) -> ScaledArray:
     """`scale = b.scale / a.scale`; with a unit diagonal `b.scale`, and `a` is dequantised."""
     a, b = _matrix(ctx, 0, a), _matrix(ctx, 1, b)
     if unit_diagonal:
-        a = ScaledArray(ctx.dequantise(a, a.dtype), ONE)
+        a = a.as_pair(ctx.dequantise(a, a.dtype), ONE)
     a, b = factors_in_range(ctx, a, b, powers=(-1, 1))
     data = ctx.bind(a.data, b.data, unit_diagonal=unit_diagonal, **params)
     return ScaledArray(data, b.scale / a.scale)
@@ -88,7 +87,7 @@ def triangular_solve_rule(
 
 @register_scale_rule(lax.linalg.tridiagonal_solve_p, elements="new")
 def tridiagonal_solve_rule(
-    ctx: RuleContext, *diagonals_and_b: ScaledArray, **params: Any
+    ctx: RuleContext, *diagonals_and_b: Operand, **params: Any
 ) -> ScaledArray:
     """`scale = b.scale / max(scales of the diagonals)`."""
     *diagonals, b = (uniform_over(x) for x in diagonals_and_b)

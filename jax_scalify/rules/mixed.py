@@ -9,6 +9,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.dequantising import dequantising_rule, evaluate_plain
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.scattering import scatter
@@ -58,7 +59,7 @@ register_scale_rule(lax.bitcast_convert_type_p, dequantises=_BITS, elements="new
     nonnegative="keeps",
 )
 def scatter_mul_rule(
-    ctx: RuleContext, x: ScaledArray, indices: Any, updates: ScaledArray, **params: Any
+    ctx: RuleContext, x: Operand, indices: Any, updates: Operand, **params: Any
 ) -> ScaledArray:
     """The operand's scale; updates are plain numbers."""
     compute = dtypes.compute_dtype(x.dtype)

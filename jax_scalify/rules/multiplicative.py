@@ -10,14 +10,14 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import (
-    Deferred,
+from jax_scalify.interpreter.multiplying import moved, multiply
+from jax_scalify.interpreter.operand import (
+    Operand,
     defer,
     defer_constant,
     split,
     split_product,
 )
-from jax_scalify.interpreter.multiplying import moved, multiply
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.nonlinear import wide_rule
@@ -28,9 +28,9 @@ from jax_scalify.scales.algebra import ONE, Scale
 _LARGEST_POWER = 64
 
 
-def _unit(ctx: RuleContext, index: int, x: ScaledArray) -> int:
+def _unit(x: Operand) -> int:
     """+1 or -1 if a constant operand's data is that number, else 0."""
-    if ctx.inputs[index].constant is None:
+    if x.constant is None:
         return 0
     return int(x.data == 1) - int(x.data == -1)
 
@@ -38,14 +38,14 @@ def _unit(ctx: RuleContext, index: int, x: ScaledArray) -> int:
 @register_scale_rule(
     lax.mul_p, elements="new", elementwise=True, nonnegative="keeps", degree="product"
 )
-def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
+def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing."""
     lhs, rhs = factors_in_range(ctx, lhs, rhs)
     scale = lhs.scale * rhs.scale
-    for index, x, other in ((1, rhs, lhs), (0, lhs, rhs)):
-        if ctx.inputs[index].constant is None or ctx.out_dtype != other.dtype:
+    for x, other in ((rhs, lhs), (lhs, rhs)):
+        if x.constant is None or ctx.out_dtype != other.dtype:
             continue
-        if sign := _unit(ctx, index, x):
+        if sign := _unit(x):
             data, exponent = split(other)
             data = filled(data, ctx.out_avals[0])
             return defer(data if sign > 0 else lax.neg(data), exponent, scale)
@@ -60,11 +60,11 @@ def mul_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
 @register_scale_rule(
     lax.div_p, elements="new", elementwise=True, nonnegative="keeps", degree="quotient"
 )
-def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
+def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = lhs.scale / rhs.scale`; a constant power of two costs nothing."""
     lhs, rhs = factors_in_range(ctx, lhs, rhs, powers=(1, -1))
     scale = lhs.scale / rhs.scale
-    sign = _unit(ctx, 1, rhs)
+    sign = _unit(rhs)
     if sign:
         data, exponent = split(lhs)
         data = filled(data, ctx.out_avals[0])
@@ -74,7 +74,7 @@ def div_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any
 
 
 @register_scale_rule(lax.square_p, elements="new", elementwise=True, nonnegative="always", degree=2)
-def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**2`, in wide dtypes of what a scale has within 2**+-16."""
     (x,) = factors_in_range(ctx, x, powers=(2,))
     data, exponent = split_product(x, powers=(2,))
@@ -82,17 +82,17 @@ def square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
-def integer_pow_rule(ctx: RuleContext, x: ScaledArray, *, y: int, **params: Any) -> ScaledArray:
+def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`."""
     (x,) = factors_in_range(ctx, x, powers=(y,))
     data, exponent = split_product(x, powers=(y,))
     return defer(ctx.bind(data, y=y, **params), exponent, x.scale**y)
 
 
-def _root(ctx: RuleContext, x: ScaledArray, degree: int, inverse: bool, **params: Any) -> Any:
+def _root(ctx: RuleContext, x: Operand, degree: int, inverse: bool, **params: Any) -> Any:
     root, rest = x.scale.root(degree)
     exponent = 0
-    if isinstance(x, Deferred) and rest.is_static:
+    if x.is_deferred and rest.is_static:
         exponent, odd = divmod(x.exponent + int(rest.exponent), degree)
         rest = Scale(odd - x.exponent)
     out = dtypes.cast(ctx.bind(moved(x, rest), **params), ctx.out_dtype)
@@ -104,7 +104,7 @@ def _root(ctx: RuleContext, x: ScaledArray, degree: int, inverse: bool, **params
 @register_scale_rule(
     lax.sqrt_p, elements="new", elementwise=True, nonnegative="always", degree=1 / 2
 )
-def sqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def sqrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=False, **params)
 
@@ -112,7 +112,7 @@ def sqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 @register_scale_rule(
     lax.rsqrt_p, elements="new", elementwise=True, nonnegative="always", degree=-1 / 2
 )
-def rsqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def rsqrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**(-1/2)`; of an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=True, **params)
 
@@ -120,15 +120,15 @@ def rsqrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
 @register_scale_rule(
     lax.cbrt_p, elements="new", elementwise=True, nonnegative="keeps", degree=1 / 3
 )
-def cbrt_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def cbrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**(1/3)`; up to two factors of two move into the data."""
     return _root(ctx, x, 3, inverse=False, **params)
 
 
 @register_scale_rule(lax.pow_p, elements="new", elementwise=True, nonnegative="keeps")
-def pow_rule(ctx: RuleContext, x: ScaledArray, y: Any, **params: Any) -> Any:
+def pow_rule(ctx: RuleContext, x: Operand, y: Operand, **params: Any) -> Any:
     """`scale = scale**y` for a constant y that is a multiple of 1/2; else scale 1."""
-    number = ctx.inputs[1].constant
+    number = y.constant
     if number is None or number.imag:
         return wide_rule(ctx, x, y, **params)
     number = number.real

@@ -9,6 +9,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.growth import finish
 from jax_scalify.scales import algebra
@@ -17,7 +18,7 @@ from jax_scalify.scales.algebra import ONE, Scale
 
 def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any]) -> Any:
     """Evaluate the primitive on plain values in at least float32."""
-    plain = [ctx.dequantise(x) if isinstance(x, ScaledArray) else x for x in args]
+    plain = [ctx.dequantise(x) if isinstance(x, Operand) else x for x in args]
     plain = [
         lax.convert_element_type(p, dtypes.compute_dtype(p.dtype))
         if dtypes.is_scalable(p.dtype)
@@ -57,14 +58,14 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     elementwise=True,
     nonnegative="keeps",
 )
-def rounding_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def rounding_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = max(1, scale)`, of dequantised values."""
     scale = algebra.join(ONE, x.scale)
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
 
 
 @register_scale_rule("one_minus_square", elements="new", elementwise=True)
-def one_minus_square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def one_minus_square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = max(1, scale**2)`, of dequantised values."""
     scale = algebra.join(ONE, x.scale**2)
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
@@ -72,7 +73,7 @@ def one_minus_square_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Sc
 
 @register_scale_rule("polynomial", elements="new")
 def polynomial_rule(
-    ctx: RuleContext, x: ScaledArray, *coefficients: ScaledArray, **params: Any
+    ctx: RuleContext, x: Operand, *coefficients: Operand, **params: Any
 ) -> ScaledArray:
     """`max` of the terms' scales, of dequantised values; in float32, 1 if coefficients are numbers.
 
@@ -80,14 +81,14 @@ def polynomial_rule(
     """
     values = evaluate_wide(ctx, (x, *coefficients), params)
     narrow = dtypes.has_short_range(ctx.out_dtype)
-    if not narrow and all(v.constant is not None for v in ctx.inputs[1:]):
+    if not narrow and all(c.constant is not None for c in coefficients):
         return finish(ctx, values, ONE, ONE)
     terms = [c.scale * x.scale**k for k, c in enumerate(coefficients)]
     return finish(ctx, values, ONE, algebra.join(*terms, narrow=narrow))
 
 
 @register_scale_rule(lax.logistic_p, elements="new", elementwise=True, nonnegative="always")
-def logistic_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """Evaluated in at least float32 on plain values; scale 1/2, its value at 0.
 
     A chain of gates, as in a recurrent network, would double the scale at every step with 1.

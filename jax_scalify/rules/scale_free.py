@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split
+from jax_scalify.interpreter.operand import Operand, split
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable
 from jax_scalify.rules.shared.joining import bring_together, same_dtype, shared_scale
@@ -18,44 +18,44 @@ from jax_scalify.scales.algebra import ONE
 
 
 @register_scale_rule(lax.argmax_p, lax.argmin_p, elements="new")
-def argmax_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
+def argmax_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
     """`out = f(data)`, a plain output; one scale over the axes that are searched, in float32."""
     data, _ = split(comparable(x, params["axes"]))
     return ctx.bind(data, **params)
 
 
 @register_scale_rule(lax.is_finite_p, elements="new", elementwise=True)
-def is_finite_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Any:
+def is_finite_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
     """`out = f(data)`, a plain output; where the scale can make it infinite, `f(data * scale)`."""
     if _can_be_infinite(x):
         return ctx.bind(ctx.dequantise(x), **params)
     return ctx.bind(split(x)[0], **params)
 
 
-def _can_be_infinite(x: ScaledArray) -> bool:
+def _can_be_infinite(x: Operand) -> bool:
     """Tell whether finite data times its scale may be beyond the range of the values' dtype."""
     finfo = jnp.finfo(dtypes.compute_dtype(x.dtype))
     return x.scale.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
 
 
 @register_scale_rule(lax.sign_p, elements="new", elementwise=True, nonnegative="keeps", degree=0)
-def sign_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`out = sign(data)`, scale 1."""
     return ScaledArray(ctx.bind(split(x)[0], **params), ONE)
 
 
-def _at_one_scale(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray) -> list[Any]:
-    scale = shared_scale(ctx, {0: lhs, 1: rhs}, additive=True)
-    return same_dtype(*bring_together(ctx, {0: lhs, 1: rhs}, scale)[0])
+def _at_one_scale(ctx: RuleContext, lhs: Operand, rhs: Operand) -> list[Any]:
+    scale = shared_scale(lhs, rhs, additive=True)
+    return same_dtype(*bring_together((lhs, rhs), scale)[0])
 
 
 @register_scale_rule(
     *(lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p), elements="new", elementwise=True
 )
 @register_scale_rule("eq_to", "lt_to", "le_to", elements="new")
-def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> Any:
+def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Any:
     """Align, then compare in at least float32: a plain output."""
-    numbers = [v.constant for v in ctx.inputs]
+    numbers = [x.constant for x in (lhs, rhs)]
     if any(n is not None and n == 0 for n in numbers):
         return ctx.bind(split(lhs)[0], split(rhs)[0], **params)
     if any(n is not None and not np.isfinite(np.complex128(n)) for n in numbers):
@@ -65,7 +65,7 @@ def comparison_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **para
 
 
 @register_scale_rule(lax.atan2_p, elements="new", elementwise=True)
-def atan2_rule(ctx: RuleContext, lhs: ScaledArray, rhs: ScaledArray, **params: Any) -> ScaledArray:
+def atan2_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """Align, then `scale = 1`, in at least float32."""
     compute = dtypes.compute_dtype(ctx.out_dtype)
     data = (dtypes.cast(d, compute) for d in _at_one_scale(ctx, lhs, rhs))

@@ -14,10 +14,10 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.interpreter.deferred import defer, split
 from jax_scalify.interpreter.multiplying import keep_infinity
+from jax_scalify.interpreter.operand import Facts, Operand, defer, split
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
-from jax_scalify.interpreter.value import Facts, Value, filled
+from jax_scalify.interpreter.value import Value, filled
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.products import times
@@ -44,18 +44,18 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
 
 
 @register_scale_rule(primitives.set_scaling_p, elements="rescaled")
-def set_scaling_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
+def set_scaling_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
     """`data = x / scale`, the scale as asked for."""
     return _at_scale(ctx, x, _requested_scale(ctx, 1))
 
 
 @register_scale_rule(primitives.match_scale_p, elements="rescaled")
-def match_scale_rule(ctx: RuleContext, x: ScaledArray, like: ScaledArray) -> ScaledArray:
+def match_scale_rule(ctx: RuleContext, x: Operand, like: Operand) -> ScaledArray:
     """`data = x / scale`, with the scale of the other operand, in its shape."""
     return _at_scale(ctx, x, like.scale)
 
 
-def _at_scale(ctx: RuleContext, x: ScaledArray, scale: Scale) -> ScaledArray:
+def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
     raw, exponent = split(x)
     raw = filled(raw, ctx.out_avals[0])
     if x.scale.is_zero:
@@ -79,20 +79,20 @@ def _moved(raw: Any, factor: Scale, scale: Scale) -> ScaledArray:
 
 
 @register_scale_rule(primitives.cast_p, elements="cast")
-def cast_rule(ctx: RuleContext, x: ScaledArray, *, dtype: Any) -> ScaledArray:
+def cast_rule(ctx: RuleContext, x: Operand, *, dtype: Any) -> ScaledArray:
     """The data only, saturating; scale unchanged."""
     return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0]), dtype), x.scale)
 
 
 @register_scale_rule(primitives.stochastic_cast_p, elements="cast")
-def stochastic_cast_rule(ctx: RuleContext, x: ScaledArray, bits: Any, *, dtype: Any) -> ScaledArray:
+def stochastic_cast_rule(ctx: RuleContext, x: Operand, bits: Any, *, dtype: Any) -> ScaledArray:
     """The data only, saturating; scale unchanged."""
     data = filled(x.data, ctx.out_avals[0])
     return ScaledArray(dtypes.round_stochastically(data, bits, dtype), x.scale)
 
 
 @register_scale_rule(primitives.rebalance_scale_p, elements="rescaled")
-def rebalance_scale_rule(ctx: RuleContext, x: ScaledArray, _: Any) -> ScaledArray:
+def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
     """`data / factor`, `scale * factor`; a factor 0 is read as 1."""
     factor = _requested_scale(ctx, 1)
     if not factor.is_nonzero:
@@ -112,12 +112,12 @@ def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
 
 
 @register_scale_rule(primitives.get_data_and_scale_p, elements="new")
-def get_data_and_scale_rule(ctx: RuleContext, x: ScaledArray, *, scale_dtype: Any) -> list[Value]:
+def get_data_and_scale_rule(ctx: RuleContext, x: Operand, *, scale_dtype: Any) -> list[Value]:
     """Both fields, as plain values."""
-    x = uniform_over(ScaledArray(filled(x.data, ctx.out_avals[0]), x.scale))
+    x = uniform_over(x.as_pair(filled(x.data, ctx.out_avals[0]), x.scale))
     scale = jnp.asarray(x.scale.array, scale_dtype)
     return [
-        Value.of(jnp.asarray(x.data), facts=ctx.inputs[0].facts),
+        Value.of(jnp.asarray(x.data), facts=x.facts),
         Value.of(scale, facts=Facts(nonneg=True), scale=x.scale),
     ]
 
@@ -134,7 +134,7 @@ def dynamic_rescale_rule(
     examples = ctx.out_avals[1].shape
     if not value.is_scaled:
         return [value, Value.filled(ctx.out_avals[-1], np.bool_(True))]
-    x = ScaledArray(filled(value.array.data, value), value.array.scale)
+    x = value.array.as_pair(filled(value.array.data, value), value.array.scale)
     wide = statistic(x.data, stat, _measured_axes(x, batch_ndim))
     finite = jnp.isfinite(wide)
     power = pow2.round_down(wide, ctx.table.dtype)
@@ -146,7 +146,7 @@ def dynamic_rescale_rule(
     return [_moved(x.data, factor**-1, x.scale * factor), flag]
 
 
-def _measured_axes(x: ScaledArray, batch_ndim: int) -> tuple[int, ...] | None:
+def _measured_axes(x: Operand, batch_ndim: int) -> tuple[int, ...] | None:
     """The axes that share a scale; None for all of them."""
     if x.scale.ndim:
         return tuple(a for a in range(x.ndim) if x.scale.shape[a] == 1)
@@ -171,7 +171,7 @@ def delayed_rescale_rule(
     examples = ctx.out_avals[2].shape
     if not value.is_scaled:
         return [value, history, Value.filled(ctx.out_avals[-1], np.bool_(True))]
-    x = ScaledArray(filled(value.array.data, value), value.array.scale)
+    x = value.array.as_pair(filled(value.array.data, value), value.array.scale)
     seen = history.plain()
     amax, finite = _amax_exponent(ctx, x, seen.shape[1:])
     expected = jnp.max(seen, 0) if algorithm == "max" else seen[0]
@@ -186,7 +186,7 @@ def delayed_rescale_rule(
 
 
 def _amax_exponent(
-    ctx: RuleContext, x: ScaledArray, shape: tuple[int, ...]
+    ctx: RuleContext, x: Operand, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """The exponents of the largest values for scales of a shape, and whether these are finite."""
     shared = [d == 1 for d in shape] or [True] * x.ndim

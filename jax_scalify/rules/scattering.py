@@ -18,6 +18,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, jaxprs
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.value import Value, filled
 from jax_scalify.rules.shared.along_axes import (
@@ -57,9 +58,9 @@ def scatter(ctx: RuleContext, x: Any, indices: Any, updates: Any, params: dict[s
 
 def scatter_along_axes(
     ctx: RuleContext,
-    x: ScaledArray,
+    x: Operand,
     indices: Any,
-    updates: ScaledArray,
+    updates: Operand,
     factor: Scale,
     params: dict[str, Any],
     dtype: Any,
@@ -75,18 +76,18 @@ def scatter_along_axes(
     dims = params["dimension_numbers"]
     windows = Windows.scattered(dims, x.ndim, ctx.in_avals[2].shape)
     partial = windows.partial_axes(ctx.in_avals[0].shape)
-    updates, axes = _with_few_scales(ctx, x, updates, windows, partial)
-    own = own_scales(ctx, {0: x, 2: updates})
+    updates, axes = _with_few_scales(x, updates, windows, partial)
+    own = own_scales(x, updates)
     replaces = False
     if not partial & set(axes):
-        scale = algebra.join(own[0], own[2].map(windows.on_operand)) * factor
+        scale = algebra.join(own[0], own[1].map(windows.on_operand)) * factor
         there = scale.map(lambda s: windows.on_windows(s, rank))
     else:
         inner, columns = windows.along(axes, indices)
         old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
         kept = lax.squeeze(old, [a for a in range(x.ndim) if a not in axes])
         new = windows.collect(
-            scale_array(ctx.table, own[2], _wide(own[2], rank)), axes, updates.shape
+            scale_array(ctx.table, own[1], _wide(own[1], rank)), axes, updates.shape
         )
         replaces = ctx.primitive is lax.scatter_p and partial <= set(axes)
         if replaces:
@@ -95,25 +96,21 @@ def scatter_along_axes(
         taken = windows.spread(inner.take(joined, columns), axes, rank)
         scale = scale_of(ctx.table, lax.reshape(joined, old.shape)) * factor
         there = scale_of(ctx.table, taken) * factor
-    targets = {0: own[0] if replaces else scale, 2: there}
-    data = [
-        filled(align(ctx, i, a, targets[i], dtype), ctx.in_avals[i])
-        for i, a in ((0, x), (2, updates))
-    ]
-    return scatter(ctx, data[0], indices, data[1], params), scale
+    old = filled(align(x, own[0] if replaces else scale, dtype), ctx.in_avals[0])
+    new = filled(align(updates, there, dtype), ctx.in_avals[2])
+    return scatter(ctx, old, indices, new, params), scale
 
 
 def _with_few_scales(
-    ctx: RuleContext,
-    x: ScaledArray,
-    updates: ScaledArray,
+    x: Operand,
+    updates: Operand,
     windows: Windows,
     partial: set[int],
-) -> tuple[ScaledArray, Sequence[int]]:
+) -> tuple[Operand, Sequence[int]]:
     """The updates, and the axes along which the result has scales: not too many for its size."""
     axes = _axes_of_result(x, updates, windows, partial)
     each = math.prod(updates.scale.shape) == math.prod(updates.shape)
-    into_zeros = ctx.inputs[0].constant == 0
+    into_zeros = x.constant == 0
     if _is_worth_it(x, axes) or (each and into_zeros):  # as in the gradient of a diagonal
         return updates, axes
     whole = [d for d, a in zip(windows.dims, windows.axes, strict=True) if a not in partial]
@@ -128,9 +125,7 @@ def _wide(scale: Scale, rank: int) -> tuple[int, ...]:
     return scale.shape or (1,) * rank
 
 
-def _axes_of_result(
-    x: ScaledArray, updates: ScaledArray, windows: Windows, partial: set[int]
-) -> list[int]:
+def _axes_of_result(x: Operand, updates: Operand, windows: Windows, partial: set[int]) -> list[int]:
     """The array's axes along which its scale, or that of updates as they lie there, differs."""
     axes = set(varying_axes(x.scale))
     batch = {b: a for a, b in windows.batch}
@@ -146,7 +141,7 @@ def _axes_of_result(
     return sorted(axes)
 
 
-def _is_worth_it(x: ScaledArray, axes: list[int]) -> bool:
+def _is_worth_it(x: Operand, axes: list[int]) -> bool:
     """Tell whether a scale along some axes is no larger than the array, or than its scale is."""
     given = len(axes) == len(varying_axes(x.scale))
     return given or x.ndim == 1 or math.prod(x.shape[a] for a in axes) < math.prod(x.shape)
@@ -163,7 +158,7 @@ def applies_function(params: dict[str, Any]) -> bool:
 
 
 def apply_function(
-    ctx: RuleContext, x: ScaledArray, indices: Any, updates: Any, params: dict[str, Any]
+    ctx: RuleContext, x: Operand, indices: Any, updates: Any, params: dict[str, Any]
 ) -> ScaledArray:
     """`x.at[i].apply(f)`: f of plain values, in at least float32, as often as an index occurs.
 
@@ -190,11 +185,11 @@ def apply_function(
     marks = jnp.zeros(aval.shape, bool)
     touched = lax.scatter(marks, indices, jnp.ones(size, bool), dims, **known)
     new = multiply(out, scale**-1, ctx.out_dtype)
-    old = filled(align(ctx, 0, x, scale, ctx.out_dtype), aval)
+    old = filled(align(x, scale, ctx.out_dtype), aval)
     return ScaledArray(lax.select(touched, filled(new, aval), old), scale)
 
 
-def _scale_of_function(ctx: RuleContext, closed: Any, x: ScaledArray) -> Scale:
+def _scale_of_function(ctx: RuleContext, closed: Any, x: Operand) -> Scale:
     """The scale that the rules give a function of each element, by one element of each scale."""
     if 0 in x.shape:
         return x.scale

@@ -17,8 +17,8 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
-from jax_scalify.interpreter.deferred import can_defer, defer, split, with_scale
 from jax_scalify.interpreter.multiplying import moved
+from jax_scalify.interpreter.operand import Operand, can_defer, defer, split, with_scale
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
@@ -42,7 +42,7 @@ def structural_rule(
             same. A primitive of several results has a list of them.
     """
 
-    def rule(ctx: RuleContext, x: ScaledArray, *others: Any, **params: Any) -> Any:
+    def rule(ctx: RuleContext, x: Operand, *others: Any, **params: Any) -> Any:
         if x.scale.ndim:
             x = uniform_over(x, None if mixed_axes is None else mixed_axes(ctx, **params))
         scale: Any = x.scale
@@ -172,7 +172,7 @@ register_scale_rule("tile", elements="taken")(structural_rule(no_axes, _tile_sca
 
 @register_scale_rule(lax.reshape_p, elements="moved")
 def reshape_rule(
-    ctx: RuleContext, x: ScaledArray, *, dimensions: Any = None, **params: Any
+    ctx: RuleContext, x: Operand, *, dimensions: Any = None, **params: Any
 ) -> ScaledArray:
     """`out = reshape(data)`; a scale lies along the axes that an axis of it becomes.
 
@@ -239,7 +239,7 @@ register_scale_rule(
 
 
 @register_scale_rule(lax.top_k_p, "approx_top_k", elements="taken")
-def top_k_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> list[Any]:
+def top_k_rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
     """`out = f(data)`, one scale along the axis that is searched, compared in float32."""
     axis = params.get("axis", params.get("reduction_dimension", -1)) % x.ndim
     x = comparable(x, (axis,))
@@ -250,7 +250,7 @@ def top_k_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> list[Any]:
 
 @register_scale_rule("select_and_gather_add", elements="new", nonnegative="keeps")
 def select_and_gather_add_rule(
-    ctx: RuleContext, tangents: ScaledArray, operand: ScaledArray, **params: Any
+    ctx: RuleContext, tangents: Operand, operand: Operand, **params: Any
 ) -> ScaledArray:
     """`scale = tangents.scale`; the operand only says which of them."""
     axes = windowed_axes(ctx, **params)
@@ -262,7 +262,7 @@ def select_and_gather_add_rule(
 
 
 @register_scale_rule(lax.reduce_precision_p, elements="cast", elementwise=True)
-def reduce_precision_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def reduce_precision_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`out = f(data)`, scale unchanged."""
     return ScaledArray(ctx.bind(x.data, **params), x.scale)
 
@@ -271,13 +271,13 @@ def reduce_precision_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> Sc
 @register_scale_rule("device_put", elements="same")
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
-    data = [split(x) if isinstance(x, ScaledArray) else (x, 0) for x in args]
+    data = [split(x) if isinstance(x, Operand) else (x, 0) for x in args]
     exponents = [exponent for _, exponent in data]
     data = [filled(d, aval) for (d, _), aval in zip(data, ctx.in_avals, strict=True)]
     out = ctx.bind(*data, **params)
     out = out if ctx.primitive.multiple_results else [out]
     out = [
-        defer(dtypes.cast(o, aval.dtype), exponent, x.scale) if isinstance(x, ScaledArray) else o
+        defer(dtypes.cast(o, aval.dtype), exponent, x.scale) if isinstance(x, Operand) else o
         for o, aval, x, exponent in zip(out, ctx.out_avals, args, exponents, strict=True)
     ]
     return out if ctx.primitive.multiple_results else out[0]
@@ -290,7 +290,7 @@ def sort_rule(
     """`out = f(data)`, one scale along the sorted axis for each operand; keys in float32."""
     args = tuple(
         x
-        if not isinstance(x, ScaledArray)
+        if not isinstance(x, Operand)
         else (comparable if i < num_keys else uniform_over)(x, (dimension,))
         for i, x in enumerate(args)
     )
@@ -306,7 +306,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     What data of a wide dtype has taken of a scale or a constant, that of a narrow one cannot hold.
     """
     dtype = ctx.out_dtype
-    if not isinstance(x, ScaledArray):  # int or bool to float: a constant of scale 1
+    if not isinstance(x, Operand):  # int or bool to float: a constant of scale 1
         return ScaledArray(ctx.bind(x, **params), ONE)
     if not dtypes.is_scalable(dtype):
         if dtype == jnp.bool_:
@@ -317,7 +317,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
         return defer(dtypes.cast(data, dtype), exponent, x.scale)
     if dtypes.has_short_range(dtype) and not dtypes.has_short_range(x.dtype):
         whole = x.scale.whole()
-        constant = ctx.inputs[0].facts.constant
+        constant = x.facts.constant
         if constant is not None and constant <= _LARGEST_CONSTANT:
             whole = algebra.join(whole, Scale(constant) * room(dtype), narrow=True)
         return ScaledArray(moved(x, x.scale / whole, dtype), whole)

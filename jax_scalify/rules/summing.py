@@ -14,7 +14,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.deferred import split, split_product, with_scale
+from jax_scalify.interpreter.operand import Facts, Operand, split, split_product, with_scale
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
@@ -24,7 +24,7 @@ from jax_scalify.scales.algebra import ONE, Scale
 
 
 @register_scale_rule(lax.reduce_sum_p, elements="summed", degree=1)
-def reduce_sum_rule(ctx: RuleContext, x: ScaledArray, *, axes: Any, **params: Any) -> ScaledArray:
+def reduce_sum_rule(ctx: RuleContext, x: Operand, *, axes: Any, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, axes)
     count = math.prod(ctx.in_avals[0].shape[a] for a in axes)
@@ -32,33 +32,33 @@ def reduce_sum_rule(ctx: RuleContext, x: ScaledArray, *, axes: Any, **params: An
     data = lax.convert_element_type(data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, axes=axes, **params)
     scale = x.scale.map(lambda s: lax.squeeze(s, axes))
-    return finish(ctx, total, scale, growth(ctx, count, Terms.of(ctx.inputs[0])), exponent)
+    return finish(ctx, total, scale, growth(ctx, count, Terms.of(x)), exponent)
 
 
 @register_scale_rule(lax.cumsum_p, elements="new", nonnegative="keeps", degree=1)
-def cumsum_rule(ctx: RuleContext, x: ScaledArray, *, axis: int, **params: Any) -> ScaledArray:
+def cumsum_rule(ctx: RuleContext, x: Operand, *, axis: int, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, (axis,))
     data, exponent = split(x)
     data = lax.convert_element_type(data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, axis=axis, **params)
-    factor = growth(ctx, ctx.in_avals[0].shape[axis], Terms.of(ctx.inputs[0]))
+    factor = growth(ctx, ctx.in_avals[0].shape[axis], Terms.of(x))
     return finish(ctx, total, x.scale, factor, exponent)
 
 
 @register_scale_rule(lax.reduce_window_sum_p, elements="new", nonnegative="keeps", degree=1)
-def reduce_window_sum_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def reduce_window_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if none is < 0."""
     x = uniform_over(x, windowed_axes(ctx, **params))
     data, exponent = split(x)
     data = lax.convert_element_type(data, dtypes.compute_dtype(x.dtype))
     total = ctx.bind(data, **params)
     count = math.prod(params["window_dimensions"])
-    return finish(ctx, total, x.scale, growth(ctx, count, Terms.of(ctx.inputs[0])), exponent)
+    return finish(ctx, total, x.scale, growth(ctx, count, Terms.of(x)), exponent)
 
 
 @register_scale_rule(lax.fft_p, elements="new")
-def fft_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def fft_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(sqrt(n))` of n points; of the inverse, `scale / pow2(sqrt(n))`."""
     lengths = params["fft_lengths"]
     x = uniform_over(x, range(x.ndim - len(lengths), x.ndim))
@@ -67,26 +67,26 @@ def fft_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
     return finish(ctx, ctx.bind(x.data, **params), x.scale, factor**-1 if inverse else factor)
 
 
-def _full(ctx: RuleContext, *operands: Any) -> list[ScaledArray]:
+def _full(ctx: RuleContext, *operands: Any) -> list[Operand]:
     """Operands in their full shapes, integers and bools as constants of scale 1."""
     return [
-        _of_integers(ctx, x)
-        if not isinstance(x, ScaledArray)
+        _of_integers(ctx, x, value.facts)
+        if not isinstance(x, Operand)
         else x
         if x.shape == aval.shape
-        else ScaledArray(filled(x.data, aval), x.scale)
-        for x, aval in zip(operands, ctx.in_avals, strict=False)
+        else x.as_pair(filled(x.data, aval), x.scale)
+        for x, aval, value in zip(operands, ctx.in_avals, ctx.inputs, strict=False)
     ]
 
 
-def _of_integers(ctx: RuleContext, x: Any) -> ScaledArray:
+def _of_integers(ctx: RuleContext, x: Any, facts: Facts) -> Operand:
     """Integers in a floating dtype that holds them as JAX's own products do."""
     few = x.dtype == np.bool_ or np.iinfo(x.dtype).bits <= 8
     dtype = ctx.out_dtype if few else dtypes.compute_dtype(ctx.out_dtype)
-    return ScaledArray(lax.convert_element_type(x, dtype), ONE)
+    return Operand(lax.convert_element_type(x, dtype), ONE, facts=facts)
 
 
-def _operand_scale(x: ScaledArray, contract: Any, batch: Any, before: int, after: int) -> Scale:
+def _operand_scale(x: Operand, contract: Any, batch: Any, before: int, after: int) -> Scale:
     """Lay an operand's scale along the result's dims: batch, lhs free, rhs free."""
 
     def move(scale: Any) -> Any:
@@ -100,8 +100,8 @@ def _operand_scale(x: ScaledArray, contract: Any, batch: Any, before: int, after
 
 
 def _factors_together(
-    lhs: ScaledArray, rhs: ScaledArray, contract: tuple[Any, Any], batch: tuple[Any, Any]
-) -> tuple[ScaledArray, ScaledArray]:
+    lhs: Operand, rhs: Operand, contract: tuple[Any, Any], batch: tuple[Any, Any]
+) -> tuple[Operand, Operand]:
     """Give lhs what rhs's scale differs by along the contracted dims, where both differ there.
 
     A term has the product of both. It may be the same for all terms where neither scale is: in the
@@ -125,8 +125,8 @@ def _factors_together(
 @register_scale_rule(lax.dot_general_p, elements="summed", degree="product")
 def dot_general_rule(
     ctx: RuleContext,
-    lhs: ScaledArray,
-    rhs: ScaledArray,
+    lhs: Operand,
+    rhs: Operand,
     *,
     dimension_numbers: Any,
     preferred_element_type: Any = None,
@@ -153,15 +153,15 @@ def dot_general_rule(
     scale = _operand_scale(lhs, lhs_contract, lhs_batch, 0, rhs_free)
     scale = scale * _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
     count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
-    terms = Terms.of(*ctx.inputs[:2])
+    terms = Terms.of(lhs, rhs)
     return finish(ctx, total, scale, growth(ctx, count, terms), exponent)
 
 
 @register_scale_rule("ragged_dot_general", elements="summed", degree="product")
 def ragged_dot_general_rule(
     ctx: RuleContext,
-    lhs: ScaledArray,
-    rhs: ScaledArray,
+    lhs: Operand,
+    rhs: Operand,
     *group_sizes: Any,
     ragged_dot_dimension_numbers: Any,
     preferred_element_type: Any = None,
@@ -184,7 +184,7 @@ def ragged_dot_general_rule(
     count = math.prod(lhs.shape[a] for a in contract)
     if set(contract) & set(ragged_dot_dimension_numbers.lhs_ragged_dimensions):
         count //= max(1, ctx.in_avals[2].shape[-1])
-    terms = Terms.of(*ctx.inputs[:2])
+    terms = Terms.of(lhs, rhs)
     return finish(ctx, total, lhs.scale * rhs.scale, growth(ctx, count, terms), exponent)
 
 
@@ -220,8 +220,8 @@ def _convolved_terms(ctx: RuleContext, params: dict[str, Any]) -> int:
 @register_scale_rule(lax.conv_general_dilated_p, elements="summed", degree="product")
 def conv_general_dilated_rule(
     ctx: RuleContext,
-    lhs: ScaledArray,
-    rhs: ScaledArray,
+    lhs: Operand,
+    rhs: Operand,
     *,
     preferred_element_type: Any = None,
     **params: Any,
@@ -256,5 +256,5 @@ def conv_general_dilated_rule(
 
     scale = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
     scale = scale * rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))
-    terms = Terms.of(*ctx.inputs[:2])
+    terms = Terms.of(lhs, rhs)
     return finish(ctx, total, scale, growth(ctx, _convolved_terms(ctx, params), terms), exponent)

@@ -7,6 +7,7 @@ from typing import Any
 from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.nonlinear import evaluate_wide
 from jax_scalify.rules.shared.growth import finish
@@ -26,7 +27,7 @@ from jax_scalify.scales.algebra import ONE
     elementwise=True,
 )
 @register_scale_rule(lax.bessel_i1e_p, elements="new")
-def through_zero_rule(ctx: RuleContext, x: ScaledArray, **params: Any) -> ScaledArray:
+def through_zero_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = min(1, scale)`: f(x) is near x for small x, which stays representable."""
     scale = algebra.meet(ONE, x.scale)
     out = evaluate_wide(ctx, (x,), params)

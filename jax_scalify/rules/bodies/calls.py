@@ -17,9 +17,9 @@ import jax
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.interpreter.deferred import Deferred, defer, settled, split
 from jax_scalify.interpreter.multiplying import within_range
 from jax_scalify.interpreter.observing import Observed, is_observing, observe_p
+from jax_scalify.interpreter.operand import defer, settled, split
 from jax_scalify.interpreter.registry import (
     RuleContext,
     register_scale_rule,
@@ -163,7 +163,7 @@ def _interpret(
 def _constrain(value: Value, sharding: Any) -> Value:
     if _compat.is_unspecified_sharding(sharding):
         return value
-    if isinstance(value.array, ScaledArray):
+    if value.is_scaled:
         data = jax.lax.with_sharding_constraint(value.array.data, sharding)
         return Value.of(ScaledArray(data, value.array.scale), facts=value.facts)
     return Value.of(jax.lax.with_sharding_constraint(value.plain(), sharding), facts=value.facts)
@@ -202,9 +202,7 @@ def _crossing(value: Value) -> Value:
 
 
 def _settled(value: Value) -> Value:
-    if not isinstance(value.array, Deferred):
-        return value
-    return dataclasses.replace(value, array=settled(value.array))
+    return dataclasses.replace(value, array=settled(value.array)) if value.is_scaled else value
 
 
 def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, Any]) -> list[Value]:

@@ -21,11 +21,11 @@ from jax_scalify.arrays.scaled_array import (
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import evaluate
 from jax_scalify.interpreter.constants import promote
-from jax_scalify.interpreter.deferred import Deferred, with_scale
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.interpreter.multiplying import multiply, within_range
+from jax_scalify.interpreter.operand import Facts, Operand, with_scale
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
-from jax_scalify.interpreter.value import Facts, Value
+from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.custom_scale import AppliedRule, custom_scale_p
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
@@ -44,10 +44,12 @@ def custom_scale_rule(
         return ctx.scale_jaxpr(jaxpr, list(args))
     operands = []
     for value in values:
-        x = promote(value, ctx.table, full=True) if value.is_scalable else value.plain()
-        if is_scaled(x) and not isinstance(x, Deferred):
-            x = ScaledArray(jnp.asarray(x.data), x.scale)
-        operands.append(x)
+        if value.is_scalable:
+            x = promote(value, ctx.table, full=True)
+            known = isinstance(x.source, jax.Array)
+            operands.append(x if known else x.moved(jnp.asarray(x.source), x.scale))
+        else:
+            operands.append(value.plain())
     rule = _flat_rule(applied.rule, applied)
     for batched, size, name in applied.batched:
         rule = _Batched(rule, tuple(batched), size, name, ctx.table.dtype)
@@ -67,17 +69,17 @@ def _has_scale(value: Value) -> bool:
 def _with_symbolic_scale(x: Any, table: ScaleTable) -> Any:
     if not is_scaled(x):
         return x
-    if isinstance(x, Deferred):
+    if isinstance(x, Operand):
         return _settled(x)
     data, scale = jnp.asarray(x.data), x.scale
     if type(scale) in (float, int):
         scale = Scale.of(scale)
     elif not isinstance(scale, Scale):
         scale = table.atom(align_scale(scale, data.ndim).astype(table.dtype))
-    return _settled(ScaledArray(data, scale))
+    return _settled(Operand(data, scale))
 
 
-def _settled(x: ScaledArray) -> ScaledArray:
+def _settled(x: Operand) -> Operand:
     scale, rest = x.scale.settled()
     return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
 
@@ -104,7 +106,7 @@ def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[A
         if scaled != is_scaled(x):
             got, wanted = type(x).__name__, "a ScaledArray" if scaled else "an array"
             raise TypeError(f"The scale rule of `{applied.name}` must return {wanted}, got {got}.")
-        data = x.source if isinstance(x, Deferred) else x.data if scaled else x
+        data = x.source if isinstance(x, Operand) else x.data if scaled else x
         shape, dtype = np.shape(data), dtypes.leaf_dtype(data)
         if shape != aval.shape or dtype != aval.dtype:
             raise TypeError(
@@ -199,7 +201,7 @@ class _Batched:
         """Data and dynamic scales of the results of one example; the static ones are noted."""
         table = ScaleTable(self.dtype)
         arguments = [
-            ScaledArray(d, x.scale if s is None else table.atom(s)) if is_scaled(x) else d
+            Operand(d, x.scale if s is None else table.atom(s)) if is_scaled(x) else d
             for x, d, s in zip(operands, data, scales, strict=True)
         ]
         results = [_with_symbolic_scale(x, table) for x in self.rule(*arguments)]

@@ -21,8 +21,9 @@ from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.multiplying import moved, within_range
+from jax_scalify.interpreter.operand import NOTHING, Facts
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.value import NOTHING, Facts, Value, in_dtype
+from jax_scalify.interpreter.value import Value, in_dtype
 from jax_scalify.scales.algebra import LARGEST_EXTENT, Scale
 from jax_scalify.scales.table import ScaleTable
 
@@ -138,12 +139,12 @@ class Form:
         if table.narrow and any(a.limit < LARGEST_EXTENT for a, _ in x.scale.factors):
             # A cast to float16, on the other side, does not know of the limit.
             scale, _ = x.scale.whole().bounded(LARGEST_EXTENT)
-            x = ScaledArray(moved(x, x.scale / scale, x.dtype), scale)
+            x = x.as_pair(moved(x, x.scale / scale, x.dtype), scale)
         x = within_range(x, pow2.MAX_EXPONENT if narrow else LARGEST_EXTENT)
         if self._is_number:
             # The exponent of a number is its scale: it must not drift from step to step of a loop.
             data, exponent = table.split(jnp.asarray(x.data))
-            x = within_range(ScaledArray(data, x.scale * exponent))
+            x = within_range(x.as_pair(data, x.scale * exponent))
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
         return [jnp.asarray(x.data), jnp.broadcast_to(scale, self.scale_shape)]
 

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.interpreter.deferred import with_scale
 from jax_scalify.interpreter.multiplying import moved
+from jax_scalify.interpreter.operand import Operand, with_scale
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.joining import shared_scale
 from jax_scalify.scales.algebra import ZERO, Scale
@@ -32,7 +31,7 @@ def varying_axes(*scales: Scale) -> list[int]:
     return sorted({a for scale in scales for a, n in enumerate(scale.shape) if n != 1})
 
 
-def lies_along(x: ScaledArray, axis: int) -> bool:
+def lies_along(x: Operand, axis: int) -> bool:
     """Tell whether an array has a scale for each index of an axis: one, if it is the only index."""
     count, shape = x.shape[axis], x.scale.shape
     return bool(shape) and shape[axis] == count and (count != 1 or math.prod(shape) == 1)
@@ -56,37 +55,36 @@ def largest(scale: Scale) -> Scale:
     return scale.map(lambda s: jnp.max(s, initial=0))
 
 
-def own_scales(ctx: RuleContext, operands: dict[int, ScaledArray]) -> dict[int, Scale]:
-    """The scales of operands that are not brought to one scale, by the operands' indices.
+def own_scales(*operands: Operand) -> list[Scale]:
+    """The scales of operands that are not brought to one scale.
 
     Arrays have theirs, and zeros have 0: they take the scale of what is added to them. Any other
     constant has the largest vote of all operands, as if there were one scale.
     """
-    together = {i: with_scale(x, largest(x.scale)) for i, x in operands.items()}
-    own: dict[int, Scale] = {}
-    for i, x in operands.items():
-        number = ctx.inputs[i].constant
-        if number is None:
+    together = [with_scale(x, largest(x.scale)) for x in operands]
+    own = []
+    for x in operands:
+        if x.constant is None:
             limit = pow2.MAX_EXPONENT  # of what can be written into an array
             static = x.scale.is_static and not x.scale.is_zero
-            own[i] = Scale(max(-limit, min(limit, x.scale.exponent))) if static else x.scale
+            own.append(Scale(max(-limit, min(limit, x.scale.exponent))) if static else x.scale)
         else:
-            own[i] = ZERO if number == 0 else shared_scale(ctx, together)
+            own.append(ZERO if x.constant == 0 else shared_scale(*together))
     return own
 
 
-def least_scales(*arrays: ScaledArray) -> list[ScaledArray]:
+def least_scales(*arrays: Operand) -> list[Operand]:
     """Give arrays that have one scale, or no elements, a scalar one."""
     return [x if varying_axes(x.scale) and 0 not in x.shape else uniform_over(x) for x in arrays]
 
 
-def comparable(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArray:
+def comparable(x: Operand, axes: Sequence[int] | None = None) -> Operand:
     """Bring elements that are compared with each other to one scale, in at least float32."""
     axes = range(x.ndim) if axes is None else axes
     if all(a % x.ndim not in varying_axes(x.scale) for a in axes):
         return x
     wide = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
-    return uniform_over(ScaledArray(wide, x.scale), axes)
+    return uniform_over(x.as_pair(wide, x.scale), axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +228,7 @@ def gathered_scale(ctx: RuleContext, scale: Scale, indices: Any, windows: Window
     return scale_of(ctx.table, windows.spread(inner.take(array, columns), axes, rank))
 
 
-def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArray:
+def uniform_over(x: Operand, axes: Sequence[int] | None = None) -> Operand:
     """Make a scale that is not scalar the same along some axes (by default all: a scalar)."""
     if x.scale.ndim == 0:
         return x
@@ -241,7 +239,7 @@ def uniform_over(x: ScaledArray, axes: Sequence[int] | None = None) -> ScaledArr
         return x
     reduced = tuple(range(x.ndim)) if everything else axes
     scale = x.scale.map(lambda s: jnp.max(s, reduced, keepdims=not everything, initial=0))
-    return ScaledArray(moved(x, x.scale / scale, x.dtype), scale)
+    return x.as_pair(moved(x, x.scale / scale, x.dtype), scale)
 
 
 def windowed_axes(ctx: RuleContext, *, window_dimensions: Any, **_: Any) -> list[int]:

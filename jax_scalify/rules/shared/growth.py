@@ -8,10 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.config import Pow2RoundMode
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.value import Value
 from jax_scalify.rules.shared.products import times
 from jax_scalify.scales.algebra import Scale
 
@@ -41,13 +40,14 @@ class Terms(enum.Enum):
     NONNEGATIVE = 1
 
     @classmethod
-    def of(cls, *factors: Value) -> Terms:
-        """The terms that are products of some values' elements."""
-        if any(v.peaked for v in factors):
+    def of(cls, *factors: Operand) -> Terms:
+        """The terms that are products of some operands' elements."""
+        facts = [x.facts for x in factors]
+        if any(f.peaked for f in facts):
             return cls.INDEPENDENT
-        if all(v.nonneg for v in factors):
+        if all(f.nonneg for f in facts):
             return cls.NONNEGATIVE
-        if not all(v.computed for v in factors):
+        if not all(f.computed for f in facts):
             return cls.INDEPENDENT
         return cls.PRODUCTS if len(factors) > 1 else cls.ALIKE
 
@@ -69,9 +69,7 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
     return Scale(exponent)
 
 
-def finish(
-    ctx: RuleContext, total: Any, scale: Scale, factor: Scale, exponent: int = 0
-) -> ScaledArray:
+def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale, exponent: int = 0) -> Operand:
     """Make the result of a sum: data `total * 2**exponent / factor`, scale `scale * factor`.
 
     The factor is how much larger than its terms the sum is expected to be.

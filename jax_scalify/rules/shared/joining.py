@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import (
     _CONSTANT_ROOM,
@@ -18,71 +18,65 @@ from jax_scalify.interpreter.constants import (
     constant_scale,
     room,
 )
-from jax_scalify.interpreter.deferred import LARGEST_EXPONENT, Deferred, can_defer
 from jax_scalify.interpreter.multiplying import moved
-from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.interpreter.operand import LARGEST_EXPONENT, Operand, can_defer
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ZERO, Scale
 
 
-def votes(
-    ctx: RuleContext, operands: dict[int, ScaledArray], *, additive: bool = False
-) -> list[Scale]:
-    """What each operand, by its index, has to say about the scale of a result that they share.
+def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
+    """What each operand has to say about the scale of a result that they share.
 
     Arrays vote with their scales. A constant or a traced number votes, in a sum, with its own
     power of two; elsewhere with the smallest scale at which it can be written. 0, inf, nan and
     empty arrays do not vote.
     """
-    arrays, numbers, constants = _voters(ctx, operands)
+    arrays, numbers, constants = _voters(operands)
     if additive:
-        return [x.scale for x in (*arrays, *numbers, *(x for _, x in constants))]
+        return [x.scale for x in (*arrays, *numbers, *constants)]
     found = [x.scale for x in arrays]
     found += [x.scale * room(x.dtype) if arrays else x.scale for x in numbers]
     ask = constant_floor if found else constant_scale
-    return found + [ask(number, x.dtype) for number, x in constants]
+    return found + [ask(x.constant, x.dtype) for x in constants]
 
 
 def _voters(
-    ctx: RuleContext, operands: dict[int, ScaledArray]
-) -> tuple[list[ScaledArray], list[ScaledArray], list[tuple[Any, ScaledArray]]]:
-    """Arrays, traced numbers, and constants with their number, of those that have a say."""
+    operands: Sequence[Operand],
+) -> tuple[list[Operand], list[Operand], list[Operand]]:
+    """Arrays, traced numbers, and constants, of those that have a say."""
     arrays, numbers, constants = [], [], []
-    for i, x in operands.items():
-        value = ctx.inputs[i]
-        if value.constant is not None and value.constant.dtype.kind != "c":
-            if value.constant != 0 and np.isfinite(np.float64(value.constant)):
-                constants.append((value.constant, x))
-        elif value.uniform is not None and not value.is_scaled:
+    for x in operands:
+        if x.constant is not None and x.constant.dtype.kind != "c":
+            if x.constant != 0 and np.isfinite(np.float64(x.constant)):
+                constants.append(x)
+        elif x.number is not None:
             numbers.append(x)
-        elif not x.scale.is_zero and ctx.in_avals[i].size:
+        elif not x.scale.is_zero and x.size:
             arrays.append(x)
     return arrays, numbers, constants
 
 
-def shared_scale(
-    ctx: RuleContext, operands: dict[int, ScaledArray], *, additive: bool = False
-) -> Scale:
+def shared_scale(*operands: Operand, additive: bool = False) -> Scale:
     """Return the largest vote; without votes 0 if every operand is 0, else 1.
 
     A vote that may be 0 at run time counts as 1 there, if an operand is infinite.
     """
-    scales = votes(ctx, operands, additive=additive)
-    numbers = [ctx.inputs[i].constant for i in operands]
+    scales = votes(*operands, additive=additive)
+    numbers = [x.constant for x in operands]
     if not scales:
         return ZERO if all(n is None or n == 0 for n in numbers) else Scale(0)
-    narrow = any(dtypes.has_short_range(x.dtype) for x in operands.values())
+    narrow = any(dtypes.has_short_range(x.dtype) for x in operands)
     joined = algebra.join(*scales, narrow=narrow)
     return joined.or_one() if any(n is not None and not np.isfinite(n) for n in numbers) else joined
 
 
-def align(ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any = None) -> Any:
+def align(x: Operand, scale: Scale, dtype: Any = None) -> Any:
     """Return the data of an operand at another scale, `data * (x.scale / scale)`.
 
     In at least float32 unless the ratio is 1 or a `dtype` is given. A constant saturates, and one
     that is not zero does not become zero.
     """
-    number = ctx.inputs[index].constant
+    number = x.constant
     if number is None or number.dtype.kind == "c":
         if x.scale.is_zero:
             return x.data if dtype is None else dtypes.cast(x.data, dtype)
@@ -94,22 +88,22 @@ def align(ctx: RuleContext, index: int, x: ScaledArray, scale: Scale, dtype: Any
 
 
 def bring_together(
-    ctx: RuleContext, operands: dict[int, ScaledArray], scale: Scale, dtype: Any = None
+    operands: Sequence[Operand], scale: Scale, dtype: Any = None
 ) -> tuple[list[Any], int]:
     """Align operands at a scale, up to a factor `2**exponent` that a result has yet to get.
 
     It is the factor that most elements would need: they are left as they are. Among equals those
     stay that were given: a state's new value often returns to the scale of the old one.
     """
-    exponent = _common_exponent(ctx, operands, scale)
+    exponent = _common_exponent(operands, scale)
     scale = scale * Scale(exponent)
-    return [align(ctx, i, x, scale, dtype) for i, x in operands.items()], exponent
+    return [align(x, scale, dtype) for x in operands], exponent
 
 
-def _common_exponent(ctx: RuleContext, operands: dict[int, ScaledArray], scale: Scale) -> int:
+def _common_exponent(operands: Sequence[Operand], scale: Scale) -> int:
     sizes: dict[int, tuple[int, bool]] = {}
-    for i, x in operands.items():
-        number = ctx.inputs[i].constant
+    for x in operands:
+        number = x.constant
         ratio = x.scale / scale
         if not can_defer(x.dtype) or not (ratio.is_static or number is not None):
             return 0
@@ -117,11 +111,10 @@ def _common_exponent(ctx: RuleContext, operands: dict[int, ScaledArray], scale: 
             if _may_saturate(number, scale):
                 return 0
         elif not ratio.is_zero:
-            mantissa, own = (x.mantissa, x.exponent) if isinstance(x, Deferred) else (1, 0)
-            given = not ctx.inputs[i].computed
-            if mantissa != 1 and not given:  # it is multiplied anyhow
+            given = not x.facts.computed
+            if x.mantissa != 1 and not given:  # it is multiplied anyhow
                 continue
-            exponent = int(ratio.exponent) + own
+            exponent = int(ratio.exponent) + x.exponent
             size, some_given = sizes.get(exponent, (0, False))
             sizes[exponent] = size + x.size, some_given or given
     best = max(sizes, key=lambda e: (*sizes[e], -abs(e)), default=0)

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
-from jax_scalify.interpreter.deferred import can_defer, defer
 from jax_scalify.interpreter.multiplying import moved, multiply, within_range
+from jax_scalify.interpreter.operand import Operand, can_defer, defer
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
@@ -24,8 +23,8 @@ _LARGEST_POWER = 64
 
 
 def factors_in_range(
-    ctx: RuleContext, *operands: ScaledArray, powers: Sequence[int] | None = None
-) -> list[ScaledArray]:
+    ctx: RuleContext, *operands: Operand, powers: Sequence[int] | None = None
+) -> list[Operand]:
     """Bring factors nearer to their values where their product might leave the range of float32.
 
     The values may be ordinary where the scales are not: 1 is `2**-40 * 2**40`, and the data of its
@@ -34,10 +33,10 @@ def factors_in_range(
     """
     powers = powers or (1,) * len(operands)
     if dtypes.has_short_range(ctx.out_dtype):
-        return _with_constants_in_range(ctx, operands, powers)
+        return _with_constants_in_range(operands, powers)
     extents = [
-        0 if ctx.inputs[i].constant is not None else abs(p) * x.scale.extent
-        for i, (x, p) in enumerate(zip(operands, powers, strict=True))
+        0 if x.constant is not None else abs(p) * x.scale.extent
+        for x, p in zip(operands, powers, strict=True)
     ]
     total = sum(map(abs, powers))
     if total < 2:
@@ -57,11 +56,9 @@ def factors_in_range(
     ]
 
 
-def _with_constants_in_range(
-    ctx: RuleContext, operands: Sequence[ScaledArray], powers: Sequence[int]
-) -> list[ScaledArray]:
+def _with_constants_in_range(operands: Sequence[Operand], powers: Sequence[int]) -> list[Operand]:
     """Give constants that are multiplied with each other an equal share of the range."""
-    constants = [v.facts.constant if p > 0 else None for v, p in zip(ctx.inputs, powers)]
+    constants = [x.facts.constant if p > 0 else None for x, p in zip(operands, powers)]
     total = sum(p for c, p in zip(constants, powers) if c is not None)
     if total < 2:
         return list(operands)
@@ -70,13 +67,13 @@ def _with_constants_in_range(
         if constant is not None:
             share = math.ceil(room(x.dtype).exponent / total)
             scale = algebra.join(x.scale, Scale(constant + share), narrow=True)
-            x = ScaledArray(moved(x, x.scale / scale, x.dtype), scale)
+            x = x.as_pair(moved(x, x.scale / scale, x.dtype), scale)
         within.append(x)
     return within
 
 
-def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> ScaledArray:
+def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> Operand:
     """Make an array with `data = raw * factor`, cast once; if the factor can wait, it does."""
     if factor.is_static and not factor.is_zero and can_defer(dtype):
         return defer(dtypes.cast(raw, dtype), factor.exponent, scale)
-    return ScaledArray(multiply(raw, factor, dtype), scale)
+    return Operand(multiply(raw, factor, dtype), scale)
