@@ -126,9 +126,9 @@ def cbrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 
 @register_scale_rule(lax.pow_p, elements="new", elementwise=True, nonnegative="keeps")
-def pow_rule(ctx: RuleContext, x: Operand, y: Operand, **params: Any) -> Any:
+def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
     """`scale = scale**y` for a constant y that is a multiple of 1/2; else scale 1."""
-    number = y.constant
+    number = ctx.inputs[1].constant  # y may be an integer, which is plain
     if number is None or number.imag:
         return wide_rule(ctx, x, y, **params)
     number = number.real
