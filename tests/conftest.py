@@ -34,9 +34,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Spare the garbage collector the modules and items, which live until the end."""
+    """Spare the garbage collector the modules and items, which live until the end.
+
+    What tracing and compiling make lives in caches: looking through it often frees nothing.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.hookimpl(tryfirst=True)
