@@ -108,12 +108,18 @@ def _choose_scale(data: jax.Array, scale: Any, scale_dtype: Any, axis: Any) -> j
     axes = _keepdims_axes(axis, data.ndim)
     per_axis = len(axes) < data.ndim
     if scale is not None:
-        largest = statistic(data, scale, axes if per_axis else None)
-        power = pow2.round_down(largest, scale_dtype)
-        return jnp.where(jnp.isfinite(largest), power, jnp.ones_like(power))
+        return _scale_of(data, scale, axes if per_axis else None, scale_dtype)
     is_zero = not _compat.is_traced(data) and not np.any(np.asarray(data))
     shape = tuple(1 if a in axes else d for a, d in enumerate(data.shape)) if per_axis else ()
     return jnp.full(shape, 0.0 if is_zero else 1.0, scale_dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("stat", "axes", "dtype"), inline=True)
+def _scale_of(data: jax.Array, stat: str, axes: tuple[int, ...] | None, dtype: Any) -> jax.Array:
+    """A statistic, rounded down to a power of two; 1 if it is not finite."""
+    size = statistic(data, stat, axes)
+    power = pow2.round_down(size, dtype)
+    return jnp.where(jnp.isfinite(size), power, jnp.ones_like(power))
 
 
 def _convert(leaf: Any, path: tuple, scale: Any, dtype: Any, scale_dtype: Any, axis: Any) -> Any:
@@ -129,10 +135,13 @@ def _convert(leaf: Any, path: tuple, scale: Any, dtype: Any, scale_dtype: Any, a
         return leaf
     data = jnp.asarray(leaf)
     power = _choose_scale(data, scale, scale_dtype, axis)
-    compute = dtypes.compute_dtype(data.dtype)
-    ratio = jnp.where(power == 0, 1, 1 / power).astype(dtypes.real_dtype(compute))
-    wide = dtypes.times(data.astype(compute), align_scale(ratio, data.ndim))
-    return ScaledArray(dtypes.cast(wide, dtype or data.dtype), power)
+    return ScaledArray(_divided(data, align_scale(power, data.ndim), dtype), power)
+
+
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+def _divided(data: jax.Array, power: jax.Array, dtype: Any) -> jax.Array:
+    """The data by a power of two or 0, in at least float32 and cast once."""
+    return rescale_data(data, jnp.where(power == 0, 1, 1 / power), dtype)
 
 
 def as_scaled_array(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -90,12 +91,10 @@ class ScaledArray:
     def to_array(self, dtype: Any = None) -> jax.Array:
         """Return `data * scale`, multiplied in at least float32 and cast once to `dtype`."""
         _check_form(self)
-        data = jnp.asarray(self.data)
-        compute = dtypes.compute_dtype(data.dtype)
-        if not self.is_static or self.scale != 1:
-            scale = align_scale(self.scale, data.ndim).astype(dtypes.real_dtype(compute))
-            data = dtypes.times(data.astype(compute), scale)
-        return dtypes.cast(data, self.dtype if dtype is None else dtype)
+        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+        if self.is_static and self.scale == 1:
+            return dtypes.cast(jnp.asarray(self.data), dtype)
+        return rescale_data(self.data, align_scale(self.scale, self.ndim), dtype)
 
     def item(self) -> float | complex:
         """Return the only element as a Python number."""
@@ -279,10 +278,14 @@ def _check_powers(x: ScaledArray, where: str) -> None:
             "`jsa.as_scaled_array(jsa.asarray(x))` is of the same value, with such a scale."
         )
     if _is_known(x.scale) and _is_known(x.data) and np.any(np.asarray(x.scale) == 0):
-        data = jnp.asarray(x.data)
-        zero = along_leading_axes(np.asarray(x.scale) == 0, x.ndim)
-        if jnp.any(jnp.isfinite(data) & (data != 0) & zero):
+        if _is_lost(x.data, along_leading_axes(np.asarray(x.scale), x.ndim)):
             raise ValueError(f"`{where}.scale` 0 needs data that is zero, got data that is not.")
+
+
+@jax.jit
+def _is_lost(data: jax.Array, scale: jax.Array) -> jax.Array:
+    """Whether a finite element is multiplied by a scale 0 and is not 0."""
+    return jnp.any(jnp.isfinite(data) & (data != 0) & (scale == 0))
 
 
 def _is_known(x: Any) -> bool:
@@ -353,8 +356,9 @@ def check_scale_dtype(scale_dtype: Any) -> Any:
     return dtype
 
 
-def rescale_data(data: jax.Array, ratio: jax.Array) -> jax.Array:
-    """Return `data * ratio`, in at least float32 and cast once."""
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+def rescale_data(data: jax.Array, ratio: jax.Array, dtype: Any = None) -> jax.Array:
+    """Return `data * ratio`, in at least float32 and cast once: outside of `jit` one program."""
     compute = dtypes.compute_dtype(data.dtype)
-    ratio = ratio.astype(dtypes.real_dtype(compute))
-    return dtypes.cast(data.astype(compute) * ratio, data.dtype)
+    values = dtypes.times(data.astype(compute), ratio.astype(dtypes.real_dtype(compute)))
+    return dtypes.cast(values, data.dtype if dtype is None else dtype)

@@ -19,10 +19,10 @@ from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.table import ScaleTable
 
 # In a wide dtype a constant's data may reach 2**40: there is room for its cube.
-_CONSTANT_ROOM = 40
+CONSTANT_ROOM = 40
 # A constant beyond 2**64 may be a mask: what is more stays in data that can hold it, so that what
 # it meets is not flushed to 0 at its scale. A power of two dodges an overflow, as in `hypot`.
-_LARGEST_CONSTANT = 64
+_LARGEST_SCALE = 64
 # A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
 _MASK = 9_999.0
 # How NumPy computes what XLA would be asked to compile for two numbers.
@@ -129,7 +129,7 @@ def constant_floor(number: Any, dtype: Any) -> Scale:
 
 def room(dtype: Any) -> Scale:
     """How much smaller than a number its scale may be: three octaves below the largest data."""
-    return Scale(max(4 - jnp.finfo(dtype).maxexp, -_CONSTANT_ROOM))
+    return Scale(max(4 - jnp.finfo(dtype).maxexp, -CONSTANT_ROOM))
 
 
 def constant_scale(number: Any, dtype: Any) -> Scale:
@@ -182,7 +182,7 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
     else:
         mantissa, exponent = pow2.split_constant(number)
         if abs(mantissa) != 1 and not dtypes.has_short_range(value.dtype):
-            exponent = max(-_LARGEST_CONSTANT, min(_LARGEST_CONSTANT, exponent))
+            exponent = max(-_LARGEST_SCALE, min(_LARGEST_SCALE, exponent))
         mantissa = math.ldexp(float(number), -exponent)
         data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
     if full and value.shape:

@@ -24,7 +24,7 @@ from jax_scalify.scales.algebra import Scale
 # much until it is used.
 LARGEST_EXPONENT = 24
 # Beyond, a constant is a mask, or dodges an overflow.
-_LARGEST_CONSTANT = 2.0**32
+_LARGEST_DEFERRED = 2.0**32
 _LARGEST_FACTOR = 90  # times a constant, it is a number of float32
 
 
@@ -212,7 +212,7 @@ def defer(raw: Any, exponent: float, scale: Any) -> Operand:
 def defer_constant(x: Operand, number: Any, scale: Any) -> Operand | None:
     """Make an array with `data = x.data * number`, if the product can wait and is in range."""
     raw, exponent = split(x)
-    if not can_defer(raw.dtype) or not 1 / _LARGEST_CONSTANT < abs(number) < _LARGEST_CONSTANT:
+    if not can_defer(raw.dtype) or not 1 / _LARGEST_DEFERRED < abs(number) < _LARGEST_DEFERRED:
         return None
     return Operand(raw, scale, mantissa=float(number), exponent=exponent)
 

@@ -28,7 +28,7 @@ from jax_scalify.scales.algebra import ONE, Scale
 
 # The exponent up to which float16 gives a constant room among other elements. One that is larger
 # is a mask, or was none in plain float16 either: it saturates, and the others keep their digits.
-_LARGEST_CONSTANT = 20
+_LARGEST_WITH_ROOM = 20
 
 
 def structural_rule(
@@ -318,7 +318,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if dtypes.has_short_range(dtype) and not dtypes.has_short_range(x.dtype):
         whole = x.scale.whole()
         constant = x.facts.constant
-        if constant is not None and constant <= _LARGEST_CONSTANT:
+        if constant is not None and constant <= _LARGEST_WITH_ROOM:
             whole = algebra.join(whole, Scale(constant) * room(dtype), narrow=True)
         return ScaledArray(moved(x, x.scale / whole, dtype), whole)
     return ScaledArray(dtypes.cast(x.data, dtype), x.scale)

@@ -27,7 +27,7 @@ from jax_scalify.scales.table import ScaleTable
 # By how much more than its scale the data of a carry may grow in a step.
 _GROWTH = 64
 # The exponent of the largest constant's data, in a carry that had a scale before.
-_LARGEST_CONSTANT = 120
+_LARGEST_DATA = 120
 
 
 def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
@@ -63,7 +63,7 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
             grown = jnp.maximum(was[1], now[1] * np.float32(2.0**-_GROWTH))
             constant = form.facts.constant or 0
             if constant > _GROWTH:
-                needed = np.float32(2.0 ** (constant - _LARGEST_CONSTANT))
+                needed = np.float32(2.0 ** (constant - _LARGEST_DATA))
                 grown = jnp.maximum(grown, jnp.minimum(now[1], needed))
             scale = jnp.where(was[1] == 0, now[1], grown)
             ratio = now[1] / jnp.where(scale == 0, 1, scale)

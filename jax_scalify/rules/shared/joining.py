@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import (
-    _CONSTANT_ROOM,
+    CONSTANT_ROOM,
     align_constant,
     constant_floor,
     constant_scale,
@@ -127,7 +127,7 @@ def _may_saturate(number: Any, scale: Scale) -> bool:
     if number == 0 or not np.isfinite(number):
         return False
     distance = pow2.floor_exponent(number) - scale.exponent
-    return not scale.is_static or abs(distance) > _CONSTANT_ROOM
+    return not scale.is_static or abs(distance) > CONSTANT_ROOM
 
 
 def same_dtype(*arrays: Any) -> list[Any]:
