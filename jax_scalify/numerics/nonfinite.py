@@ -11,10 +11,10 @@ import numpy as np
 
 from jax_scalify.arrays.nnx_objects import pure_call
 from jax_scalify.base import dtypes
-from jax_scalify.numerics import remedies
-from jax_scalify.numerics.measuring import Measure, measure
+from jax_scalify.numerics import nonfinite_advice
+from jax_scalify.numerics.host_statistics import Measure, measure
+from jax_scalify.numerics.interpreting import Runner, Step, Tagged, trace
 from jax_scalify.numerics.rows import exponent_range
-from jax_scalify.numerics.running import Runner, Step, Tagged, trace
 from jax_scalify.numerics.scopes import clean_name
 from jax_scalify.numerics.text import exponents_text, shape_text
 
@@ -290,7 +290,7 @@ def _describe(event: _Event, source: _Source | None, reaches_result: bool) -> No
         argument=argument,
         constant=source is not None and argument is None,
         reaches_result=reaches_result,
-        remedy=remedies.remedy(step, operands, argument, source is not None),
+        remedy=nonfinite_advice.remedy(step, operands, argument, source is not None),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jax_scalify.numerics import heat_map
-from jax_scalify.numerics.measuring import as_formats
+from jax_scalify.numerics.host_statistics import as_formats
 from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import PHASES, Row
 

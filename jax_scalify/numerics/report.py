@@ -17,10 +17,10 @@ from jax_scalify.arrays.nnx_objects import pure_call
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import sub_jaxprs
 from jax_scalify.numerics import html, text
-from jax_scalify.numerics.measuring import DTYPES, as_formats, measure
+from jax_scalify.numerics.host_statistics import DTYPES, as_formats, measure
+from jax_scalify.numerics.interpreting import Runner, Step, Tagged, scaled_arguments, trace
 from jax_scalify.numerics.naming import Phases, has_same_elements, matches, scopes_of, updated
 from jax_scalify.numerics.rows import PHASES, Row, exponent_range
-from jax_scalify.numerics.running import Runner, Step, Tagged, scaled_arguments, trace
 
 _SHOWN = 40
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.numerics.measuring import Fit, Measure
+from jax_scalify.numerics.host_statistics import Fit, Measure
 
 PHASES = ("input", "forward", "backward", "update")
 

@@ -16,11 +16,11 @@ from jax_scalify import _compat
 from jax_scalify.arrays.nnx_objects import PureCall, pure_call
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import is_var
-from jax_scalify.numerics import device
-from jax_scalify.numerics.measuring import as_formats
+from jax_scalify.numerics import device_statistics
+from jax_scalify.numerics.host_statistics import as_formats
+from jax_scalify.numerics.instrumenting import Place, Watcher, find_places
+from jax_scalify.numerics.interpreting import is_array, scaled_arguments, trace
 from jax_scalify.numerics.naming import matches
-from jax_scalify.numerics.running import is_array, scaled_arguments, trace
-from jax_scalify.numerics.watching import Place, Watcher, find_places
 
 Select = str | Sequence[str] | Callable[[str], bool] | None
 
@@ -161,10 +161,10 @@ class Tracker:
             else:
                 results, seen = Watcher(places, self._dtype).run(closed, arrays)
                 out = jax.tree.unflatten(structure, results)
-        rows = [device.observe(x, scale, self._dtype) for x, scale in chosen.values()]
+        rows = [device_statistics.observe(x, scale, self._dtype) for x, scale in chosen.values()]
         rows += [seen[place.position, place.result] for place in places]
         names = (*chosen, *(place.name for place in places))
-        return out, Record(names, **device.finish(jnp.stack(rows)))
+        return out, Record(names, **device_statistics.finish(jnp.stack(rows)))
 
     def _choose(
         self, closed: Any, names: list[str], call: PureCall

@@ -14,7 +14,7 @@ from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import stop_scaling
-from jax_scalify.optim.roles import Role, RoleFinder
+from jax_scalify.optim.state_leaves import Role, RoleFinder
 from jax_scalify.optim.storing import (
     GRADIENT_EXPONENTS,
     bits_of,

@@ -1,8 +1,8 @@
 """Primitives that speak about scales: evaluation, types, derivatives and batching of each.
 
 Without `scalify` each is the identity on values, so a model that uses them runs unchanged. Inside
-it, their rules (`rules/scaling.py`) move powers of two between data and scale. The functions that
-bind them are in `ops/`.
+it, their rules (`rules/own_primitives.py`) move powers of two between data and scale. The functions
+that bind them are in `ops/`.
 """
 
 from __future__ import annotations

@@ -3,16 +3,14 @@
 from jax_scalify.rules import (
     aligning,
     collective,
+    dequantised,
     linear_algebra,
-    mixed,
     multiplicative,
     nonlinear,
-    plain,
+    own_primitives,
     scale_free,
-    scaling,
     structural,
     summing,
-    through_zero,
 )
 from jax_scalify.rules.bodies import calls, control_flow, custom_scale
 
@@ -22,14 +20,12 @@ __all__ = [
     "collective",
     "control_flow",
     "custom_scale",
+    "dequantised",
     "linear_algebra",
-    "mixed",
     "multiplicative",
     "nonlinear",
-    "plain",
+    "own_primitives",
     "scale_free",
-    "scaling",
     "structural",
     "summing",
-    "through_zero",
 ]

@@ -1,4 +1,4 @@
-"""Primitives whose results do not depend on the scale, or are not numbers with one."""
+"""Primitives whose results do not depend on the scale, or that have no floating operand."""
 
 from __future__ import annotations
 
@@ -70,3 +70,17 @@ def atan2_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> S
     compute = dtypes.compute_dtype(ctx.out_dtype)
     data = (dtypes.cast(d, compute) for d in _at_one_scale(ctx, lhs, rhs))
     return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), ONE)
+
+
+@register_scale_rule("and", "or", "not", "xor", elements="new", elementwise=True)
+@register_scale_rule("reduce_and", "reduce_or", elements="picked")
+@register_scale_rule(
+    "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "clz", "population_count", "mulhi", "reduce_xor", "iota", "empty2",
+    "axis_index", "after_all", "create_token", "lu_pivots_to_permutation", "rng_bit_generator",
+    "threefry2x32", "random_bits", "random_seed", "random_split", "random_fold_in", "random_wrap",
+    "random_unwrap", "random_clone", elements="new",
+)  # fmt: skip
+def plain_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
+    """Integers, bools, keys and tokens: evaluated as it is."""
+    return ctx.bind(*args, **params)

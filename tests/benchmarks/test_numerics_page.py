@@ -8,7 +8,7 @@ pytest.importorskip("flax")
 pytest.importorskip("optax")
 
 from benchmarks.accuracy import numerics_page
-from jax_scalify.numerics.measuring import measure
+from jax_scalify.numerics.host_statistics import measure
 from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row
 

@@ -12,7 +12,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify.numerics import report, suggest
-from jax_scalify.numerics.measuring import Fit, Measure, measure
+from jax_scalify.numerics.host_statistics import Fit, Measure, measure
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 16)).astype(np.float32)

@@ -15,7 +15,7 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify.numerics import html as numerics_html
-from jax_scalify.numerics.measuring import measure
+from jax_scalify.numerics.host_statistics import measure
 from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row
 

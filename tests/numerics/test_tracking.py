@@ -12,8 +12,8 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify.arrays.nnx_objects import pure_call
-from jax_scalify.numerics import device
-from jax_scalify.numerics.measuring import measure
+from jax_scalify.numerics.device_statistics import absent, combine, finish, observe
+from jax_scalify.numerics.host_statistics import measure
 
 STATISTICS = ["scale_exponent", "log2_rms", "zeros", "underflow", "overflow", "nonfinite"]
 DTYPES = [
@@ -30,8 +30,8 @@ DTYPES = [
 
 def observed(data, scale=None, dtype=None):
     """What a record says of one array."""
-    rows = jax.jit(functools.partial(device.observe, dtype=dtype))(jnp.asarray(data), scale)[None]
-    return {name: float(x[0]) for name, x in jax.jit(device.finish)(rows).items()}
+    rows = jax.jit(functools.partial(observe, dtype=dtype))(jnp.asarray(data), scale)[None]
+    return {name: float(x[0]) for name, x in jax.jit(finish)(rows).items()}
 
 
 def expected(data, dtype=None):
@@ -125,13 +125,13 @@ def test_combining_is_measuring_together():
     rng = np.random.default_rng(1)
     parts = rng.normal(size=(5, 100)) * 2.0 ** np.array([[-20], [-10], [0], [5], [15]])
     parts = parts.clip(-65504, 65504).astype(np.float16)
-    rows = jnp.stack([device.observe(p, np.float32(2.0**i)) for i, p in enumerate(parts)])
-    rows = jnp.concatenate([device.absent()[None], rows])
-    found = {k: float(v[0]) for k, v in device.finish(device.combine(rows)[None]).items()}
+    rows = jnp.stack([observe(p, np.float32(2.0**i)) for i, p in enumerate(parts)])
+    rows = jnp.concatenate([absent()[None], rows])
+    found = {k: float(v[0]) for k, v in finish(combine(rows)[None]).items()}
     assert found.pop("scale_exponent") == 4
     assert found == pytest.approx(expected(parts), abs=1e-5)
-    absent = device.finish(device.combine(device.absent()[None])[None])
-    assert all(math.isnan(float(v[0])) for v in absent.values())
+    nothing = finish(combine(absent()[None])[None])
+    assert all(math.isnan(float(v[0])) for v in nothing.values())
 
 
 # The step.

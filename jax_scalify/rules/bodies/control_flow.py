@@ -19,7 +19,7 @@ from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
 from jax_scalify.interpreter.value import Value
 from jax_scalify.rules.bodies.form import Body, Form, fixpoint, interpret, join, pack, unpack
-from jax_scalify.rules.mixed import own_dtype_rule
+from jax_scalify.rules.dequantised import own_dtype_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.scales.algebra import LARGEST_EXTENT
 from jax_scalify.scales.table import ScaleTable

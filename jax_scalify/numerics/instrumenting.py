@@ -15,9 +15,9 @@ from jax_scalify import _compat
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import evaluate, scan_operands
 from jax_scalify.interpreter.observing import observe_p
-from jax_scalify.numerics import device
+from jax_scalify.numerics import device_statistics
+from jax_scalify.numerics.interpreting import bodies, first_known, is_interpreted
 from jax_scalify.numerics.naming import Phases, has_same_elements, scopes_of, updated
-from jax_scalify.numerics.running import bodies, first_known, is_interpreted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Watcher:
             pairs = [(x, None) for x in (out if eqn.primitive.multiple_results else [out])]
         for i, (data, scale) in enumerate(pairs):
             if (here, i) in self._keys:
-                seen[here, i] = device.observe(data, scale, self._dtype)
+                seen[here, i] = device_statistics.observe(data, scale, self._dtype)
         return [data for data, _ in pairs]
 
     def _inside(self, here: tuple[int, ...]) -> list[Any]:
@@ -157,7 +157,9 @@ class Watcher:
 
         def body(*operands: Any) -> tuple[list[Any], list[jax.Array]]:
             results, seen = self.run(jaxpr, operands, (*here, index))
-            return results, [seen[key] if key in seen else device.absent() for key in keys]
+            return results, [
+                seen[key] if key in seen else device_statistics.absent() for key in keys
+            ]
 
         return body
 
@@ -202,7 +204,7 @@ class Watcher:
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        return [*carry, *ys], [device.combine(rows) for rows in found]
+        return [*carry, *ys], [device_statistics.combine(rows) for rows in found]
 
 
 def _branch(

@@ -1,4 +1,4 @@
-"""Statistics of an array as a part of a compiled program, where `measuring` is on the host."""
+"""Statistics of an array as a part of a compiled program; `host_statistics` looks at values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.numerics.measuring import mask_limit
+from jax_scalify.numerics.host_statistics import mask_limit
 
 # What `observe` returns, in this order: `combine` takes the maximum of three, and sums the others.
 _FIELDS = """scale limit highest size small middle large masked zeros underflow overflow

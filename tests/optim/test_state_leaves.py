@@ -6,7 +6,7 @@ import pytest
 
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.optim.degrees import degrees_of_results
-from jax_scalify.optim.roles import Role, RoleFinder
+from jax_scalify.optim.state_leaves import Role, RoleFinder
 
 optax = pytest.importorskip("optax")
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import is_var
 from jax_scalify.interpreter.traits import traits_of
-from jax_scalify.numerics.running import Step
+from jax_scalify.numerics.interpreting import Step
 
 _EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
 _LOGARITHMS = ("log", "log2", "log1p")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax_scalify.numerics.measuring import as_formats
+from jax_scalify.numerics.host_statistics import as_formats
 from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row
 
