@@ -29,7 +29,7 @@ from jax_scalify.interpreter.derivatives import constant_scales, with_user_deriv
 from jax_scalify.interpreter.evaluation import evaluate
 from jax_scalify.interpreter.multiplying import within_range
 from jax_scalify.interpreter.tracing import trace
-from jax_scalify.interpreter.value import Value
+from jax_scalify.interpreter.value import Plain, Value, value_of
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
@@ -200,7 +200,7 @@ def _own_buffers(outputs: list[Any], given: Any) -> list[Any]:
 
 def _enter(operand: Any, table: ScaleTable) -> Value:
     if not is_scaled(operand):
-        return Value.of(operand)
+        return Plain.of(operand)
     scale = (
         Scale.of(operand.scale)
         if operand.is_static
@@ -211,12 +211,12 @@ def _enter(operand: Any, table: ScaleTable) -> Value:
     )
     # A copy: JAX may keep the memory of a NumPy array, which the user writes to.
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
-    return Value.of(ScaledArray(data, scale))
+    return value_of(ScaledArray(data, scale))
 
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:
     if not value.is_scalable or not (value.is_scaled or value.constant is not None):
-        return value.plain()
+        return value.whole()
     x = within_range(promote(value, table, full=True))
     if x.scale.is_static and keep_static:
         return ScaledArray(x.data, x.scale.value)

@@ -48,12 +48,12 @@ class ScaledArray:
     scale: Any
 
     is_static: bool = dataclasses.field(init=False, repr=False)
-    """Whether the scale is a Python number, known while tracing."""
+    """Whether the scale is known while tracing: a Python number or, in a rule, such a `Scale`."""
 
     def __post_init__(self) -> None:
         # Numbers in both fields are placeholders, as in `in_axes=(ScaledArray(1, 0),)`.
-        static = type(self.scale) in (float, int) and type(self.data) is not int
-        object.__setattr__(self, "is_static", static)
+        static = type(self.scale) in (float, int) or getattr(self.scale, "is_static", False)
+        object.__setattr__(self, "is_static", static and type(self.data) is not int)
 
     @property
     def shape(self) -> tuple[int, ...]:

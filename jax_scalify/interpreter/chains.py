@@ -8,7 +8,6 @@ several readers, which keeps the compiled program linear in depth.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base.jaxprs import is_var
-from jax_scalify.interpreter.operand import with_scale
+from jax_scalify.interpreter.operand import Operand, with_scale
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 
@@ -41,7 +40,6 @@ def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:
 
 def cut(value: Value) -> Value:
     """Compute a value once, if it has come through too many alignments."""
-    if value.depth < _MAX_DEPTH:
+    if not isinstance(value, Operand) or value.depth < _MAX_DEPTH:
         return value
-    pinned = with_scale(value.array, value.array.scale, _compat.pin)
-    return dataclasses.replace(value, array=pinned, depth=0)
+    return with_scale(value, value.scale, _compat.pin).as_result(value.facts)

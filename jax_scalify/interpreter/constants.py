@@ -13,7 +13,7 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.operand import Facts, Operand
-from jax_scalify.interpreter.value import Value, filled
+from jax_scalify.interpreter.value import Plain, Value, filled, value_of
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.table import ScaleTable
@@ -85,10 +85,10 @@ def captured(const: Any) -> Value:
     Not ordinary are 0, inf, nan and masks. A mask saturates, beyond every ordinary value.
     """
     if _compat.is_traced(const) or not dtypes.is_scalable(const.dtype) or not const.shape:
-        return Value.of(const)
+        return Plain.of(const)
     values = np.asarray(const)
     if values.size and np.all(values == values.flat[0]):
-        return Value.filled(values, values.flat[0])
+        return Plain.filled(values, values.flat[0])
     finfo = jnp.finfo(values.dtype)
     wide = values.astype(np.complex128 if np.iscomplexobj(values) else np.float64)
     sizes = np.abs(wide)
@@ -110,7 +110,7 @@ def captured(const: Any) -> Value:
     nonneg = not np.iscomplexobj(values) and bool(np.all(values >= 0))
     masked = sizes.size > ordinary.size and sizes.max() < float(finfo.max)
     constant = pow2.floor_exponent(sizes.max()) if masked else None
-    return Value.of(scaled, facts=Facts(nonneg=nonneg, constant=constant))
+    return value_of(scaled, facts=Facts(nonneg=nonneg, constant=constant))
 
 
 def constant_floor(number: Any, dtype: Any) -> Scale:
@@ -165,16 +165,16 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
 
 def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
     """Make a plain floating value scaled: a constant or scalar splits, an array gets scale 1."""
-    if value.is_scaled:
-        return value.array
-    if value.uniform is None:
-        return Operand(value.plain(), ONE, facts=value.facts)
+    if isinstance(value, Operand):
+        return value
+    if value.number is None:
+        return Operand(value.array, ONE, facts=value.facts)
     number = value.constant
     if number is None:
         if jnp.issubdtype(value.dtype, jnp.complexfloating):
-            data, scale = value.uniform, ONE
+            data, scale = value.number, ONE
         else:
-            data, scale = table.split(value.uniform)
+            data, scale = table.split(value.number)
     elif number == 0:
         data, scale = number, ZERO
     elif number.dtype.kind == "c" or not np.isfinite(np.float64(number)):
@@ -187,4 +187,4 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
         data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
     if full and value.shape:
         data = filled(data, value)
-    return Operand(data, scale, number=value.uniform, facts=value.facts)
+    return Operand(data, scale, number=value.number, facts=value.facts)

@@ -28,14 +28,15 @@ from jax_scalify.interpreter.registry import (
     RuleContext,
     describe,
     find_rule,
-    is_given_values,
+    gives_values,
     reason_to_dequantise,
     report_dequantised,
     report_missing,
+    takes_values,
 )
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.uniform import uniform
-from jax_scalify.interpreter.value import Value, filled
+from jax_scalify.interpreter.value import Plain, Value, filled, value_of
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
 
@@ -48,7 +49,7 @@ def evaluate(
     env: dict[Any, Value] = {}
 
     def read(atom: Any) -> Value:
-        return env[atom] if is_var(atom) else Value.of(_typed_literal(atom))
+        return env[atom] if is_var(atom) else Plain.of(_typed_literal(atom))
 
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
         env[var] = captured(const)
@@ -71,10 +72,7 @@ def evaluate(
 
 
 def _at_one_choice(value: Value) -> Value:
-    if not value.is_scaled:
-        return value
-    array = at_one_choice(value.array)
-    return value if array is value.array else dataclasses.replace(value, array=array)
+    return at_one_choice(value) if isinstance(value, Operand) else value
 
 
 def _typed_literal(literal: Any) -> Any:
@@ -90,14 +88,14 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
         return _wrap(eqn, _bind_plain(eqn, inputs), inputs)
     # Of an elementwise equation numbers stay numbers, unless nothing else is there to be filled.
     full = not traits_of(eqn.primitive.name).elementwise or all(
-        v.uniform is not None for v in inputs
+        v.number is not None for v in inputs
     )
     if full:
         inputs = [_at_one_choice(v) for v in inputs]
     else:
         inputs = _with_result_shape(eqn, inputs)
     out = _apply(rule, _context(eqn, inputs, table, config), _arguments(rule, inputs, table, full))
-    return _wrap(eqn, out, inputs, table)
+    return out if gives_values(rule) else _wrap(eqn, out, inputs, table)
 
 
 def _rule_for(eqn: Any, inputs: list[Value], config: Any) -> Callable[..., Any] | None:
@@ -116,21 +114,21 @@ def _rule_for(eqn: Any, inputs: list[Value], config: Any) -> Callable[..., Any] 
 
 def _makes_scaled(rule: Any, eqn: Any, inputs: list[Value]) -> bool:
     """Tell whether an equation of plain values may have a scaled result: of constants, numbers."""
-    if is_given_values(rule) and sub_jaxprs(eqn.params):
+    if takes_values(rule) and sub_jaxprs(eqn.params):
         return True
     if not any(dtypes.is_scalable(v.aval.dtype) for v in eqn.outvars):
         return False
     floating = [v for v in inputs if v.is_scalable]
     # Integers and bools that become float (one-hots) are constants of scale 1.
     becomes_float = eqn.primitive.name == "convert_element_type" and not floating
-    return becomes_float or any(v.uniform is not None for v in floating)
+    return becomes_float or any(v.number is not None for v in floating)
 
 
 def _arguments(rule: Any, inputs: list[Value], table: ScaleTable, full: bool) -> list[Any]:
     """The operands, as a rule is given them."""
-    if is_given_values(rule):
+    if takes_values(rule):
         return inputs
-    return [promote(v, table, full) if v.is_scalable else v.plain() for v in inputs]
+    return [promote(v, table, full) if v.is_scalable else v.whole() for v in inputs]
 
 
 def _context(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> RuleContext:
@@ -168,27 +166,26 @@ def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
     """
     aval = eqn.outvars[0].aval
     shape = aval.shape
-    arrays = [i for i, v in enumerate(inputs) if v.uniform is None and v.is_scalable]
-    if not arrays or any(v.uniform is None and v.shape == shape for v in inputs):
+    arrays = [i for i, v in enumerate(inputs) if v.number is None and v.is_scalable]
+    if not arrays or any(v.number is None and v.shape == shape for v in inputs):
         return inputs
     value = inputs[arrays[0]]
     fill = functools.partial(filled, like=aval)
-    x = value.array
-    x = with_scale(x, x.scale, fill) if isinstance(x, Operand) else fill(x)
-    wide = dataclasses.replace(value, shape=shape, array=x)
+    if isinstance(value, Operand):
+        wide = with_scale(value, value.scale, fill)
+    else:
+        wide = dataclasses.replace(value, shape=shape, array=fill(value.array))
     return [wide if v is value else v for v in inputs]
 
 
 def _bind_plain(eqn: Any, inputs: list[Value]) -> Any:
     params = eqn.primitive.get_bind_params(eqn.params)
-    return eqn.primitive.bind(*(v.plain() for v in inputs), **params)
+    return eqn.primitive.bind(*(v.whole() for v in inputs), **params)
 
 
 def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = None) -> list[Value]:
     """Check what a rule returned against the equation's output types, and add facts."""
     outputs = list(out) if isinstance(out, (list, tuple)) else [out]
-    if outputs and all(isinstance(o, Value) for o in outputs):
-        return outputs
     if len(outputs) != len(eqn.outvars):
         raise TypeError(
             f"The scale rule of {describe(eqn, inputs)} returned {len(outputs)} results, expected "
@@ -197,10 +194,10 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
     facts = facts_of(eqn, inputs)
     values = []
     for o, var in zip(outputs, eqn.outvars, strict=True):
-        if not isinstance(o, Value):
+        if not isinstance(o, Plain):
             if isinstance(o, ScaledArray):
                 o = in_reach(Operand.of(_with_symbolic_scale(eqn, o, inputs, table)))
-            o = Value.of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
+            o = value_of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
             _check_type(eqn, o, var.aval, inputs)
         values.append(o)
     return values

@@ -13,7 +13,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import Interpretation, is_var
 from jax_scalify.interpreter.operand import Facts, largest
 from jax_scalify.interpreter.traits import traits_of
-from jax_scalify.interpreter.value import Value
+from jax_scalify.interpreter.value import Plain, Value
 
 _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated")
 
@@ -39,18 +39,18 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
     """
     name = eqn.primitive.name
     if name == "convert_element_type":
-        return inputs[0].nonneg and not _may_wrap(inputs[0].dtype, eqn.outvars[0].aval.dtype)
+        return inputs[0].facts.nonneg and not _may_wrap(inputs[0].dtype, eqn.outvars[0].aval.dtype)
     if not any(jnp.issubdtype(_dtype(v), jnp.floating) for v in eqn.outvars):
         return False
     if traits_of(name).elements == "rescaled":
-        return inputs[0].nonneg
+        return inputs[0].facts.nonneg
     if _is_never_negative(eqn):
         return True
     # Of several results, one may be an operand of integers: a barrier's, or sorted along.
     numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
     if name == "max":
-        return any(v.nonneg for v in numbers)
-    return _keeps_nonnegative(eqn) and bool(numbers) and all(v.nonneg for v in numbers)
+        return any(v.facts.nonneg for v in numbers)
+    return _keeps_nonnegative(eqn) and bool(numbers) and all(v.facts.nonneg for v in numbers)
 
 
 def _is_never_negative(eqn: Any) -> bool:
@@ -86,10 +86,10 @@ def _may_wrap(before: Any, after: Any) -> bool:
 def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
     """Tell whether an equation does more than to move, cast or scale what was given."""
     name = eqn.primitive.name
-    arrays = [v for v in inputs if v.is_scalable and v.uniform is None]
+    arrays = [v for v in inputs if v.is_scalable and v.number is None]
     if name in ("mul", "div") and len(arrays) == 1:
-        return arrays[0].computed
-    return _repeats(eqn) or not traits_of(name).is_given or any(v.computed for v in arrays)
+        return arrays[0].facts.computed
+    return _repeats(eqn) or not traits_of(name).is_given or any(v.facts.computed for v in arrays)
 
 
 def _repeats(eqn: Any) -> bool:
@@ -107,7 +107,7 @@ def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
         return dtypes.has_short_range(eqn.outvars[0].aval.dtype)
     traits = traits_of(name)
     keeps = traits.is_given or traits.is_view or name in ("mul", "div", "select_n")
-    return keeps and any(v.peaked for v in inputs)
+    return keeps and any(v.facts.peaked for v in inputs)
 
 
 def _count_sums(eqn: Any, inputs: list[Value]) -> int:
@@ -181,22 +181,22 @@ def _exponent_of_constant(value: Value) -> int | None:
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
     """Tell for each result of a jaxpr whether it cannot be negative, given this of its operands."""
 
-    def value_of(atom: Any, flag: bool) -> Value:
+    def known_of(atom: Any, flag: bool) -> Value:
         aval: Any = atom.aval
         if not is_var(atom):
-            return Value.of(np.asarray(atom.val, aval.dtype))
+            return Plain.of(np.asarray(atom.val, aval.dtype))
         flag = flag or aval.dtype == np.bool_
-        return Value(shape=aval.shape, dtype=aval.dtype, facts=Facts(nonneg=flag))
+        return Plain(shape=aval.shape, dtype=aval.dtype, facts=Facts(nonneg=flag))
 
     def equation(eqn: Any, flags: list[bool]) -> list[bool]:
-        operands = [value_of(v, flag) for v, flag in zip(eqn.invars, flags, strict=True)]
+        operands = [known_of(v, flag) for v, flag in zip(eqn.invars, flags, strict=True)]
         return [is_nonnegative(eqn, operands)] * len(eqn.outvars)
 
     interpretation = Interpretation(
         equation=equation,
-        constant=lambda literal: value_of(literal, False).nonneg,
+        constant=lambda literal: known_of(literal, False).facts.nonneg,
         join=lambda a, b: a and b,
         unknown=False,
     )
     flags = interpretation.results(jaxpr, nonneg)
-    return [value_of(v, flag).nonneg for v, flag in zip(jaxpr.outvars, flags, strict=True)]
+    return [known_of(v, flag).facts.nonneg for v, flag in zip(jaxpr.outvars, flags, strict=True)]

@@ -17,7 +17,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from jax_scalify.base.jaxprs import sub_jaxprs
-from jax_scalify.interpreter.operand import settled
+from jax_scalify.interpreter.operand import Operand, settled
 from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.custom_scale import custom_scale_p
 from jax_scalify.scales.table import ScaleTable
@@ -105,24 +105,26 @@ def observed(
     values = list(outputs)
     for i, data in zip(results, observe_p.bind(*arrays, observed=info), strict=True):
         old = outputs[i]
-        if old.is_scaled:
-            values[i] = dataclasses.replace(old, array=old.array.as_pair(data, old.array.scale))
+        if isinstance(old, Operand):
+            values[i] = old.as_pair(data, old.scale)
         else:
-            uniform = data if old.uniform is not None else None
-            values[i] = dataclasses.replace(old, array=data, uniform=uniform)
+            number = data if old.number is not None else None
+            values[i] = dataclasses.replace(old, array=data, number=number)
     return values
 
 
 def _is_array(value: Value) -> bool:
     """Whether a value is floating point, computed, and has an array."""
+    if isinstance(value, Operand):
+        return True
     return value.is_scalable and value.array is not None and value.constant is None
 
 
 def _pair(value: Value, table: ScaleTable) -> tuple[Any, Any]:
-    if value.is_scaled:
-        x = settled(value.array)
+    if isinstance(value, Operand):
+        x = settled(value)
         return x.data, np.float32(x.scale.value) if x.scale.is_static else table.output(x.scale)
-    return (value.uniform if value.array is None else value.array), None
+    return (value.number if value.array is None else value.array), None
 
 
 def as_call(function: Callable) -> Callable:

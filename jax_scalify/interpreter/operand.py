@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -86,13 +87,18 @@ class Operand(ScaledArray):
         number: the value of every element, 0-d, where all are equal and of scale 1 in the program:
             a NumPy scalar for a constant, else a traced array; None for any other array.
         facts: what is known of the elements.
+        depth: number of alignments that XLA may fuse into one kernel with its computation.
     """
+
+    is_scaled = is_scalable = True
+    known_scale = None
 
     source: Any
     mantissa: float
     exponent: int
     number: Any
     facts: Facts
+    depth: int
     _products: dict[int, Any]
 
     def __init__(
@@ -106,8 +112,8 @@ class Operand(ScaledArray):
         facts: Facts = NOTHING,
     ):
         fields = dict(source=source, mantissa=mantissa, exponent=exponent, scale=scale)
-        known = dict(number=number, facts=facts)
-        vars(self).update(fields, **known, is_static=False, _products={})
+        known = dict(number=number, facts=facts, depth=0)
+        vars(self).update(fields, **known, _products={})
 
     @classmethod
     def of(cls, x: ScaledArray, facts: Facts | None = None) -> Operand:
@@ -115,6 +121,10 @@ class Operand(ScaledArray):
         if not isinstance(x, Operand):
             return cls(x.data, x.scale, facts=facts or NOTHING)
         return x if facts is None or facts is x.facts else x._with(facts=facts)
+
+    def as_result(self, facts: Facts, depth: int = 0) -> Operand:
+        """The same array, as the result of an equation: what was known of it holds no more."""
+        return self._with(facts=facts, number=None, depth=depth)
 
     def _with(self, **fields: Any) -> Operand:
         x = Operand.__new__(Operand)
@@ -140,6 +150,16 @@ class Operand(ScaledArray):
     def constant(self) -> Any:
         """The value of every element, if it is known while tracing, else None."""
         return self.number if isinstance(self.number, np.generic) else None
+
+    @property
+    def sharding(self) -> Any:
+        """The sharding of its data."""
+        return getattr(jax.typeof(self.source), "sharding", None)
+
+    @property
+    def is_static(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the scale is known while tracing."""
+        return self.scale.is_static
 
     @property
     def is_deferred(self) -> bool:

@@ -50,6 +50,8 @@ class RuleInfo:
 
 _rules: dict[Primitive | str, Rule] = {}
 _infos: dict[str, RuleInfo] = {}
+_takes_values: set[Rule] = set()
+_gives_values: set[Rule] = set()
 _registrations = 0
 
 
@@ -123,15 +125,37 @@ def register_scale_rule(
     return register
 
 
-def takes_values(rule: Any) -> Any:
-    """Mark a rule that is given the interpreter's values instead of arrays."""
-    rule.takes_values = True
-    return rule
+def register_value_rule(*primitives: Primitive | str, elements: str) -> Callable[[Rule], Rule]:
+    """Register a rule of our own that is given values, `Plain` ones too, instead of operands."""
+
+    def register(rule: Rule) -> Rule:
+        _takes_values.add(rule)
+        return register_scale_rule(*primitives, elements=elements)(rule)
+
+    return register
 
 
-def is_given_values(rule: Any) -> bool:
-    """Tell whether a rule is marked so."""
-    return getattr(rule, "takes_values", False)
+def register_body_rule(
+    *primitives: Primitive | str, family: str | None = None
+) -> Callable[[Rule], Rule]:
+    """Register a rule of our own that interprets a body: it gets values and gives values back."""
+
+    def register(rule: Rule) -> Rule:
+        _takes_values.add(rule)
+        _gives_values.add(rule)
+        return register_scale_rule(*primitives, family=family, elements="new")(rule)
+
+    return register
+
+
+def takes_values(rule: Rule) -> bool:
+    """Tell whether a rule is given values instead of operands."""
+    return rule in _takes_values
+
+
+def gives_values(rule: Rule) -> bool:
+    """Tell whether a rule's results are values of which all is known."""
+    return rule in _gives_values
 
 
 def registered_rules() -> list[RuleInfo]:

@@ -12,7 +12,7 @@ from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import fold_constants
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.traits import traits_of
-from jax_scalify.interpreter.value import Value, in_dtype
+from jax_scalify.interpreter.value import Plain, Value, in_dtype
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
 
@@ -27,7 +27,7 @@ def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
         return inputs[0]
     if eqn.primitive.multiple_results or not inputs:
         return None
-    if any(v.uniform is None or v.is_scaled for v in inputs):
+    if any(v.number is None or v.is_scaled for v in inputs):
         return None
     if name == "reduce_sum" and not eqn.params["axes"]:
         return inputs[0]
@@ -43,7 +43,7 @@ def _moved(eqn: Any, value: Value) -> Value | None:
         return value
     if eqn.primitive.name.startswith(("reduce", "cum")) and 0 in value.shape:
         return None
-    return Value.filled(aval, value.uniform, facts=value.facts)
+    return Plain.filled(aval, value.number, facts=value.facts)
 
 
 def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
@@ -54,15 +54,15 @@ def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
     elif any(v.is_beyond for v in inputs):
         out = None
     elif _keeps_numbers(eqn.primitive.name) and aval.dtype == inputs[0].dtype:
-        out = inputs[0].uniform  # the same scalar is split once
+        out = inputs[0].number  # the same scalar is split once
     else:
         out = _bind_uniform(eqn, inputs)
     if out is None:
         return None
     facts = facts_of(eqn, inputs)
     if aval.shape or out.dtype != aval.dtype:
-        return Value.filled(aval, out, facts=facts)
-    return Value.of(out, facts=facts, scale=_symbolic_scale(eqn, inputs))
+        return Plain.filled(aval, out, facts=facts)
+    return Plain.of(out, facts=facts, known_scale=_symbolic_scale(eqn, inputs))
 
 
 def _of_constants(eqn: Any, inputs: list[Value]) -> Any:
@@ -83,16 +83,16 @@ def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:
     if eqn.primitive.name == "convert_element_type" and dtypes.is_narrow_float(
         eqn.params["new_dtype"]
     ):
-        return dtypes.cast(jnp.asarray(inputs[0].uniform), eqn.params["new_dtype"])
-    return eqn.primitive.bind(*(in_dtype(v.uniform, v.dtype) for v in inputs), **eqn.params)
+        return dtypes.cast(jnp.asarray(inputs[0].number), eqn.params["new_dtype"])
+    return eqn.primitive.bind(*(in_dtype(v.number, v.dtype) for v in inputs), **eqn.params)
 
 
 def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:
     """Follow a scale that the user took out with `get_data_and_scale` through its arithmetic."""
     name = eqn.primitive.name
-    if not any(v.scale is not None for v in inputs):
+    if not any(v.known_scale is not None for v in inputs):
         return None
-    known = [v.scale if v.scale is not None else _constant_scale(v) for v in inputs]
+    known = [v.known_scale if v.known_scale is not None else _constant_scale(v) for v in inputs]
     scales = [s for s in known if s is not None]
     if len(scales) < len(known):
         return None

@@ -1,9 +1,9 @@
-"""What the interpreter knows about a value: plain or scaled, and facts found while tracing."""
+"""The values of a traced function's variables: `Plain`, or scaled, which are operands of rules."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,51 +18,34 @@ from jax_scalify.scales.algebra import Scale
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Value:
-    """A variable's value and the facts about it.
+class Plain:
+    """A value without a scale, and what is known of it.
 
     Attributes:
         shape, dtype: of the variable.
-        array: a plain array or an `Operand`; None for a uniform value of which
-            no array has been made.
-        uniform: the 0-d value that every element has: a NumPy scalar for a constant (of a wider
+        array: None for equal elements of which no array has been made.
+        number: the 0-d value that every element has: a NumPy scalar for a constant (of a wider
             dtype, if float16 does not hold what was computed), a traced 0-d array for a scalar
             that was broadcast (learning rate, loss / batch size).
-        facts: about its elements.
-        scale: for a plain 0-d value that *is* a scale, that scale.
-        depth: number of alignments that XLA may fuse into one kernel with the value's computation.
-        made_with: the sharding of a uniform value of which no array has been made, if it is
-            explicit.
+        facts: what is known of the elements.
+        known_scale: of a 0-d value that the user took out of a scaled one as its scale.
+        made_with: the sharding of equal elements of which no array has been made, if explicit.
     """
+
+    is_scaled = False
+    depth = 0
 
     shape: tuple[int, ...]
     dtype: Any
     array: Any = None
-    uniform: Any = None
+    number: Any = None
     facts: Facts = NOTHING
-    scale: Scale | None = None
-    depth: int = 0
+    known_scale: Scale | None = None
     made_with: Any = None
 
     @classmethod
-    def of(
-        cls,
-        array: Any,
-        *,
-        facts: Facts = NOTHING,
-        scale: Scale | None = None,
-        depth: int = 0,
-    ) -> Value:
-        """Wrap a plain array, a NumPy or Python number, or a `ScaledArray`."""
-        if isinstance(array, ScaledArray):
-            array = Operand.of(array, facts)
-            return cls(
-                shape=array.shape,
-                dtype=array.dtype,
-                array=array,
-                facts=facts,
-                depth=depth,
-            )
+    def of(cls, array: Any, *, facts: Facts = NOTHING, known_scale: Scale | None = None) -> Plain:
+        """Wrap an array, or a NumPy or Python number."""
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
             array = np.asarray(array, dtypes.leaf_dtype(array))
         if isinstance(array, np.ndarray) and array.ndim == 0:
@@ -71,28 +54,22 @@ class Value:
             shape=array.shape,
             dtype=array.dtype,
             array=array,
-            uniform=array if array.ndim == 0 else None,
+            number=array if array.ndim == 0 else None,
             facts=_with_constant(facts, array),
-            scale=scale,
+            known_scale=known_scale,
         )
 
     @classmethod
-    def filled(
-        cls,
-        like: Any,
-        uniform: Any,
-        *,
-        facts: Facts = NOTHING,
-    ) -> Value:
+    def filled(cls, like: Any, number: Any, *, facts: Facts = NOTHING) -> Plain:
         """A value whose elements are all equal; its array is made when somebody needs it.
 
-        It has the shape, dtype and sharding of `like`: an abstract value, a `Value`, an array.
+        It has the shape, dtype and sharding of `like`: an abstract value, a value, an array.
         """
         return cls(
             shape=tuple(like.shape),
             dtype=like.dtype,
-            uniform=uniform,
-            facts=_with_constant(facts, uniform),
+            number=number,
+            facts=_with_constant(facts, number),
             made_with=_compat.explicit_sharding(like),
         )
 
@@ -101,28 +78,7 @@ class Value:
         """The sharding of its array, or of the one that would be made."""
         if self.array is None:
             return self.made_with
-        data = self.array.source if self.is_scaled else self.array
-        return getattr(jax.typeof(data), "sharding", None)
-
-    @property
-    def nonneg(self) -> bool:
-        """Whether no element is negative."""
-        return self.facts.nonneg
-
-    @property
-    def computed(self) -> bool:
-        """Whether it was made of other values."""
-        return self.facts.computed
-
-    @property
-    def peaked(self) -> bool:
-        """Whether one element may be as large as all others together, in a short range."""
-        return self.facts.peaked
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the value carries a scale."""
-        return isinstance(self.array, Operand)
+        return getattr(jax.typeof(self.array), "sharding", None)
 
     @property
     def is_scalable(self) -> bool:
@@ -132,18 +88,28 @@ class Value:
     @property
     def constant(self) -> Any:
         """The number that every element has, if it is known while tracing, else None."""
-        return self.uniform if isinstance(self.uniform, np.generic) else None
-
-    def plain(self) -> Any:
-        """The value as a plain array; not for scaled values."""
-        if self.array is not None:
-            return self.array
-        return filled(in_dtype(self.uniform, self.dtype), self)
+        return self.number if isinstance(self.number, np.generic) else None
 
     @property
     def is_beyond(self) -> bool:
         """Whether it is a constant that its dtype does not hold, but a scale does."""
-        return self.constant is not None and self.uniform.dtype != self.dtype
+        return self.constant is not None and self.number.dtype != self.dtype
+
+    def whole(self) -> Any:
+        """The array of all elements."""
+        if self.array is not None:
+            return self.array
+        return filled(in_dtype(self.number, self.dtype), self)
+
+
+Value: TypeAlias = Plain | Operand
+
+
+def value_of(x: Any, *, facts: Facts = NOTHING, depth: int = 0) -> Value:
+    """The value of an array, a number or a `ScaledArray`."""
+    if isinstance(x, ScaledArray):
+        return Operand.of(x).as_result(facts, depth)
+    return Plain.of(x, facts=facts)
 
 
 def in_dtype(number: Any, dtype: Any) -> Any:
@@ -155,7 +121,7 @@ def in_dtype(number: Any, dtype: Any) -> Any:
 def filled(data: Any, like: Any) -> Any:
     """Give the data of a constant or of a broadcast scalar its full shape, and sharding.
 
-    They are those of `like`: an abstract value, a `Value`, an array.
+    They are those of `like`: an abstract value, a value, an array.
     """
     shape, sharding = tuple(like.shape), _compat.explicit_sharding(like)
     if np.shape(data) == shape:

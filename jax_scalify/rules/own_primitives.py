@@ -16,8 +16,8 @@ from jax_scalify.base.statistics import statistic
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.interpreter.multiplying import keep_infinity
 from jax_scalify.interpreter.operand import Facts, Operand, defer, split
-from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
-from jax_scalify.interpreter.value import Value, filled
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, register_value_rule
+from jax_scalify.interpreter.value import Plain, Value, filled
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.products import times
@@ -28,15 +28,15 @@ from jax_scalify.scales.algebra import Scale
 def _requested_scale(ctx: RuleContext, index: int) -> Scale:
     """Read a scale operand: symbolic, constant, or any traced number rounded to a power of two."""
     value = ctx.inputs[index]
-    if value.scale is not None:
-        return value.scale
+    if value.known_scale is not None:
+        return value.known_scale
     if value.constant is not None:
         number = float(value.constant)
         limit = pow2.MAX_EXPONENT
         return (
             Scale(max(-limit, min(limit, pow2.floor_exponent(number)))) if number else algebra.ZERO
         )
-    plain = ctx.dequantise(value.array) if value.is_scaled else value.plain()
+    plain = ctx.dequantise(value) if isinstance(value, Operand) else value.whole()
     plain = jnp.abs(plain).astype(ctx.table.dtype)
     return ctx.table.atom(
         pow2.round_down(array_lib.align_scale(plain, len(ctx.out_avals[0].shape)))
@@ -103,12 +103,11 @@ def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
     return times(raw, Scale(exponent) / factor, x.scale * factor, ctx.out_dtype)
 
 
-@register_scale_rule(primitives.stop_scaling_p, elements="rescaled")
-@takes_values
+@register_value_rule(primitives.stop_scaling_p, elements="rescaled")
 def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
     """The plain value."""
-    plain = ctx.dequantise(value.array, value.dtype) if value.is_scaled else value.plain()
-    return [Value.of(plain, facts=value.facts)]
+    plain = ctx.dequantise(value, value.dtype) if isinstance(value, Operand) else value.whole()
+    return [Plain.of(plain, facts=value.facts)]
 
 
 @register_scale_rule(primitives.get_data_and_scale_p, elements="new")
@@ -117,13 +116,12 @@ def get_data_and_scale_rule(ctx: RuleContext, x: Operand, *, scale_dtype: Any) -
     x = uniform_over(x.as_pair(filled(x.data, ctx.out_avals[0]), x.scale))
     scale = jnp.asarray(x.scale.array, scale_dtype)
     return [
-        Value.of(jnp.asarray(x.data), facts=x.facts),
-        Value.of(scale, facts=Facts(nonneg=True), scale=x.scale),
+        Plain.of(jnp.asarray(x.data), facts=x.facts),
+        Plain.of(scale, facts=Facts(nonneg=True), known_scale=x.scale),
     ]
 
 
-@register_scale_rule(primitives.dynamic_rescale_p, elements="rescaled")
-@takes_values
+@register_value_rule(primitives.dynamic_rescale_p, elements="rescaled")
 def dynamic_rescale_rule(
     ctx: RuleContext, value: Value, *, stat: str, target: float, batch_ndim: int
 ) -> list[Any]:
@@ -132,9 +130,9 @@ def dynamic_rescale_rule(
     A zero gets scale 0; a non-finite statistic changes nothing.
     """
     examples = ctx.out_avals[1].shape
-    if not value.is_scaled:
-        return [value, Value.filled(ctx.out_avals[-1], np.bool_(True))]
-    x = value.array.as_pair(filled(value.array.data, value), value.array.scale)
+    if not isinstance(value, Operand):
+        return [value, Plain.filled(ctx.out_avals[-1], np.bool_(True))]
+    x = value.as_pair(value.data, value.scale)
     wide = statistic(x.data, stat, _measured_axes(x, batch_ndim))
     finite = jnp.isfinite(wide)
     power = pow2.round_down(wide, ctx.table.dtype)
@@ -159,20 +157,19 @@ def _of_examples(finite: jax.Array, examples: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(jnp.all(finite, rest), examples)
 
 
-@register_scale_rule(primitives.delayed_rescale_p, elements="rescaled")
-@takes_values
+@register_value_rule(primitives.delayed_rescale_p, elements="rescaled")
 def delayed_rescale_rule(
-    ctx: RuleContext, value: Value, history: Value, *, algorithm: str, top: int, batch_ndim: int
+    ctx: RuleContext, value: Value, history: Plain, *, algorithm: str, top: int, batch_ndim: int
 ) -> list[Any]:
     """`scale = 2**(amax - top)`, with the exponent `amax` of the history; the data's enters it.
 
     Nothing seen: the scale stays.
     """
     examples = ctx.out_avals[2].shape
-    if not value.is_scaled:
-        return [value, history, Value.filled(ctx.out_avals[-1], np.bool_(True))]
-    x = value.array.as_pair(filled(value.array.data, value), value.array.scale)
-    seen = history.plain()
+    if not isinstance(value, Operand):
+        return [value, history, Plain.filled(ctx.out_avals[-1], np.bool_(True))]
+    x = value.as_pair(value.data, value.scale)
+    seen = history.whole()
     amax, finite = _amax_exponent(ctx, x, seen.shape[1:])
     expected = jnp.max(seen, 0) if algorithm == "max" else seen[0]
     scale = pow2.power(expected - top, ctx.table.dtype)
@@ -180,7 +177,7 @@ def delayed_rescale_rule(
     entered = jnp.concatenate([amax[None], seen[:-1]])
     return [
         _at_scale(ctx, x, ctx.table.atom(scale)),
-        Value.of(jnp.where(finite, entered, seen)),
+        Plain.of(jnp.where(finite, entered, seen)),
         _of_examples(finite, examples),
     ]
 

@@ -20,7 +20,7 @@ from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.multiplying import multiply
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.value import Value, filled
+from jax_scalify.interpreter.value import Plain, filled
 from jax_scalify.rules.shared.along_axes import (
     Windows,
     own_scales,
@@ -201,7 +201,7 @@ def _scale_of_function(ctx: RuleContext, closed: Any, x: Operand) -> Scale:
         function = jax.vmap(function)
     aval = jax.ShapeDtypeStruct(element.shape, element.dtype)
     mapped = jax.make_jaxpr(function)(aval, aval)
-    inputs = [Value.of(ScaledArray(element, x.scale)), Value.of(jnp.zeros_like(element))]
+    inputs = [Operand(element, x.scale), Plain.of(jnp.zeros_like(element))]
     (value,) = ctx.scale_jaxpr(mapped, inputs)
     return promote(value, ctx.table, full=True).scale
 

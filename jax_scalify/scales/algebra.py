@@ -204,6 +204,9 @@ class Scale:
             return np.float32(self.value)
         return self.factors[0][0].table.request(self)
 
+    def __float__(self) -> float:
+        return self.value
+
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(self.array)
 

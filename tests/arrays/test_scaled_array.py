@@ -14,6 +14,7 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from jax_scalify.scales.algebra import Scale
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -236,6 +237,12 @@ class TestScaledArrayFunction:
         x = jsa.scaled_array(np.array([1.0, 2.0], np.float32), np.float32(6))
         np.testing.assert_array_equal(np.asarray(x), [6, 12])
         assert float(x.scale) == 4 and not x.is_static
+
+    def test_a_known_scale_of_a_rule_is_static(self):
+        x = ScaledArray(jnp.ones(2), Scale(3))
+        assert x.is_static and Scale(3).is_static
+        (data,), tree = jax.tree.flatten(x)
+        assert jax.tree.unflatten(tree, [data]).scale == 8
 
     def test_a_python_number_is_static(self):
         x = jsa.scaled_array([1.0, 2.0], 6.0)

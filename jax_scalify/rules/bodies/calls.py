@@ -16,17 +16,15 @@ from typing import Any
 import jax
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.interpreter.multiplying import within_range
 from jax_scalify.interpreter.observing import Observed, is_observing, observe_p
-from jax_scalify.interpreter.operand import defer, settled, split
+from jax_scalify.interpreter.operand import Operand, defer, settled
 from jax_scalify.interpreter.registry import (
     RuleContext,
-    register_scale_rule,
+    register_body_rule,
     rules_version,
-    takes_values,
 )
-from jax_scalify.interpreter.value import Value
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.rules.bodies.form import Form
 from jax_scalify.scales.algebra import Atom, Scale
 from jax_scalify.scales.rounds import CALL_NAME
@@ -86,19 +84,19 @@ class _Known:
     @classmethod
     def of(cls, value: Value, slots: _Slots, depth: int = 0) -> _Known:
         form = Form.of(value)
-        if not value.is_scaled:
+        if not isinstance(value, Operand):
             return cls(form)
         form = dataclasses.replace(form, static=None, scale_shape=())
-        return cls(form, slots.describe(value.array.scale), depth, split(value.array)[1])
+        return cls(form, slots.describe(value.scale), depth, value.exponent)
 
     def arrays(self, value: Value, table: ScaleTable) -> list[Any]:
-        return [split(value.array)[0]] if self.scale else self.form.pack(value, table)
+        return [value.raw] if isinstance(value, Operand) else self.form.pack(value, table)
 
     def value(self, arrays: Sequence[Any], atoms: Sequence[Scale], depth: int = 0) -> Value:
         if not self.scale:
             return self.form.unpack(arrays, None)
         x = defer(arrays[0], self.exponent, _monomial(self.scale, atoms))
-        return Value.of(x, facts=self.form.facts, depth=self.depth + depth)
+        return x.as_result(self.form.facts, self.depth + depth)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,21 +161,20 @@ def _interpret(
 def _constrain(value: Value, sharding: Any) -> Value:
     if _compat.is_unspecified_sharding(sharding):
         return value
-    if value.is_scaled:
-        data = jax.lax.with_sharding_constraint(value.array.data, sharding)
-        return Value.of(ScaledArray(data, value.array.scale), facts=value.facts)
-    return Value.of(jax.lax.with_sharding_constraint(value.plain(), sharding), facts=value.facts)
+    if isinstance(value, Operand):
+        data = jax.lax.with_sharding_constraint(value.data, sharding)
+        return Operand(data, value.scale, facts=value.facts)
+    return Plain.of(jax.lax.with_sharding_constraint(value.whole(), sharding), facts=value.facts)
 
 
-@register_scale_rule("jit", "pjit", elements="new")
-@takes_values
+@register_body_rule("jit", "pjit")
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """The body, interpreted once for its calls; shardings become constraints on the data."""
     if params["name"] == CALL_NAME:  # of a `scalify` inside this one
-        plain = [ctx.dequantise(v.array) if v.is_scaled else v.plain() for v in args]
-        return [Value.of(out) for out in ctx.bind(*plain, jaxpr=jaxpr, **params)]
+        plain = [ctx.dequantise(v) if isinstance(v, Operand) else v.whole() for v in args]
+        return [Plain.of(out) for out in ctx.bind(*plain, jaxpr=jaxpr, **params)]
     inputs = [_constrain(v, s) for v, s in zip(args, params["in_shardings"], strict=True)]
-    if any(v.scale is not None for v in inputs):  # a scale that was taken out stays symbolic
+    if any(v.known_scale is not None for v in inputs):  # a scale that was taken out stays symbolic
         outputs = ctx.scale_jaxpr(jaxpr, inputs)
     else:
         outputs = _call(ctx, inputs, jaxpr, params)
@@ -196,13 +193,13 @@ def _whole(description: Any, atoms: Sequence[Scale]) -> Callable[[], Scale] | No
 
 def _crossing(value: Value) -> Value:
     """A value whose scale is made of atoms that arrays can hold."""
-    if not value.is_scaled or _can_cross(value.array.scale):
+    if not isinstance(value, Operand) or _can_cross(value.scale):
         return value
-    return dataclasses.replace(value, array=within_range(value.array))
+    return within_range(value)
 
 
 def _settled(value: Value) -> Value:
-    return dataclasses.replace(value, array=settled(value.array)) if value.is_scaled else value
+    return settled(value) if isinstance(value, Operand) else value
 
 
 def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, Any]) -> list[Value]:
@@ -253,10 +250,7 @@ def _take_in(
         scales.append(table.atom(array, **facts))
 
 
-@register_scale_rule(
-    "custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call", elements="new"
-)
-@takes_values
+@register_body_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")
 def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list[Value]:
     """The body, in place: inside `scalify` derivatives have been taken already."""
     if not hasattr(call_jaxpr, "consts"):
@@ -264,8 +258,7 @@ def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list
     return ctx.scale_jaxpr(call_jaxpr, list(args))
 
 
-@register_scale_rule("eval_jaxpr", "composite", elements="new")
-@takes_values
+@register_body_rule("eval_jaxpr", "composite")
 def body_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any = None, call_jaxpr: Any = None, **_: Any
 ) -> list[Value]:
@@ -273,15 +266,13 @@ def body_rule(
     return ctx.scale_jaxpr(jaxpr or call_jaxpr, list(args))
 
 
-@register_scale_rule("call_hi_primitive", elements="new")
-@takes_values
+@register_body_rule("call_hi_primitive")
 def call_hi_primitive_rule(ctx: RuleContext, *args: Value, _prim: Any) -> list[Value]:
     """What it expands to, in place: inside `scalify` derivatives have been taken already."""
     return ctx.scale_jaxpr(_compat.expanded_jaxpr(_prim), list(args))
 
 
-@register_scale_rule(observe_p, elements="new")
-@takes_values
+@register_body_rule(observe_p)
 def observe_rule(ctx: RuleContext, *args: Value, observed: Observed) -> list[Value]:
     """The results, as they are: they belong to a `scalify` inside this one."""
     return [data for data, _ in observed.pairs(args)[: len(observed.results)]]

@@ -16,8 +16,8 @@ from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, rescale_da
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.interpreter.constants import promote
-from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
-from jax_scalify.interpreter.value import Value
+from jax_scalify.interpreter.registry import RuleContext, register_body_rule, register_scale_rule
+from jax_scalify.interpreter.value import Plain, Value, value_of
 from jax_scalify.rules.bodies.form import Body, Form, fixpoint, interpret, join, pack, unpack
 from jax_scalify.rules.dequantised import own_dtype_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
@@ -72,8 +72,7 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
     return out
 
 
-@register_scale_rule("scan", elements="new")
-@takes_values
+@register_body_rule("scan")
 def scan_rule(
     ctx: RuleContext,
     *args: Value,
@@ -137,8 +136,7 @@ def _stacked(ctx: RuleContext, forms: list[Form], arrays: list[Any], length: int
     return values
 
 
-@register_scale_rule("while", elements="new")
-@takes_values
+@register_body_rule("while")
 def while_rule(
     ctx: RuleContext,
     *args: Value,
@@ -198,11 +196,10 @@ def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple
     )
 
 
-@register_scale_rule("cond", elements="new")
-@takes_values
+@register_body_rule("cond")
 def cond_rule(
     ctx: RuleContext,
-    index: Value,
+    index: Plain,
     *args: Value,
     branches: Any,
     branches_platforms: Any = None,
@@ -217,7 +214,7 @@ def cond_rule(
     calls = [lambda *arrays, body=body: body(arrays, joined, ctx.table.dtype) for body in bodies]
     operands = pack(forms, args, ctx.table)
     if branches_platforms is None:
-        out = lax.switch(index.plain(), calls, *operands)
+        out = lax.switch(index.whole(), calls, *operands)
     else:
         named = {
             platform: call
@@ -228,8 +225,7 @@ def cond_rule(
     return unpack(joined, out, ctx.table)
 
 
-@register_scale_rule("remat2", "checkpoint", elements="new")
-@takes_values
+@register_body_rule("remat2", "checkpoint")
 def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """The body on data and scales, rematerialised as it was."""
     forms = [Form.of(v) for v in args]
@@ -239,8 +235,7 @@ def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> lis
     return unpack(body.forms, out, ctx.table)
 
 
-@register_scale_rule("custom_linear_solve", elements="new")
-@takes_values
+@register_body_rule("custom_linear_solve")
 def custom_linear_solve_rule(
     ctx: RuleContext, *args: Value, const_lengths: Any, jaxprs: Any, **_: Any
 ) -> list[Value]:
@@ -264,7 +259,7 @@ def _iterative_solve(
     takes, for each operand, the scale by which `matvec` undoes what it does to that of `rhs`.
     """
     forms = [Form.of(v).scaled() for v in rhs]
-    sides = [Value.of(uniform_over(promote(v, ctx.table, full=True))) for v in rhs]
+    sides = [value_of(uniform_over(promote(v, ctx.table, full=True))) for v in rhs]
     packed = pack(forms, sides, ctx.table)
     data, rhs_scales = packed[::2], [jnp.where(s == 0, 1, s) for s in packed[1::2]]
 
@@ -282,7 +277,7 @@ def _iterative_solve(
             pairs = zip(out[: 2 * len(xs) : 2], out[1 : 2 * len(xs) : 2], out_scales, strict=True)
             results = [rescale_data(x, have / want) for x, have, want in pairs]
             aux = unpack(weakest[len(xs) :], out[2 * len(xs) :], ScaleTable(ctx.table.dtype))
-            return (results, [v.plain() for v in aux]) if aux else results
+            return (results, [v.whole() for v in aux]) if aux else results
 
         return call
 
@@ -305,8 +300,8 @@ def _iterative_solve(
     )
     solution, aux = out if has_aux else (out, [])
     atoms = [ctx.table.atom(s) for s in scales]
-    scaled = [Value.of(ScaledArray(x, s)) for x, s in zip(solution, atoms, strict=True)]
-    return [*scaled, *map(Value.of, aux)]
+    scaled = [value_of(ScaledArray(x, s)) for x, s in zip(solution, atoms, strict=True)]
+    return [*scaled, *map(Plain.of, aux)]
 
 
 @register_scale_rule("debug_callback", "debug_print", elements="new")

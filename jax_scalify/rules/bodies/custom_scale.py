@@ -24,8 +24,8 @@ from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.interpreter.multiplying import multiply, within_range
 from jax_scalify.interpreter.operand import Facts, Operand, with_scale
-from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, takes_values
-from jax_scalify.interpreter.value import Value
+from jax_scalify.interpreter.registry import RuleContext, register_body_rule
+from jax_scalify.interpreter.value import Value, value_of
 from jax_scalify.primitives.custom_scale import AppliedRule, custom_scale_p
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
@@ -33,8 +33,7 @@ from jax_scalify.scales.table import ScaleTable
 FlatRule = Callable[..., list[Any]]
 
 
-@register_scale_rule(custom_scale_p, family="calls", elements="new")
-@takes_values
+@register_body_rule(custom_scale_p, family="calls")
 def custom_scale_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any, applied: AppliedRule
 ) -> list[Value]:
@@ -49,15 +48,15 @@ def custom_scale_rule(
             known = isinstance(x.source, jax.Array)
             operands.append(x if known else x.moved(jnp.asarray(x.source), x.scale))
         else:
-            operands.append(value.plain())
+            operands.append(value.whole())
     rule = _flat_rule(applied.rule, applied)
     for batched, size, name in applied.batched:
         rule = _Batched(rule, tuple(batched), size, name, ctx.table.dtype)
     results = rule(*operands)
     _check_types(applied, results, ctx.out_avals)
-    nonneg = nonnegative_results(jaxpr.jaxpr, [v.nonneg for v in args])
+    nonneg = nonnegative_results(jaxpr.jaxpr, [v.facts.nonneg for v in args])
     return [
-        Value.of(_with_symbolic_scale(x, ctx.table), facts=Facts(flag, computed=True))
+        value_of(_with_symbolic_scale(x, ctx.table), facts=Facts(flag, computed=True))
         for x, flag in zip(results, nonneg, strict=True)
     ]
 

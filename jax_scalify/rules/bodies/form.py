@@ -17,13 +17,13 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
+from jax_scalify.arrays.scaled_array import align_scale
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.multiplying import moved, within_range
-from jax_scalify.interpreter.operand import NOTHING, Facts
+from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.value import Value, in_dtype
+from jax_scalify.interpreter.value import Plain, Value, in_dtype
 from jax_scalify.scales.algebra import LARGEST_EXTENT, Scale
 from jax_scalify.scales.table import ScaleTable
 
@@ -61,8 +61,8 @@ class Form:
     def of(cls, value: Value) -> Form:
         """The strongest form of a value."""
         sharding = _compat.explicit_sharding(value)
-        if value.is_scaled:
-            scale = value.array.scale
+        if isinstance(value, Operand):
+            scale = value.scale
             known: dict[str, Any] = (
                 {"static": scale}
                 if scale.is_static
@@ -73,7 +73,7 @@ class Form:
         kind = "plain"
         if value.constant is not None:
             kind = "constant"
-        elif value.uniform is not None and value.array is None:
+        elif value.number is not None and value.array is None:
             kind = "uniform"
         rest: dict[str, Any] = dict(constant=value.constant, facts=value.facts, sharding=sharding)
         return cls(value.shape, value.dtype, kind, **rest)
@@ -129,9 +129,9 @@ class Form:
         if self.kind == "constant":
             return []
         if self.kind == "uniform":
-            return [jnp.asarray(in_dtype(value.uniform, value.dtype))]
+            return [jnp.asarray(in_dtype(value.number, value.dtype))]
         if self.kind == "plain":
-            return [jnp.asarray(value.plain())]
+            return [jnp.asarray(value.whole())]
         x = promote(value, table, full=True)
         if not self.has_scale:
             return [jnp.asarray(x.data)]
@@ -152,16 +152,16 @@ class Form:
         """The value that arrays in this form stand for."""
         if self.kind == "constant":
             held = not self.shape and self.constant.dtype == self.dtype
-            return Value.of(self.constant) if held else Value.filled(self, self.constant)
+            return Plain.of(self.constant) if held else Plain.filled(self, self.constant)
         if self.kind == "uniform":
-            return Value.filled(self, arrays[0], facts=self.facts)
+            return Plain.filled(self, arrays[0], facts=self.facts)
         if self.kind == "plain":
-            return Value.of(arrays[0], facts=self.facts)
+            return Plain.of(arrays[0], facts=self.facts)
         if table is None:
             raise ValueError("A dynamic scale needs a table.")
         known = dict(extent=self.extent, is_number=self._is_number)
         scale = self.static or table.atom(arrays[1], **known)
-        return Value.of(ScaledArray(arrays[0], scale), facts=self.facts)
+        return Operand(arrays[0], scale, facts=self.facts)
 
 
 def join(a: Form, b: Form) -> Form:
