@@ -129,13 +129,13 @@ fuzz-lowest: $(VENV_LOWEST)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	$(MAIN_PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q --no-compile -e '.[dev]'
 	@touch $@
 
 # The lowest supported JAX, on the lowest Python that is installed.
 $(VENV_LOWEST)/.installed: pyproject.toml
 	$(OLD_PYTHON) -m venv $(VENV_LOWEST)
-	$(VENV_LOWEST)/bin/python -m pip install -q -e '.[test]' jax==0.10.2 jaxlib==0.10.2
+	$(VENV_LOWEST)/bin/python -m pip install -q --no-compile -e '.[test]' jax==0.10.2 jaxlib==0.10.2
 	@touch $@
 
 clean:

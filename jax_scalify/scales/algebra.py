@@ -144,12 +144,12 @@ class Scale:
         """Whether the scale is the static 1."""
         return self.exponent == 0 and not self.factors
 
-    @property
+    @functools.cached_property
     def is_nonzero(self) -> bool:
         """Whether the scale is known not to be 0 at run time; 0 is inverted as if it were 1."""
         return not self.is_zero and all(atom.nonzero or p < 0 for atom, p in self.factors)
 
-    @property
+    @functools.cached_property
     def limit(self) -> float:
         """The exponent is within `+-limit`, whatever the values are."""
         if self.is_zero:
@@ -161,7 +161,7 @@ class Scale:
         """Whether the exponent may be beyond that of a scale: a product, power or multiple."""
         return self.limit > MAX_EXPONENT
 
-    @property
+    @functools.cached_property
     def extent(self) -> float:
         """How far the data may be from 1, in octaves, if its values are not: see `Atom`.
 
@@ -173,7 +173,7 @@ class Scale:
         factors = sum(0 if a.is_number else a.extent * abs(power) for a, power in self.factors)
         return factors + (abs(self.exponent) if abs(self.exponent) > _SMALL_EXPONENT else 0)
 
-    @property
+    @functools.cached_property
     def span(self) -> float:
         """How far the scale may be from 1, in octaves, static factors and numbers included."""
         if self.is_static:
@@ -187,7 +187,7 @@ class Scale:
             raise ValueError("The value of a dynamic scale is not known while tracing.")
         return 0.0 if self.is_zero else math.ldexp(1.0, int(self.exponent))
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """`()`, or a shape of the data's rank whose dims are 1 or the data's."""
         return np.broadcast_shapes(*(atom.shape for atom, _ in self.factors))
@@ -271,7 +271,7 @@ class Scale:
         exponent = max(-limit, min(limit, self.exponent))
         return Scale(exponent), Scale(self.exponent - exponent)
 
-    @property
+    @functools.cached_property
     def is_limited(self) -> bool:
         """Whether a scale that it is made of was kept to a limit: data has what is beyond it."""
         return any(atom.whole for atom, _ in self.factors)
