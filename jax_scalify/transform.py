@@ -28,8 +28,9 @@ from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.interpreter.evaluation import evaluate
 from jax_scalify.interpreter.multiplying import within_range
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.tracing import trace
-from jax_scalify.interpreter.value import Plain, Value, value_of
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
@@ -211,7 +212,7 @@ def _enter(operand: Any, table: ScaleTable) -> Value:
     )
     # A copy: JAX may keep the memory of a NumPy array, which the user writes to.
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
-    return value_of(ScaledArray(data, scale))
+    return Operand(data, scale)
 
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:

@@ -262,8 +262,8 @@ def _remaining_rows(stored: list[dict]) -> list[list[str]]:
     return rows
 
 
-def write_page() -> set[str]:
-    """Write docs/coverage.md from the registry and stored results; return absent primitives."""
+def page() -> str:
+    """The text of docs/coverage.md, from the registry and stored results."""
     files = sorted(RESULTS.glob("coverage-jax*.json"), reverse=True)
     stored = [json.loads(path.read_text()) for path in files]
     header = ["JAX", "dtype", *COLUMNS]
@@ -286,9 +286,7 @@ def write_page() -> set[str]:
         if remaining
         else "None.\n"
     )
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text("".join(parts))
-    return public_primitives() - {info.name for info in registered_rules()}
+    return "".join(parts)
 
 
 def choose(match: str, dtype: str | None, sample: int | None) -> dict:
@@ -336,7 +334,9 @@ def main() -> int:
         if not is_full:
             return 0 if good else 1
 
-    absent = write_page()
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page())
+    absent = public_primitives() - {info.name for info in registered_rules()}
     console.print(f"wrote {PAGE.relative_to(ROOT)}")
     if absent:
         console.print(f"absent from the page: {', '.join(sorted(absent))}")

@@ -10,10 +10,9 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.operand import Facts, Operand
-from jax_scalify.interpreter.value import Plain, Value, filled, value_of
+from jax_scalify.interpreter.value import Plain, Value, filled
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.table import ScaleTable
@@ -106,11 +105,11 @@ def captured(const: Any) -> Value:
     if not np.iscomplexobj(data):
         low, high = float(finfo.min), float(finfo.max)
         data = np.where(np.isfinite(data), np.clip(data, low, high), data)
-    scaled = ScaledArray(jnp.asarray(data.astype(values.dtype)), scale)
+    data = jnp.asarray(data.astype(values.dtype))
     nonneg = not np.iscomplexobj(values) and bool(np.all(values >= 0))
     masked = sizes.size > ordinary.size and sizes.max() < float(finfo.max)
     constant = pow2.floor_exponent(sizes.max()) if masked else None
-    return value_of(scaled, facts=Facts(nonneg=nonneg, constant=constant))
+    return Operand(data, scale, facts=Facts(nonneg=nonneg, constant=constant))
 
 
 def constant_floor(number: Any, dtype: Any) -> Scale:

@@ -15,7 +15,7 @@ from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.interpreter.multiplying import keep_infinity
-from jax_scalify.interpreter.operand import Facts, Operand, defer, split
+from jax_scalify.interpreter.operand import Facts, Operand, defer, settled, split
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, register_value_rule
 from jax_scalify.interpreter.value import Plain, Value, filled
 from jax_scalify.primitives import definitions as primitives
@@ -132,7 +132,7 @@ def dynamic_rescale_rule(
     examples = ctx.out_avals[1].shape
     if not isinstance(value, Operand):
         return [value, Plain.filled(ctx.out_avals[-1], np.bool_(True))]
-    x = value.as_pair(value.data, value.scale)
+    x = settled(value)
     wide = statistic(x.data, stat, _measured_axes(x, batch_ndim))
     finite = jnp.isfinite(wide)
     power = pow2.round_down(wide, ctx.table.dtype)
@@ -168,7 +168,7 @@ def delayed_rescale_rule(
     examples = ctx.out_avals[2].shape
     if not isinstance(value, Operand):
         return [value, history, Plain.filled(ctx.out_avals[-1], np.bool_(True))]
-    x = value.as_pair(value.data, value.scale)
+    x = settled(value)
     seen = history.whole()
     amax, finite = _amax_exponent(ctx, x, seen.shape[1:])
     expected = jnp.max(seen, 0) if algorithm == "max" else seen[0]

@@ -16,8 +16,9 @@ from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, rescale_da
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.interpreter.constants import promote
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_body_rule, register_scale_rule
-from jax_scalify.interpreter.value import Plain, Value, value_of
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.rules.bodies.form import Body, Form, fixpoint, interpret, join, pack, unpack
 from jax_scalify.rules.dequantised import own_dtype_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
@@ -259,7 +260,7 @@ def _iterative_solve(
     takes, for each operand, the scale by which `matvec` undoes what it does to that of `rhs`.
     """
     forms = [Form.of(v).scaled() for v in rhs]
-    sides = [value_of(uniform_over(promote(v, ctx.table, full=True))) for v in rhs]
+    sides = [uniform_over(promote(v, ctx.table, full=True)) for v in rhs]
     packed = pack(forms, sides, ctx.table)
     data, rhs_scales = packed[::2], [jnp.where(s == 0, 1, s) for s in packed[1::2]]
 
@@ -300,7 +301,7 @@ def _iterative_solve(
     )
     solution, aux = out if has_aux else (out, [])
     atoms = [ctx.table.atom(s) for s in scales]
-    scaled = [value_of(ScaledArray(x, s)) for x, s in zip(solution, atoms, strict=True)]
+    scaled = [Operand(x, s) for x, s in zip(solution, atoms, strict=True)]
     return [*scaled, *map(Plain.of, aux)]
 
 
