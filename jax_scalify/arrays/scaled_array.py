@@ -48,7 +48,7 @@ class ScaledArray:
     scale: Any
 
     is_static: bool = dataclasses.field(init=False, repr=False)
-    """Whether the scale is known while tracing: a Python number or, in a rule, such a `Scale`."""
+    """True if the scale is known while tracing (a Python number or, in a rule, such a `Scale`)."""
 
     def __post_init__(self) -> None:
         # Numbers in both fields are placeholders, as in `in_axes=(ScaledArray(1, 0),)`.
