@@ -104,7 +104,7 @@ class Atom:
     @property
     def array(self) -> jax.Array:
         """Its array, to be computed if need be."""
-        return self.table.request(Scale(0, ((self, 1),))) if self.source is None else self.source
+        return self.table.request(Scale.of_factor(self)) if self.source is None else self.source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +113,17 @@ class Scale:
 
     Supports `*`, `/`, integer `**`, `maximum` and powers of two as plain numbers. `scale.array`
     and `jnp.asarray(scale)` make an array of it.
+
+    Where a scale is described for another trace, or for a scale program, each atom is a number.
     """
 
     exponent: float
-    factors: tuple[tuple[Atom, int], ...] = ()
+    factors: tuple[tuple[Any, int], ...] = ()
+
+    @classmethod
+    def of_factor(cls, factor: Atom | int) -> Scale:
+        """Make the scale that is an atom, or the number of one."""
+        return cls(0, ((factor, 1),))
 
     @classmethod
     def of(cls, value: Any) -> Scale:
@@ -232,6 +239,13 @@ class Scale:
             return ONE
         return Scale(self.exponent * power, tuple((atom, power * p) for atom, p in self.factors))
 
+    def renamed(self, scale_of: Callable[[Any], Scale]) -> Scale:
+        """The same product of other scales: `scale_of` gives one for each factor."""
+        scale = Scale(self.exponent)
+        for factor, power in self.factors:
+            scale *= scale_of(factor) ** power
+        return scale
+
     def maximum(self, other: Any) -> Scale:
         """The larger of two scales: that of a sum."""
         return join(self, as_operand(other))
@@ -283,9 +297,7 @@ class Scale:
         """
         if not self.is_limited:
             return self
-        whole = Scale(self.exponent)
-        for atom, power in self.factors:
-            whole *= (atom.whole() if atom.whole else Scale(0, ((atom, 1),))) ** power
+        whole = self.renamed(lambda atom: atom.whole() if atom.whole else Scale.of_factor(atom))
         return whole.bounded()[0] if whole.may_leave_range else whole
 
     def choice_range(self) -> tuple[float, float]:
@@ -343,9 +355,13 @@ def as_operand(value: Any) -> Scale:
     return value if isinstance(value, Scale) else Scale.of(value)
 
 
-def sorted_factors(powers: dict[Atom, int]) -> tuple[tuple[Atom, int], ...]:
+def sorted_factors(powers: dict[Any, int]) -> tuple[tuple[Any, int], ...]:
     """The factors of a monomial in the order of their atoms, those to the power 0 left out."""
-    return tuple(sorted(((a, p) for a, p in powers.items() if p), key=lambda f: f[0].index))
+    return tuple(sorted(((a, p) for a, p in powers.items() if p), key=_order))
+
+
+def _order(factor: tuple[Any, int]) -> int:
+    return factor[0].index if isinstance(factor[0], Atom) else factor[0]
 
 
 def join(*scales: Scale, narrow: bool | None = None) -> Scale:

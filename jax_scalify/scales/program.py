@@ -5,6 +5,9 @@ most of the operations of the compiled program, each on one number. While a func
 scale that data has to be multiplied by is therefore a placeholder, an equation without operands.
 When the trace is over, the placeholders are replaced by the results of a few operations on vectors
 of exponents: one round for all scales that can be computed of what is known by then.
+
+A program knows each scale by a number. What is computed of scales is a `Scale` whose factors are
+numbers in place of atoms.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
 from jax_scalify.base.pow2 import MAX_EXPONENT
+from jax_scalify.scales.algebra import Scale
 
 # `max(max(a, b), c)` is computed as `max(a, b, c)`, if these are no more monomials than this.
 _MAX_TERMS = 32
@@ -35,29 +39,6 @@ def _placeholder_aval(*, number: int, dtype: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Monomial:
-    """`2**exponent * prod(scales[number] ** power)` of the scales of a program, by their numbers.
-
-    Attributes:
-        exponent: the static factor; `-inf` for 0.
-        factors: pairs of a scale's number and its power.
-    """
-
-    exponent: float
-    factors: tuple[tuple[int, int], ...] = ()
-
-    def __mul__(self, other: Monomial) -> Monomial:
-        powers = dict(self.factors)
-        for number, power in other.factors:
-            powers[number] = powers.get(number, 0) + power
-        factors = tuple(sorted((n, p) for n, p in powers.items() if p))
-        return Monomial(self.exponent + other.exponent, factors)
-
-    def __pow__(self, power: int) -> Monomial:
-        return Monomial(power * self.exponent, tuple((n, power * p) for n, p in self.factors))
-
-
-@dataclasses.dataclass(frozen=True)
 class Computed:
     """A scale made of others: the maximum of monomials, or (degree > 1) a root or its rest.
 
@@ -66,7 +47,7 @@ class Computed:
     `2**(degree - 1)`.
     """
 
-    terms: tuple[Monomial, ...]
+    terms: tuple[Scale, ...]
     degree: int = 1
     is_rest: bool = False
     limit: float = MAX_EXPONENT
@@ -87,8 +68,8 @@ class ScaleProgram:
         self._numbers: dict[Computed, int] = {}
         self._chains: set[int] = set()  # maxima whose terms are maxima of their own
         self._needs: list[int] = []  # the sources that a scale is computed of, as bits
-        self._requests: list[Monomial] = []
-        self._placeholders: dict[Monomial, Any] = {}
+        self._requests: list[Scale] = []
+        self._placeholders: dict[Scale, Any] = {}
 
     def source(self, array: Any) -> int:
         """Take in a scale that is an array; return its number."""
@@ -97,7 +78,7 @@ class ScaleProgram:
         self._scales.append(len(self.sources) - 1)
         return len(self._scales) - 1
 
-    def maximum(self, terms: Sequence[Monomial], limit: float = MAX_EXPONENT) -> int:
+    def maximum(self, terms: Sequence[Scale], limit: float = MAX_EXPONENT) -> int:
         """Define the maximum of some monomials, at most `limit`; return its number."""
         choices = [self._choices(term) for term in terms]
         chain = [part for term in terms for part in self._chain(term)]
@@ -108,34 +89,34 @@ class ScaleProgram:
             return number
         # max(a, b) * c is the maximum of a * c and b * c: no scale has to wait for another one.
         products = [
-            math.prod(chosen, start=Monomial(term.exponent))
+            math.prod(chosen, start=Scale(term.exponent))
             for term, factors in zip(terms, choices, strict=True)
             for chosen in itertools.product(*factors)
         ]
         return self._define(Computed(_largest(products), limit=limit))
 
-    def bounded(self, of: Monomial, limit: float) -> int:
+    def bounded(self, of: Scale, limit: float) -> int:
         """Define a monomial with its exponent brought within `+-limit`; return its number."""
         return self._define(Computed((of,), limit=limit))
 
-    def _chain(self, term: Monomial) -> list[Monomial]:
+    def _chain(self, term: Scale) -> list[Scale]:
         """The monomials of which a term is the maximum, if it is one of too many to multiply."""
         (number, power), *others = term.factors or ((-1, 0),)
         if others or power != 1 or number not in self._chains:
             return [term]
-        return [Monomial(term.exponent + t.exponent, t.factors) for t in self._scales[number].terms]
+        return [Scale(term.exponent) * t for t in self._scales[number].terms]
 
-    def _choices(self, term: Monomial) -> list[list[Monomial]]:
+    def _choices(self, term: Scale) -> list[list[Scale]]:
         """For each factor the monomials of which it is the maximum, by itself or to a power."""
         choices = []
         for number, power in term.factors:
             scale = self._scales[number]
             is_maximum = isinstance(scale, Computed) and scale.degree == 1 and scale.terms[1:]
-            alone = [Monomial(0, ((number, power),))]
+            alone = [Scale.of_factor(number) ** power]
             choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
         return choices
 
-    def root(self, of: Monomial, degree: int) -> tuple[int, int]:
+    def root(self, of: Scale, degree: int) -> tuple[int, int]:
         """Define root and rest of a monomial; return their numbers."""
         root, rest = (Computed((of,), degree, is_rest) for is_rest in (False, True))
         return self._define(root), self._define(rest)
@@ -151,13 +132,13 @@ class ScaleProgram:
         self._scales.append(computed)
         return len(self._scales) - 1
 
-    def _needs_of(self, monomial: Monomial) -> int:
+    def _needs_of(self, monomial: Scale) -> int:
         needs = 0
         for number, _ in monomial.factors:
             needs |= self._needs[number]
         return needs
 
-    def placeholder(self, monomial: Monomial) -> Any:
+    def placeholder(self, monomial: Scale) -> Any:
         """Return an array that will be a monomial's value."""
         if monomial not in self._placeholders:
             number = len(self._requests)
@@ -169,7 +150,7 @@ class ScaleProgram:
         """Whether the sources of a request are among those available."""
         return not self._needs_of(self._requests[number]) & ~available
 
-    def request(self, number: int) -> Monomial:
+    def request(self, number: int) -> Scale:
         """Return what was asked for."""
         return self._requests[number]
 
@@ -178,9 +159,9 @@ class ScaleProgram:
         return self._scales[number]
 
 
-def _largest(monomials: Sequence[Monomial]) -> tuple[Monomial, ...]:
+def _largest(monomials: Sequence[Scale]) -> tuple[Scale, ...]:
     """Of monomials that differ in nothing but the static factor only the largest one."""
     largest: dict[tuple, float] = {}
     for m in monomials:
         largest[m.factors] = max(m.exponent, largest.get(m.factors, -math.inf))
-    return tuple(Monomial(e, f) for f, e in largest.items())
+    return tuple(Scale(e, f) for f, e in largest.items())

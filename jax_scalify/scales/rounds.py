@@ -18,7 +18,8 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import is_var
 from jax_scalify.base.pow2 import MAX_EXPONENT, exponent, exponent_layout
-from jax_scalify.scales.program import Computed, Monomial, ScaleProgram, placeholder_p
+from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
 
 # The exponent of the scale 0; what is below the limit is 0 still, a root or times other scales.
 _ZERO = -float(2**22)
@@ -112,7 +113,7 @@ class _Rounds:
         self._exponents = new or self._exponents
         return call.replace(invars=invars, outvars=[*ready, *new])
 
-    def _plan(self, requests: Sequence[Monomial]) -> tuple[list[int], list[list[int]]]:
+    def _plan(self, requests: Sequence[Scale]) -> tuple[list[int], list[list[int]]]:
         """The sources that have to be taken in, and what has to be computed, level by level."""
         sources: list[int] = []
         depth: dict[int, int] = {}
@@ -142,7 +143,7 @@ class _Rounds:
         return number in self._positions or number in depth
 
     def _runner(
-        self, requests: Sequence[Monomial], sources: list[int], levels: list[list[int]]
+        self, requests: Sequence[Scale], sources: list[int], levels: list[list[int]]
     ) -> Callable[..., Any]:
         """The function of all exponents so far, and of new sources, to the values asked for."""
         is_first = not self._exponents
@@ -206,7 +207,7 @@ class _Rounds:
         return functools.partial(_root, read=read, degree=degree, is_rest=is_rest)
 
     def _maxima(
-        self, rows: Sequence[tuple[Monomial, ...]], limits: Sequence[float]
+        self, rows: Sequence[tuple[Scale, ...]], limits: Sequence[float]
     ) -> Callable[[Any], Any]:
         terms = [term for row in rows for term in row]
         read = self._read(terms)
@@ -227,7 +228,7 @@ class _Rounds:
 
         return maxima
 
-    def _read(self, monomials: Sequence[Monomial]) -> Callable[[Any], Any]:
+    def _read(self, monomials: Sequence[Scale]) -> Callable[[Any], Any]:
         """The function of all exponents to those of some monomials."""
         width = max((len(m.factors) for m in monomials), default=0)
         index = np.zeros((len(monomials), width), np.int32)

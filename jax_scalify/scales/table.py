@@ -27,7 +27,7 @@ from jax_scalify.scales.algebra import (
     Scale,
     sorted_factors,
 )
-from jax_scalify.scales.program import Monomial, ScaleProgram
+from jax_scalify.scales.program import ScaleProgram
 from jax_scalify.scales.rounds import resolve
 
 
@@ -74,25 +74,19 @@ class ScaleTable:
             number = program.source(array) if program else None
             atom = Atom(self, next(self._counter), array, number, **known)
             self._atoms[id(array)] = atom
-        return Scale(0, ((atom, 1),))
+        return Scale.of_factor(atom)
 
     def _computed(self, number: int, **known: Any) -> Scale:
         """Make a scale that the program computes."""
         atom = Atom(self, next(self._counter), None, number, **known)
-        return Scale(0, ((atom, 1),))
+        return Scale.of_factor(atom)
 
-    def _together(self, *scales: Scale) -> tuple[ScaleProgram, list[Monomial]] | None:
-        """The program and the monomials that it knows, if it computes some scales together."""
-        if self._program is None:
+    def _together(self, *scales: Scale) -> tuple[ScaleProgram, list[Scale]] | None:
+        """The program and the scales of its numbers, if it computes some scales together."""
+        atoms = {atom for scale in scales for atom, _ in scale.factors}
+        if self._program is None or any(atom.number is None for atom in atoms):
             return None
-        monomials = []
-        for scale in scales:
-            factors = [(atom.number, power) for atom, power in scale.factors]
-            known = [(number, power) for number, power in factors if number is not None]
-            if len(known) < len(factors):
-                return None
-            monomials.append(Monomial(scale.exponent, tuple(known)))
-        return self._program, monomials
+        return self._program, [s.renamed(lambda a: Scale.of_factor(a.number)) for s in scales]
 
     def _memoised(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._memo:
@@ -215,7 +209,7 @@ class ScaleTable:
         joined = below[-1]
 
         def make() -> Scale:
-            top = (ratio * Scale(0, ((joined, 1),))).array
+            top = (ratio * Scale.of_factor(joined)).array
             inverse = self._reciprocal(joined, guarded=False)
             return self.atom(_broadcast(lax.mul)(top.astype(self.dtype), inverse))
 

@@ -18,14 +18,14 @@ import jax
 from jax_scalify import _compat
 from jax_scalify.interpreter.multiplying import within_range
 from jax_scalify.interpreter.observing import Observed, is_observing, observe_p
-from jax_scalify.interpreter.operand import Operand, defer, settled
+from jax_scalify.interpreter.operand import Operand, settled
 from jax_scalify.interpreter.registry import (
     RuleContext,
     register_body_rule,
     rules_version,
 )
 from jax_scalify.interpreter.value import Plain, Value
-from jax_scalify.rules.bodies.form import Form
+from jax_scalify.rules.bodies.form import Form, numbered, pack, unpack
 from jax_scalify.scales.algebra import Atom, Scale
 from jax_scalify.scales.rounds import CALL_NAME
 from jax_scalify.scales.table import ScaleTable
@@ -34,27 +34,16 @@ from jax_scalify.scales.table import ScaleTable
 _SMALL_BODY = 8
 
 
-class _Slots:
-    """Numbers for the atoms that scales are made of, so that a call can be described by itself."""
+def _wholes(numbers: dict[Atom, int], start: int = 0) -> dict[int, Scale]:
+    """For each atom from number `start` on that was kept to a limit, the scale without it.
 
-    def __init__(self, atoms: Sequence[Atom] = ()):
-        self.numbers = {atom: i for i, atom in enumerate(atoms)}
-
-    def describe(self, scale: Scale) -> tuple[float, tuple[tuple[int, int], ...]]:
-        """A monomial of numbers instead of atoms."""
-        factors = ((self.numbers.setdefault(a, len(self.numbers)), p) for a, p in scale.factors)
-        return scale.exponent, tuple(factors)
-
-    def describe_wholes(self, start: int = 0) -> dict[int, Any]:
-        """For each atom from `start` on that was kept to a limit, the scale without it.
-
-        The atoms of these scales get numbers too.
-        """
-        wholes = {i: a.whole() for a, i in self.numbers.items() if i >= start and a.whole}
-        return {
-            i: self.describe(whole if _can_cross(whole) else whole.bounded()[0])
-            for i, whole in wholes.items()
-        }
+    The atoms of these scales get numbers too.
+    """
+    wholes = {i: a.whole() for a, i in numbers.items() if i >= start and a.whole}
+    return {
+        i: numbered(whole if _can_cross(whole) else whole.bounded()[0], numbers)
+        for i, whole in wholes.items()
+    }
 
 
 def _known_of(atom: Atom) -> dict[str, Any]:
@@ -64,72 +53,30 @@ def _known_of(atom: Atom) -> dict[str, Any]:
     )
 
 
-def _monomial(description: Any, atoms: Sequence[Scale]) -> Scale:
-    exponent, factors = description
-    scale = Scale(exponent)
-    for number, power in factors:
-        scale = scale * atoms[number] ** power
-    return scale
-
-
-@dataclasses.dataclass(frozen=True)
-class _Known:
-    """What is known of a value that is passed to a call, or returned by it."""
-
-    form: Form
-    scale: Any = None  # a description of the scale, of a scaled value
-    depth: int = 0
-    exponent: int = 0  # of a power of two that the data has yet to be multiplied by
-
-    @classmethod
-    def of(cls, value: Value, slots: _Slots, depth: int = 0) -> _Known:
-        form = Form.of(value)
-        if not isinstance(value, Operand):
-            return cls(form)
-        form = dataclasses.replace(form, static=None, scale_shape=())
-        return cls(form, slots.describe(value.scale), depth, value.exponent)
-
-    def arrays(self, value: Value, table: ScaleTable) -> list[Any]:
-        return [value.raw] if isinstance(value, Operand) else self.form.pack(value, table)
-
-    def value(self, arrays: Sequence[Any], atoms: Sequence[Scale], depth: int = 0) -> Value:
-        if not self.scale:
-            return self.form.unpack(arrays, None)
-        x = defer(arrays[0], self.exponent, _monomial(self.scale, atoms))
-        return x.as_result(self.form.facts, self.depth + depth)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Interpreted:
-    """A body: its jaxpr, what is known of its results, and of the atoms that it makes."""
+    """A body: its jaxpr, the forms of its results, and what is known of the atoms that it makes."""
 
     jaxpr: Any
     consts: list[Any]
-    results: list[_Known]
+    forms: list[Form]
     # Of each atom: what is known of it, the members of a maximum, the scale without limits.
-    made: list[tuple[dict[str, Any], Any, Any]]
+    made: list[tuple[dict[str, Any], list[Scale], Scale | None]]
 
 
 _interpreted: weakref.WeakKeyDictionary[Any, dict[Any, _Interpreted]] = weakref.WeakKeyDictionary()
 
 
-def _values(
-    known: Sequence[_Known], arrays: Sequence[Any], atoms: Sequence[Scale], depth: int = 0
-) -> list[Value]:
-    rest = iter(arrays)
-    return [k.value([next(rest) for _ in k.form.avals()], atoms, depth) for k in known]
-
-
 def _interpret(
     ctx: RuleContext,
     jaxpr: Any,
-    known: list[_Known],
+    forms: list[Form],
     atoms: list[Atom],
-    wholes: dict[int, Any],
+    wholes: dict[int, Scale],
     operands: list[Any],
 ) -> _Interpreted:
-    results: list[_Known] = []
-    made: list[tuple[dict[str, Any], Any, Any]] = []
+    out_forms: list[Form] = []
+    made: list[tuple[dict[str, Any], list[Scale], Scale | None]] = []
 
     def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
         scales: list[Scale] = []
@@ -138,24 +85,24 @@ def _interpret(
         ):
             whole = _whole(wholes.get(i), scales)
             scales.append(table.atom(array, **_known_of(atom), whole=whole))
-        outputs = ctx.scale_jaxpr(jaxpr, _values(known, arrays, scales), table)
+        outputs = ctx.scale_jaxpr(jaxpr, unpack(forms, arrays, table, scales), table)
         outputs = [_crossing(o) for o in outputs]
-        slots = _Slots([s.factors[0][0] for s in scales])
-        results[:] = [_Known.of(o, slots, o.depth) for o in outputs]
-        packed = [a for k, o in zip(results, outputs, strict=True) for a in k.arrays(o, table)]
-        new_wholes = slots.describe_wholes(len(atoms)) if table.narrow else {}
-        new = list(slots.numbers)[len(atoms) :]
+        numbers = {s.factors[0][0]: i for i, s in enumerate(scales)}
+        out_forms[:] = [Form.of_call(o, numbers, o.depth) for o in outputs]
+        packed = pack(out_forms, outputs, table)
+        new_wholes = _wholes(numbers, len(atoms)) if table.narrow else {}
+        new = list(numbers)[len(atoms) :]
         for position, atom in enumerate(new, start=len(atoms)):
-            members, parts = None, [a for factors, _ in atom.members for a, _ in factors]
-            if all(slots.numbers.get(a, position) < position for a in parts):  # made before it
-                members = [slots.describe(Scale(e, factors)) for factors, e in atom.members]
+            members, parts = [], [a for factors, _ in atom.members for a, _ in factors]
+            if all(numbers.get(a, position) < position for a in parts):  # made before it
+                members = [numbered(Scale(e, factors), numbers) for factors, e in atom.members]
             made.append((_known_of(atom), members, new_wholes.get(position)))
         return [*packed, *(atom.array for atom in new)]
 
     with _compat.no_name_stack():
         closed = ctx.trace(flat, operands)
     opened = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
-    return _Interpreted(opened, list(closed.consts), results, made)
+    return _Interpreted(opened, list(closed.consts), out_forms, made)
 
 
 def _constrain(value: Value, sharding: Any) -> Value:
@@ -186,9 +133,9 @@ def _can_cross(scale: Scale) -> bool:
     return all(atom.limit < math.inf for atom, _ in scale.factors)
 
 
-def _whole(description: Any, atoms: Sequence[Scale]) -> Callable[[], Scale] | None:
-    """How to make the scale without limits, when all atoms are there."""
-    return None if description is None else functools.cache(lambda: _monomial(description, atoms))
+def _whole(scale: Scale | None, atoms: Sequence[Scale]) -> Callable[[], Scale] | None:
+    """How to make a scale of numbers, when all atoms are there."""
+    return None if scale is None else functools.cache(lambda: scale.renamed(atoms.__getitem__))
 
 
 def _crossing(value: Value) -> Value:
@@ -207,14 +154,14 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
         # Factors that are still to be applied differ from call to call; without them, calls share
         # one interpretation.
         inputs = [_settled(v) for v in inputs]
-    slots, inputs = _Slots(), [_crossing(v) for v in inputs]
-    known = [_Known.of(v, slots) for v in inputs]
-    wholes = slots.describe_wholes() if ctx.table.narrow else {}
-    atoms = list(slots.numbers)
-    operands = [a for k, v in zip(known, inputs, strict=True) for a in k.arrays(v, ctx.table)]
-    operands += [atom.array for atom in atoms]
+    inputs = [_crossing(v) for v in inputs]
+    numbers: dict[Atom, int] = {}
+    forms = [Form.of_call(v, numbers) for v in inputs]
+    wholes = _wholes(numbers) if ctx.table.narrow else {}
+    atoms = list(numbers)
+    operands = pack(forms, inputs, ctx.table) + [atom.array for atom in atoms]
     key = (
-        tuple((k.form.key(), k.scale, k.exponent) for k in known),
+        tuple(form.key() for form in forms),
         tuple(tuple(_known_of(atom).values()) for atom in atoms),
         tuple(wholes.items()),
         tuple(map(jax.typeof, operands)),
@@ -222,15 +169,17 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
     )
     bodies = _interpreted.setdefault(jaxpr, {})
     if key not in bodies:
-        body = _interpret(ctx, jaxpr, known, atoms, wholes, operands)
+        body = _interpret(ctx, jaxpr, forms, atoms, wholes, operands)
         if any(map(_compat.is_traced, body.consts)):
             return ctx.scale_jaxpr(jaxpr, inputs)
         bodies[key] = body
     body = bodies[key]
     arrays = _compat.bind_jit(ctx.primitive, body.jaxpr, [*body.consts, *operands], params)
-    scales = [Scale(0, ((atom, 1),)) for atom in atoms]
+    scales = [Scale.of_factor(atom) for atom in atoms]
     _take_in(scales, body.made, arrays[len(arrays) - len(body.made) :], ctx.table)
-    return _values(body.results, arrays, scales, max((v.depth for v in inputs), default=0))
+    depth = max((v.depth for v in inputs), default=0)
+    results = [dataclasses.replace(f, depth=f.depth + depth) for f in body.forms]
+    return unpack(results, arrays, ctx.table, scales)
 
 
 def _settings(ctx: RuleContext) -> tuple[Any, ...]:
@@ -244,7 +193,7 @@ def _take_in(
 ) -> None:
     """Append the atoms that a body has made, of their arrays."""
     for array, (known, members, whole) in zip(arrays, made, strict=True):
-        terms = [_monomial(m, scales) for m in members or ()]
+        terms = [m.renamed(scales.__getitem__) for m in members]
         known_members = frozenset((t.factors, t.exponent) for t in terms)
         facts = dict(known, members=known_members, whole=_whole(whole, scales))
         scales.append(table.atom(array, **facts))

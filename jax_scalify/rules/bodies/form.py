@@ -1,7 +1,9 @@
-"""How values cross into a sub-trace and out of it: the body of a loop, a branch, a remat.
+"""How values cross into a sub-trace and out of it: the body of a loop, a branch, a call.
 
 A body is interpreted once, on arrays, with a scale table of its own. A `Form` says which arrays
-stand for a value, and what is known of it on the other side.
+stand for a value, and what is known of it on the other side. The scale of a loop's value crosses as
+an array beside its data. The scales of a call's values cross as the atoms that they are made of:
+`data * (a * b)` and `data * (a / b)` are two forms, with the numbers 0 and 1 for a and b.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from jax_scalify.arrays.scaled_array import align_scale
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.multiplying import moved, within_range
-from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
+from jax_scalify.interpreter.operand import NOTHING, Facts, Operand, defer
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.value import Plain, Value, in_dtype
-from jax_scalify.scales.algebra import LARGEST_EXTENT, Scale
+from jax_scalify.scales.algebra import LARGEST_EXTENT, Atom, Scale
 from jax_scalify.scales.table import ScaleTable
 
 
@@ -32,17 +34,20 @@ from jax_scalify.scales.table import ScaleTable
 class Form:
     """The form in which a value crosses: as a constant, a number, a plain array, or data and scale.
 
-    Forms are ordered, constant < uniform < plain < scaled, and a static scale is below a dynamic
-    one: `join` gives the least form that can hold either of two values.
+    Forms are ordered, constant < uniform < plain < scaled, and a known scale is below any other:
+    `join` gives the least form that can hold either of two values.
 
     Attributes:
         shape, dtype: of the value.
         kind: "constant": no array, the number is known; "uniform": a 0-d array that every element
             equals; "plain": the array; "scaled": data and, unless it is static, its scale.
         constant: the number, of a constant.
-        static: the scale, if it is static.
-        scale_shape: of a dynamic scale: `()`, or the rank of the value with dims 1 or its own.
-        extent: of a dynamic scale, as of an `Atom`.
+        scale: the scale that is known on the other side: a static one or, across a call, one of
+            the numbers of atoms; None if it crosses as an array.
+        scale_shape: of a scale that crosses: `()`, or the rank of the value with dims 1 or its own.
+        extent: of a scale that crosses, as of an `Atom`.
+        exponent: of the factor that the data is still to be multiplied by, across a call.
+        depth: of an `Operand`, across a call.
         facts: about the elements.
         sharding: if it is explicit, a part of types.
     """
@@ -51,9 +56,11 @@ class Form:
     dtype: Any
     kind: str
     constant: Any = None
-    static: Scale | None = None
+    scale: Scale | None = None
     scale_shape: tuple[int, ...] = ()
     extent: int = 0
+    exponent: int = 0
+    depth: int = 0
     facts: Facts = NOTHING
     sharding: Any = None
 
@@ -64,7 +71,7 @@ class Form:
         if isinstance(value, Operand):
             scale = value.scale
             known: dict[str, Any] = (
-                {"static": scale}
+                {"scale": scale}
                 if scale.is_static
                 else {"scale_shape": scale.shape, "extent": min(LARGEST_EXTENT, int(scale.span))}
             )
@@ -78,11 +85,21 @@ class Form:
         rest: dict[str, Any] = dict(constant=value.constant, facts=value.facts, sharding=sharding)
         return cls(value.shape, value.dtype, kind, **rest)
 
+    @classmethod
+    def of_call(cls, value: Value, numbers: dict[Atom, int], depth: int = 0) -> Form:
+        """The form of a call's value; `numbers` takes in the atoms of its scale."""
+        form = cls.of(value)
+        if not isinstance(value, Operand):
+            return form
+        scale = numbered(value.scale, numbers)
+        known: dict[str, Any] = dict(scale=scale, exponent=value.exponent, depth=depth)
+        return dataclasses.replace(form, scale_shape=(), extent=0, **known)
+
     def key(self) -> tuple[Any, ...]:
         """What tells a form from others, hashable."""
         number = None if self.constant is None else self.constant.tobytes()
         known = self.shape, self.dtype, self.kind, number, self.facts, self.scale_shape
-        return *known, self.static, self.sharding
+        return *known, self.scale, self.exponent, self.sharding
 
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
@@ -113,7 +130,7 @@ class Form:
     @property
     def has_scale(self) -> bool:
         """Whether a scale array goes with the data."""
-        return self.kind == "scaled" and self.static is None
+        return self.kind == "scaled" and self.scale is None
 
     @property
     def _is_number(self) -> bool:
@@ -134,7 +151,7 @@ class Form:
             return [jnp.asarray(value.whole())]
         x = promote(value, table, full=True)
         if not self.has_scale:
-            return [jnp.asarray(x.data)]
+            return [jnp.asarray(x.times(Scale(-self.exponent)))]
         narrow = dtypes.has_short_range(self.dtype)
         if table.narrow and any(a.limit < LARGEST_EXTENT for a, _ in x.scale.factors):
             # A cast to float16, on the other side, does not know of the limit.
@@ -148,8 +165,10 @@ class Form:
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
         return [jnp.asarray(x.data), jnp.broadcast_to(scale, self.scale_shape)]
 
-    def unpack(self, arrays: Sequence[Any], table: ScaleTable | None) -> Value:
-        """The value that arrays in this form stand for."""
+    def unpack(
+        self, arrays: Sequence[Any], table: ScaleTable, atoms: Sequence[Scale] = ()
+    ) -> Value:
+        """The value that arrays in this form stand for; `atoms` are those that have numbers."""
         if self.kind == "constant":
             held = not self.shape and self.constant.dtype == self.dtype
             return Plain.of(self.constant) if held else Plain.filled(self, self.constant)
@@ -157,11 +176,16 @@ class Form:
             return Plain.filled(self, arrays[0], facts=self.facts)
         if self.kind == "plain":
             return Plain.of(arrays[0], facts=self.facts)
-        if table is None:
-            raise ValueError("A dynamic scale needs a table.")
-        known = dict(extent=self.extent, is_number=self._is_number)
-        scale = self.static or table.atom(arrays[1], **known)
-        return Operand(arrays[0], scale, facts=self.facts)
+        if self.scale is None:
+            scale = table.atom(arrays[1], extent=self.extent, is_number=self._is_number)
+        else:
+            scale = self.scale.renamed(lambda number: atoms[number])
+        return defer(arrays[0], self.exponent, scale).as_result(self.facts, self.depth)
+
+
+def numbered(scale: Scale, numbers: dict[Atom, int]) -> Scale:
+    """A scale with numbers for its atoms; a new atom gets the next number."""
+    return scale.renamed(lambda atom: Scale.of_factor(numbers.setdefault(atom, len(numbers))))
 
 
 def join(a: Form, b: Form) -> Form:
@@ -181,11 +205,11 @@ def join(a: Form, b: Form) -> Form:
 
 
 def _join_scaled(a: Form, b: Form, facts: Facts) -> Form:
-    known = [f.static for f in (a, b) if f.kind == "scaled"]
+    known = [f.scale for f in (a, b) if f.kind == "scaled"]
     others = [f for f in (a, b) if f.kind != "scaled"]
     zero = all(f.kind == "constant" and f.constant == 0 for f in others)
     if zero and None not in known and len(set(known)) == 1:
-        return Form(a.shape, a.dtype, "scaled", static=known[0], facts=facts, sharding=a.sharding)
+        return Form(a.shape, a.dtype, "scaled", scale=known[0], facts=facts, sharding=a.sharding)
     shape = np.broadcast_shapes(a.scale_shape, b.scale_shape)
     extent = max(a.extent, b.extent)
     rest: dict[str, Any] = dict(scale_shape=shape, extent=extent, facts=facts, sharding=a.sharding)
@@ -207,10 +231,12 @@ def pack(forms: Sequence[Form], values: Sequence[Value], table: ScaleTable) -> l
     return [a for f, v in zip(forms, values, strict=True) for a in f.pack(v, table)]
 
 
-def unpack(forms: Sequence[Form], arrays: Sequence[Any], table: ScaleTable) -> list[Value]:
-    """The values that a sequence of arrays stands for."""
+def unpack(
+    forms: Sequence[Form], arrays: Sequence[Any], table: ScaleTable, atoms: Sequence[Scale] = ()
+) -> list[Value]:
+    """The values that a sequence of arrays stands for; `atoms` are those that have numbers."""
     rest = iter(arrays)
-    return [f.unpack([next(rest) for _ in range(f.array_count)], table) for f in forms]
+    return [f.unpack([next(rest) for _ in range(f.array_count)], table, atoms) for f in forms]
 
 
 @dataclasses.dataclass(frozen=True)
