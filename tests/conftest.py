@@ -62,9 +62,9 @@ def every_primitive_has_a_rule(monkeypatch):
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def counts_compilations():
-    """Make room in JAX's cache: a test that counts a function's entries finds them all there.
+    """Make room in JAX's cache: tests that count a function's entries find them all there.
 
     A process keeps some thousand compiled functions, and a full cache has dropped new ones.
     """

@@ -1,5 +1,6 @@
 """Scales that are computed together are those that are computed one by one."""
 
+import functools
 import itertools
 import re
 
@@ -23,13 +24,21 @@ def scaled(scale, x=X):
     return jsa.ScaledArray(jnp.asarray(x * (scale != 0)), jnp.float32(scale))
 
 
+@functools.cache
+def together_of(fun):
+    """`jit` of a scalified function; it is compiled once for all scales."""
+    return jax.jit(jsa.scalify(fun))
+
+
+@functools.cache
 def one_by_one(fun):
-    """`jit` of a scalified function whose scales are not computed together."""
+    """The same, of scales that are not computed together."""
+    jitted = jax.jit(jsa.scalify(fun))
 
     def call(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_compat, "keeps_barriers", lambda: False)
-            return jax.jit(jsa.scalify(fun))(*args)
+            return jitted(*args)
 
     return call
 
@@ -82,7 +91,7 @@ FUNCTIONS = (residual, normalised, scanned, branching, by_scalars, by_hand)
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_data_and_scales_are_the_same(fun, scales):
     args = [scaled(scale) for scale in scales]
-    assert_same(jax.jit(jsa.scalify(fun))(*args), one_by_one(fun)(*args))
+    assert_same(together_of(fun)(*args), one_by_one(fun)(*args))
 
 
 @pytest.mark.parametrize("fun", FUNCTIONS)
