@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -11,17 +12,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax._src import (
+    compiler,
     config,  # pyright: ignore[reportPrivateImportUsage]
     core,
     source_info_util,
 )
+from jax._src.interpreters import mlir
 from jax._src.interpreters.partial_eval import (
     DynamicJaxprTrace,
     convert_constvars_jaxpr,
     dce_jaxpr,
 )
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -114,6 +120,41 @@ def compile_with_names() -> Iterator[None]:
     """Keep XLA's persistent cache from returning a program in which things have other names."""
     with config.compilation_cache_include_metadata_in_key(True):
         yield
+
+
+def lowered_program(lowered: Any) -> tuple[bytes, dict[str, Any]]:
+    """What another process needs to compile a lowered function: the module, and options."""
+    lowering = lowered._lowering
+    args = lowering.compile_args
+    options = {
+        "devices": args["num_devices"],
+        "tuple_args": args["tuple_args"],
+        "propagates_to_inputs": list(args["allow_prop_to_inputs"]),
+        "propagates_to_outputs": list(args["allow_prop_to_outputs"]),
+    }
+    file = io.BytesIO()
+    lowering.stablehlo().operation.write_bytecode(file)
+    return file.getvalue(), options
+
+
+def compile_module(module: bytes, devices: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Compile what `lowered_program` returned, for devices that need not be there."""
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        settings = compiler.get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.array(devices, object).reshape(1, -1),
+            backend=devices[0].client,
+        )
+        settings.parameter_is_tupled_arguments = options["tuple_args"]
+        build = settings.executable_build_options
+        build.allow_spmd_sharding_propagation_to_parameters = options["propagates_to_inputs"]
+        build.allow_spmd_sharding_propagation_to_output = options["propagates_to_outputs"]
+        executable_devices = xla_client.DeviceList(tuple(devices))
+        return compiler.backend_compile_and_load(
+            devices[0].client, parsed, executable_devices, settings, []
+        )
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:

@@ -1,7 +1,10 @@
-"""Look at the numbers of a training step: scales, ranges, the first nan, and FP8 matmuls."""
+"""Look at the numbers of a training step: scales, ranges, the first nan, FP8 matmuls, its cost."""
 
 from jax_scalify.numerics.check_fp8 import Matmul, check_fp8
+from jax_scalify.numerics.compile_report import CompileReport, compile_report
+from jax_scalify.numerics.compiling import Memory
 from jax_scalify.numerics.fp8_report import Fp8Report
+from jax_scalify.numerics.hlo_costs import Collective, Kernel
 from jax_scalify.numerics.host_statistics import Fit, Measure
 from jax_scalify.numerics.nonfinite import Nonfinite, find_nonfinite
 from jax_scalify.numerics.plot import plot_histogram, plot_scales
@@ -11,16 +14,21 @@ from jax_scalify.numerics.rows import Row
 from jax_scalify.numerics.tracking import Record, Tracker, track
 
 __all__ = [
+    "Collective",
+    "CompileReport",
     "Fit",
     "Fp8Report",
+    "Kernel",
     "Matmul",
     "Measure",
+    "Memory",
     "Nonfinite",
     "Record",
     "Report",
     "Row",
     "Tracker",
     "check_fp8",
+    "compile_report",
     "find_nonfinite",
     "plot_histogram",
     "plot_scales",

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jax_scalify import _compat
-from jax_scalify.arrays.nnx_objects import pure_call
 from jax_scalify.base.jaxprs import nested_equations
-from jax_scalify.interpreter.tracing import flat_function, is_static_result
 from jax_scalify.numerics import hlo
+from jax_scalify.numerics.compiling import CompiledProgram, compile_traced, trace
 from jax_scalify.numerics.fp8_report import Fp8Report, Matmul
 from jax_scalify.numerics.hlo import Sizes
 from jax_scalify.numerics.scopes import clean_name, phase_of, scopes
@@ -25,7 +24,14 @@ _FORMATS = ("f8e4m3fn", "f8e5m2")
 _RESULTS = ("bf16", "f16", "f32")
 
 
-def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) -> Fp8Report:
+def check_fp8(
+    fun: Callable,
+    *args: Any,
+    compile: bool = True,
+    target: str | None = None,
+    error: bool = False,
+    **kwargs: Any,
+) -> Fp8Report:
     """Tell of each matmul of a computation whether it is FP8, as traced and as compiled.
 
     XLA makes an FP8 kernel of a dot only if everything about it is right, and falls back to a wider
@@ -36,6 +42,10 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
         fun: a function, jitted or scalified or both, or what its `trace` method returned.
         args: of `fun`: arrays, `ScaledArray` or `jax.ShapeDtypeStruct`, and trees of them.
         compile: whether to compile, and to look for each matmul in the compiled program.
+        target: a device to compile for, which need not be there, as of `compile_report`; `None` for
+            the devices of the arguments.
+        error: whether to raise if a matmul of FP8 operands is not an FP8 kernel, or, if it is not
+            compiled, could not be one.
         kwargs: of `fun`.
 
     Returns:
@@ -47,6 +57,8 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
     Raises:
         TypeError: if `fun` is not callable, or an argument of a function that is not jitted is
             neither an array nor a number nor a callable.
+        ValueError: for a `target` that is not known; with `error`, naming the matmuls.
+        ModuleNotFoundError: if the compiler of the target is not installed.
 
     Example:
         >>> x = jnp.ones((32, 64), jnp.float8_e4m3fn)
@@ -54,46 +66,44 @@ def check_fp8(fun: Callable, *args: Any, compile: bool = True, **kwargs: Any) ->
         >>> print(jsa.numerics.check_fp8(dot, x, x, compile=False).summary)
         1 of 1 matmuls have FP8 operands; 1 would be eligible on a GPU (not compiled).
     """
-    if isinstance(fun, (jax.stages.Lowered, jax.stages.Compiled)):
-        raise TypeError(
-            f"`fun` must be a function or a `jax.stages.Traced`, got {type(fun).__name__}, which "
-            "no longer holds what was traced: pass the function and its arguments."
-        )
-    if isinstance(fun, jax.stages.Traced):
-        if args or kwargs:
-            raise TypeError("`args` must be left out: `fun` has been traced with its arguments.")
-        traced = fun
-    elif callable(fun):
-        call = pure_call(fun, args, kwargs)
-        if isinstance(call.fun, jax.stages.Wrapped):
-            traced = call.fun.trace(*args, **kwargs)
-        else:
-            _check_arrays((call.args, call.kwargs), fun)
-            # Callables, as an Equinox model has them, are static.
-            flat, found = flat_function(call, lambda leaf: not is_static_result(leaf))
-            traced = jax.jit(flat).trace(*(leaf for _, leaf in found))
+    traced = trace(fun, args, kwargs, "check_fp8")
+    rows = matmuls(traced)
+    if compile and rows:
+        report = fp8_report(rows, compile_traced(traced, target))
     else:
-        raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
-    equations = _matmuls(_compat.live_jaxpr(traced.jaxpr))
-    rows = tuple(_as_traced(*found) for found in equations)
-    if not (compile and rows):
-        return Fp8Report(rows, None)
-    with _compat.compile_with_names():
-        compiled = traced.lower().compile()
-    rows, unmatched = match(rows, hlo.parse_program(compiled.as_text() or ""))
-    return Fp8Report(rows, _backend(compiled), unmatched)
+        report = Fp8Report(rows, None)
+    if error:
+        _check(report)
+    return report
 
 
-def _check_arrays(arguments: Any, fun: Callable) -> None:
-    """Raise a `TypeError` for an argument that `jax.jit` has to be told is static."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
-        is_number = isinstance(leaf, (bool, int, float, complex))
-        if not (hasattr(leaf, "dtype") or is_number or callable(leaf)):
-            name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
-            raise TypeError(
-                f"`{name}` is of type {type(leaf).__name__}, no array. Make it static: "
-                f"`check_fp8(jax.jit({getattr(fun, '__name__', 'fun')}, static_argnames=…), …)`."
-            )
+def matmuls(traced: jax.stages.Traced) -> tuple[Matmul, ...]:
+    """The matmuls of a traced function that its results need, not compiled."""
+    return tuple(_as_traced(*found) for found in _matmuls(_compat.live_jaxpr(traced.jaxpr)))
+
+
+def fp8_report(rows: Sequence[Matmul], program: CompiledProgram) -> Fp8Report:
+    """What became of traced matmuls in a compiled program."""
+    rows, unmatched = match(rows, hlo.parse_program(program.text))
+    return Fp8Report(rows, program.platform, unmatched)
+
+
+def _check(report: Fp8Report) -> None:
+    """Raise if a matmul of FP8 operands is no FP8 kernel."""
+    asked = [row for row in report.rows if row.has_fp8_operands]
+    compiled = report.backend is not None
+    wrong = [row for row in asked if not (row.is_fp8 if compiled else row.eligible)]
+    if wrong:
+        found = "\n".join(
+            f"  {row.name or row.op}, {row.phase}, at {row.line}: {row.kernel}; "
+            f"{'; '.join(row.notes) or 'no reason is known'}"
+            for row in wrong
+        )
+        what = f"are FP8 kernels on {report.backend}" if compiled else "could be FP8 kernels"
+        raise ValueError(
+            f"{len(asked) - len(wrong)} of {len(asked)} matmuls of FP8 operands {what}; not these:"
+            f"\n{found}"
+        )
 
 
 def _matmuls(jaxpr: Any) -> Iterator[tuple[JaxprEqn, str, int | None]]:
@@ -192,12 +202,6 @@ def _short_name(dtype: Any) -> str:
     for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("float", "f"), ("complex", "c")):
         name = name.replace(long, short)
     return name.replace("uint", "u").replace("int", "s")
-
-
-def _backend(compiled: Any) -> str:
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    devices = [d for s in shardings for d in getattr(s, "device_set", ())]
-    return devices[0].platform if devices else jax.default_backend()
 
 
 def match(

@@ -69,21 +69,38 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """A line of a program's text.
+
+    Attributes:
+        name: without the "%".
+        computation: that it stands in; `entry` tells which one the program starts with.
+        type: of its result, with layouts.
+        opcode: "fusion", "custom-call", "parameter", ...
+        operands: names of instructions in the same computation.
+        arguments: what stands between the parentheses, as "(0)" of a parameter.
+        attributes: what stands behind them.
+        is_root: whether it is the result of its computation.
+    """
+
     name: str
     computation: str
     type: str
     opcode: str
     operands: tuple[str, ...]
+    arguments: str
     attributes: str
+    is_root: bool
 
     @property
     def op_name(self) -> str:
+        """What JAX called it, or ""."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def called(self) -> list[str]:
+        """The computations that it is a call of."""
         return re.findall(r"\bcalls=%([\w.\-]+)", self.attributes)
 
 
@@ -105,10 +122,10 @@ def parse_program(text: str) -> Program:
         >>> [(m.lhs, m.sizes) for m in parse_program(compiled.as_text()).matmuls]
         [('f32', Sizes(batch=1, m=8, k=16, n=4))]
     """
-    instructions = list(_instructions(text))
+    instructions = list(parse_instructions(text))
     types = {(i.computation, i.name): i.type for i in instructions}
     callers = {name: i for i in instructions for name in i.called}
-    users: dict[tuple[str, str], list[_Instruction]] = {}
+    users: dict[tuple[str, str], list[Instruction]] = {}
     for instruction in instructions:
         for operand in instruction.operands:
             users.setdefault((instruction.computation, operand), []).append(instruction)
@@ -153,7 +170,8 @@ def _is_matmul_name(op_name: str) -> bool:
     return op_name.rpartition("/")[2] in MATMULS
 
 
-def _instructions(text: str) -> Iterator[_Instruction]:
+def parse_instructions(text: str) -> Iterator[Instruction]:
+    """The instructions of a program in HLO text, in order."""
     computation = ""
     for line in text.splitlines():
         if line.endswith("{") and "->" in line:
@@ -172,7 +190,11 @@ def _instructions(text: str) -> Iterator[_Instruction]:
         start = end + call.end()
         stop = _closing(rest, start)
         operands = tuple(re.findall(r"%([\w.\-]+)", rest[start:stop]))
-        yield _Instruction(found[1], computation, rest[:end], call[1], operands, rest[stop:])
+        is_root = line.lstrip().startswith("ROOT ")
+        arguments, attributes = rest[start:stop], rest[stop:]
+        yield Instruction(
+            found[1], computation, rest[:end], call[1], operands, arguments, attributes, is_root
+        )
 
 
 def _closing(text: str, start: int) -> int:
@@ -186,7 +208,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _name_of_users(
-    instruction: _Instruction, users: dict[tuple[str, str], list[_Instruction]], steps: int = 3
+    instruction: Instruction, users: dict[tuple[str, str], list[Instruction]], steps: int = 3
 ) -> str:
     """Look for the name on what slices, reshapes or transposes the result."""
     for user in users.get((instruction.computation, instruction.name), ()) if steps else ():
@@ -199,7 +221,7 @@ def _name_of_users(
     return ""
 
 
-def _library(instruction: _Instruction, callers: dict[str, _Instruction]) -> str | None:
+def _library(instruction: Instruction, callers: dict[str, Instruction]) -> str | None:
     """Name what computes a matmul; None for any other instruction."""
     if instruction.opcode == "custom-call":
         found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
@@ -230,7 +252,7 @@ def _library(instruction: _Instruction, callers: dict[str, _Instruction]) -> str
     return "XLA"
 
 
-def _sizes(instruction: _Instruction, operands: list[str]) -> Sizes | None:
+def _sizes(instruction: Instruction, operands: list[str]) -> Sizes | None:
     lhs, rhs = (re.match(r"\w+\[([\d,]*)\]", operand) for operand in operands[:2])
     if instruction.opcode == "dot":
         dims = _dot_dimensions(instruction.attributes)
