@@ -20,7 +20,7 @@ from jax._src import (
     core,
     source_info_util,
 )
-from jax._src.interpreters import mlir
+from jax._src.interpreters import mlir, pxla
 from jax._src.interpreters.partial_eval import (
     DynamicJaxprTrace,
     convert_constvars_jaxpr,
@@ -126,11 +126,14 @@ def lowered_program(lowered: Any) -> tuple[bytes, dict[str, Any]]:
     """What another process needs to compile a lowered function: the module, and options."""
     lowering = lowered._lowering
     args = lowering.compile_args
+    inputs, outputs = pxla.get_prop_to_input_output(
+        args["in_shardings"], args["out_shardings"], len(args["ordered_effects"])
+    )
     options = {
         "devices": args["num_devices"],
         "tuple_args": args["tuple_args"],
-        "propagates_to_inputs": list(args["allow_prop_to_inputs"]),
-        "propagates_to_outputs": list(args["allow_prop_to_outputs"]),
+        "propagates_to_inputs": list(inputs),
+        "propagates_to_outputs": list(outputs),
     }
     file = io.BytesIO()
     lowering.stablehlo().operation.write_bytecode(file)

@@ -165,6 +165,7 @@ def _compile_elsewhere(traced: jax.stages.Traced, target: Target) -> CompiledPro
             "JAX_PLATFORMS": "cpu",  # a plugin does not look for its device then
             "XLA_FLAGS": target.flags,
             "TPU_SKIP_MDS_QUERY": "1",  # the machine is no TPU host
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no device is taken, so others may compile too
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         command = [sys.executable, "-m", CHILD, folder]
