@@ -24,6 +24,7 @@ MAIN_PYTHON := $(or $(NEW_PYTHON),$(OLD_PYTHON))
 
 VENV ?= .venv
 VENV_LOWEST ?= .venv-lowest
+VENV_ACCELERATORS ?= .venv-accelerators
 export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
@@ -33,7 +34,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: docs site package examples release-check demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup fuzz fuzz-lowest clean
+	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -116,6 +117,10 @@ tracking: $(VENV)/.installed  ## what a record of scales and ranges each 100 ste
 gpu-fp8: $(VENV)/.installed  ## matmuls and transformer layers in bfloat16 and FP8, on a GPU
 	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.cost.gpu_fp8
 
+# The compilers of GPUs and TPUs, 6 GB, in an environment of their own; no such device is needed.
+accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 and TPUs; docs/accelerators.md
+	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.accelerators --docs docs/accelerators.md
+
 # The newest JAX comes last: it writes the page from the results of both.
 coverage: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## JAX's own test harnesses, and docs/coverage.md
 	status=0; for venv in $(VENV_LOWEST) $(VENV); do \
@@ -141,5 +146,10 @@ $(VENV_LOWEST)/.installed: pyproject.toml
 	$(VENV_LOWEST)/bin/python -m pip install -q --no-compile -e '.[test]' jax==0.10.2 jaxlib==0.10.2
 	@touch $@
 
+$(VENV_ACCELERATORS)/.installed: pyproject.toml
+	$(MAIN_PYTHON) -m venv $(VENV_ACCELERATORS)
+	$(VENV_ACCELERATORS)/bin/python -m pip install -q --no-compile -e '.[test]' 'jax[cuda12,tpu]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_LOWEST) .jax_cache .pytest_cache .ruff_cache .hypothesis runs docs/_build
+	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_ACCELERATORS) .jax_cache .pytest_cache .ruff_cache .hypothesis runs docs/_build

@@ -25,8 +25,8 @@ class DotGeneral:
     Attributes:
         forward_dtype: format of both operands, or a pair with one for each.
         backward_dtype: format of the cotangent.
-        accumulation_dtype: dtype in which the matmuls add up; float32 or, of float64 results,
-            float64 by default.
+        accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
+            in bfloat16 or float64, else float32.
 
     Raises:
         TypeError: if a format is not floating point.
@@ -81,8 +81,13 @@ class DotGeneral:
         return lax.with_sharding_constraint(result, out_sharding)
 
     def accumulate(self, out: Any) -> Any:
-        """The dtype to add up in, for results of dtype `out`."""
-        return self.accumulation_dtype or dtypes.compute_dtype(out)
+        """The dtype that the matmuls are asked for, for results of dtype `out`.
+
+        Compilers add up in float32 all the same, and bfloat16 has its range: a result in float32
+        that is cast to bfloat16 would go through a GPU's memory three times as wide.
+        """
+        default = out if out == jnp.bfloat16 else dtypes.compute_dtype(out)
+        return self.accumulation_dtype or default
 
 
 def dot_general(
@@ -114,7 +119,8 @@ def dot_general(
             Give it for operands that are FP8 already.
         forward_dtype: format of both operands, or a pair with one for each.
         backward_dtype: format of the cotangent.
-        accumulation_dtype: dtype in which the matmuls add up, by default at least float32.
+        accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
+            in bfloat16 or float64, else float32.
 
     Raises:
         TypeError: if an operand or a format is not floating point.

@@ -22,6 +22,8 @@ from jax_scalify.numerics.scopes import clean_name, phase_of, scopes
 # What cuBLASLt takes, as XLA rewrites a dot of FP8 operands into a call of it.
 _FORMATS = ("f8e4m3fn", "f8e5m2")
 _RESULTS = ("bf16", "f16", "f32")
+# What becomes of a product that is compiled as no matmul.
+_NO_MATMUL = frozenset({"multiply", "reduce"})
 
 
 def check_fp8(
@@ -213,6 +215,7 @@ def match(
     Several can share both: each then gets all that was found for them.
     """
     result = list(rows)
+    others = {_key(name): opcodes for name, opcodes in program.others.items()}
     missing = list(range(len(rows)))
     left = list(program.matmuls)
     for names, multiple, note in (
@@ -225,10 +228,10 @@ def match(
         kernels = _group(((m.op_name, m.sizes, m) for m in left), names, multiple)
         for key in groups.keys() & kernels.keys():
             for i in groups[key]:
-                result[i] = _as_compiled(rows[i], kernels[key], len(groups[key]), note)
+                opcodes = others.get(_key(rows[i].path), frozenset())
+                result[i] = _as_compiled(rows[i], kernels[key], len(groups[key]), note, opcodes)
             missing = [i for i in missing if i not in groups[key]]
             left = [m for m in left if all(m is not k for k in kernels[key])]
-    others = {_key(name): opcodes for name, opcodes in program.others.items()}
     for i in missing:
         opcodes = others.get(_key(rows[i].path), frozenset())
         result[i] = _without_kernel(rows[i], opcodes)
@@ -257,8 +260,13 @@ def _group(
 
 
 def _as_compiled(
-    row: Matmul, found: list[hlo.CompiledMatmul], sharing: int, note: str | None
+    row: Matmul,
+    found: list[hlo.CompiledMatmul],
+    sharing: int,
+    note: str | None,
+    opcodes: frozenset[str],
 ) -> Matmul:
+    """A matmul and what was found for it; `opcodes` are those of other code of its name."""
     known = any(m.sizes for m in found)  # XLA's text does not tell those of a convolution
     notes = [*row.notes, *([note] if note and known else [])]
     kernels = list(dict.fromkeys(m.kernel for m in found))
@@ -267,7 +275,8 @@ def _as_compiled(
     if len(kernels) > 1:
         notes.append("several kernels have this name and these sizes")
     if len(found) < sharing:
-        is_fp8 = None
+        # XLA merges matmuls of one operand; a product with a vector may be no matmul any more.
+        is_fp8 = None if opcodes & _NO_MATMUL else is_fp8
         notes.append("fewer compiled than traced under this name: some were merged or dropped")
     if row.has_fp8_operands and is_fp8 is False:
         to = " and ".join(dict.fromkeys(dtype for m in found for dtype in (m.lhs, m.rhs)))
@@ -276,7 +285,7 @@ def _as_compiled(
 
 
 def _without_kernel(row: Matmul, opcodes: frozenset[str]) -> Matmul:
-    if opcodes & {"multiply", "reduce"}:
+    if opcodes & _NO_MATMUL:
         is_fp8, kernel = False, "no matmul"
         note = f"compiled to other code: {', '.join(sorted(opcodes))}"
     else:

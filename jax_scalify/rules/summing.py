@@ -19,7 +19,7 @@ from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
-from jax_scalify.rules.shared.products import factors_in_range
+from jax_scalify.rules.shared.products import factors_in_range, sum_dtype
 from jax_scalify.scales.algebra import ONE, Scale
 
 
@@ -145,7 +145,7 @@ def dot_general_rule(
     total = ctx.bind(
         *data,
         dimension_numbers=dimension_numbers,
-        preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
+        preferred_element_type=sum_dtype(ctx.out_dtype, *data),
         **params,
     )
     lhs_free = lhs.ndim - len(lhs_contract) - len(lhs_batch)

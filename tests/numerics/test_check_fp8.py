@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_scalify as jsa
 from jax_scalify.numerics import check_fp8
 from jax_scalify.numerics.check_fp8 import match
-from jax_scalify.numerics.hlo import Program, Sizes, parse_program
+from jax_scalify.numerics.hlo import CompiledMatmul, Program, Sizes, parse_program
 from jax_scalify.numerics.scopes import clean_name
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -246,14 +246,29 @@ def test_a_dot_that_became_other_code_or_nothing():
     assert (row.kernel, row.is_fp8) == ("not found", None)
 
 
-def test_merged_matmuls_are_not_taken_for_certain():
+def test_merged_matmuls_are_what_they_were_merged_into():
     def fun(x):
         return x @ x, lax.dot_general(x, x, MATMUL)
 
     report = check_fp8(fun, array(16, 16))
-    assert [r.is_fp8 for r in report.rows] == [None, None]
+    assert [r.is_fp8 for r in report.rows] == [False, False]
     assert "fewer compiled than traced" in str(report)
-    assert "2 unknown" in report.summary
+    assert "unknown" not in report.summary
+
+
+def test_fewer_compiled_matmuls_beside_other_code_of_their_name_are_not_certain():
+    """One may have become that code, and the other not."""
+
+    def fun(x):
+        return x @ x, lax.dot_general(x, x, MATMUL)
+
+    report = traced_only(fun, array(16, 16))
+    kernel = CompiledMatmul("jit(f)/dot_general", "cuBLASLt", "f16", "f16", Sizes(1, 16, 16, 16))
+    others = {kernel.op_name: frozenset({"multiply", "reduce"})}
+    rows, _ = match(report.rows, Program((kernel,), others))
+    assert [r.is_fp8 for r in rows] == [None, None]
+    rows, _ = match(report.rows, Program((kernel,), {kernel.op_name: frozenset({"bitcast"})}))
+    assert [r.is_fp8 for r in rows] == [False, False]
 
 
 # GPUs: programs that were written by hand

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.testing import WAYS, check_scale_rule
 from tests.cases import CASES
 from tests.helpers import leaves, value
@@ -239,3 +241,20 @@ def test_a_reshape_keeps_scales_along_the_axes_that_it_keeps(before, scale, afte
     out = jsa.scalify(lambda x: x.reshape(after))(ScaledArray(data, scales))
     assert out.scale.shape == expected
     np.testing.assert_array_equal(value(out), value(ScaledArray(data, scales)).reshape(after))
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 1.0, 2.0**40])
+def test_a_matmul_in_bfloat16_is_asked_for_bfloat16(scale):
+    """A power of two behind it is exact, and of a result in float32 a GPU keeps two copies."""
+    rng = np.random.default_rng(0)
+    data = [jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((16, 2048), (2048, 8))]
+    x, y = ScaledArray(data[0], jnp.float32(scale)), ScaledArray(data[1], jnp.float32(0.5))
+    program = jax.jit(jsa.scalify(jnp.matmul))
+    (dot,) = (
+        e for e in all_equations(program.trace(x, y).jaxpr) if e.primitive is lax.dot_general_p
+    )
+    assert dot.outvars[0].aval.dtype == jnp.bfloat16
+    out, want = program(x, y), value(x) @ value(y)
+    assert out.dtype == jnp.bfloat16
+    # As near as the rounding of the result, at every element: nothing was added up in bfloat16.
+    np.testing.assert_allclose(value(out), want, rtol=2.0**-8, atol=1e-4 * np.abs(want).max())

@@ -6,6 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.multiplying import moved, multiply, within_range
@@ -76,4 +80,19 @@ def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> Operand:
     """Make an array with `data = raw * factor`, cast once; if the factor can wait, it does."""
     if factor.is_static and not factor.is_zero and can_defer(dtype):
         return defer(dtypes.cast(raw, dtype), factor.exponent, scale)
+    if raw.dtype == dtype == jnp.bfloat16 and factor.is_static and not factor.may_leave_range:
+        # Exact in bfloat16; on GPUs a constant behind a matmul is a parameter of its kernel.
+        number = np.asarray(factor.value, dtype)
+        return Operand(raw if factor.is_one else lax.mul(raw, number), scale)
     return Operand(multiply(raw, factor, dtype), scale)
+
+
+def sum_dtype(dtype: Any, *operands: Any) -> Any:
+    """The dtype that a matmul of some arrays is asked for, given that of its result.
+
+    All compilers add up in float32. A result in bfloat16 has the range of float32, so it is as good
+    before its power of two as behind it, and half of what a result in float32 moves through memory.
+    One in float16 might overflow before it.
+    """
+    narrow = all(x.dtype == jnp.bfloat16 or jnp.finfo(x.dtype).bits == 8 for x in operands)
+    return dtype if dtype == jnp.bfloat16 and narrow else dtypes.compute_dtype(dtype)
