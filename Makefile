@@ -10,7 +10,7 @@ PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[2-9].*/bin/python3)
 NEW_PYTHON := $(shell for p in python3.14 python3.13 python3.12 python3 $(PYENV_PYTHONS); do \
 	$$p -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 12)' 2>/dev/null \
 	&& echo $$p && break; done)
-# A distribution's Python is optimised, those that pyenv builds are not: tests take a fifth longer.
+# A distribution's Python is optimised, those that pyenv builds are not: tests take 5% longer.
 OLD_PYTHON := $(shell for p in /usr/bin/python3.11 python3.11 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' 2>/dev/null \
 	&& echo $$p && break; done)

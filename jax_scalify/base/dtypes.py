@@ -52,6 +52,16 @@ def has_short_range(dtype: Any) -> bool:
     )
 
 
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype that a matmul is asked for, given that of its result.
+
+    All compilers add up in float32. A result in bfloat16 has the range of float32, so it is as good
+    before its power of two as behind it, and half of what a result in float32 moves through memory.
+    One in float16 might overflow before it.
+    """
+    return dtype if dtype == jnp.bfloat16 else compute_dtype(dtype)
+
+
 def compute_dtype(dtype: Any) -> Any:
     """Return the dtype that arithmetic on a floating dtype runs in: at least float32."""
     if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.finfo(dtype).bits >= 32:

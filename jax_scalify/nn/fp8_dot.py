@@ -81,13 +81,8 @@ class DotGeneral:
         return lax.with_sharding_constraint(result, out_sharding)
 
     def accumulate(self, out: Any) -> Any:
-        """The dtype that the matmuls are asked for, for results of dtype `out`.
-
-        Compilers add up in float32 all the same, and bfloat16 has its range: a result in float32
-        that is cast to bfloat16 would go through a GPU's memory three times as wide.
-        """
-        default = out if out == jnp.bfloat16 else dtypes.compute_dtype(out)
-        return self.accumulation_dtype or default
+        """The dtype that the matmuls are asked for, for results of dtype `out`."""
+        return self.accumulation_dtype or dtypes.sum_dtype(out)
 
 
 def dot_general(

@@ -11,7 +11,7 @@ from typing import Any
 from jax_scalify.numerics.check_fp8 import fp8_report, matmuls
 from jax_scalify.numerics.compiling import Memory, compile_traced, trace
 from jax_scalify.numerics.fp8_report import Fp8Report
-from jax_scalify.numerics.hlo_costs import TINY, Collective, Costs, Kernel, count_costs
+from jax_scalify.numerics.hlo_costs import TINY, Collective, Kernel, count_costs
 
 _LARGEST = 10  # kernels that the printed report shows
 
@@ -141,7 +141,7 @@ def compile_report(
     traced = trace(fun, args, kwargs, "compile_report")
     rows = matmuls(traced)
     program = compile_traced(traced, target)
-    costs: Costs = count_costs(program.text)
+    costs = count_costs(program.text)
     return CompileReport(
         target=target,
         platform=program.platform,

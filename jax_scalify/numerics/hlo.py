@@ -74,7 +74,7 @@ class Instruction:
 
     Attributes:
         name: without the "%".
-        computation: that it stands in; `entry` tells which one the program starts with.
+        computation: that it stands in.
         type: of its result, with layouts.
         opcode: "fusion", "custom-call", "parameter", ...
         operands: names of instructions in the same computation.

@@ -19,7 +19,7 @@ from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
-from jax_scalify.rules.shared.products import factors_in_range, sum_dtype
+from jax_scalify.rules.shared.products import factors_in_range
 from jax_scalify.scales.algebra import ONE, Scale
 
 
@@ -142,10 +142,12 @@ def dot_general_rule(
     lhs, rhs = _factors_together(lhs, rhs, *dimension_numbers)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
     *data, exponent = split_product(lhs, rhs)
+    is_wider = any(x.dtype in (jnp.float16, jnp.float32, jnp.float64) for x in data)
+    preferred = (dtypes.compute_dtype if is_wider else dtypes.sum_dtype)(ctx.out_dtype)
     total = ctx.bind(
         *data,
         dimension_numbers=dimension_numbers,
-        preferred_element_type=sum_dtype(ctx.out_dtype, *data),
+        preferred_element_type=preferred,
         **params,
     )
     lhs_free = lhs.ndim - len(lhs_contract) - len(lhs_batch)

@@ -85,14 +85,3 @@ def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> Operand:
         number = np.asarray(factor.value, dtype)
         return Operand(raw if factor.is_one else lax.mul(raw, number), scale)
     return Operand(multiply(raw, factor, dtype), scale)
-
-
-def sum_dtype(dtype: Any, *operands: Any) -> Any:
-    """The dtype that a matmul of some arrays is asked for, given that of its result.
-
-    All compilers add up in float32. A result in bfloat16 has the range of float32, so it is as good
-    before its power of two as behind it, and half of what a result in float32 moves through memory.
-    One in float16 might overflow before it.
-    """
-    narrow = all(x.dtype == jnp.bfloat16 or jnp.finfo(x.dtype).bits == 8 for x in operands)
-    return dtype if dtype == jnp.bfloat16 and narrow else dtypes.compute_dtype(dtype)
