@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import nested_equations
 from jax_scalify.numerics import hlo
-from jax_scalify.numerics.compiling import CompiledProgram, compile_traced, trace
+from jax_scalify.numerics.compiling import CompiledProgram, compile_traced, find_target, trace
 from jax_scalify.numerics.fp8_report import Fp8Report, Matmul
 from jax_scalify.numerics.hlo import Sizes
 from jax_scalify.numerics.scopes import clean_name, phase_of, scopes
@@ -68,10 +68,11 @@ def check_fp8(
         >>> print(jsa.numerics.check_fp8(dot, x, x, compile=False).summary)
         1 of 1 matmuls have FP8 operands; 1 would be eligible on a GPU (not compiled).
     """
+    device = find_target(target) if compile else None
     traced = trace(fun, args, kwargs, "check_fp8")
     rows = matmuls(traced)
     if compile and rows:
-        report = fp8_report(rows, compile_traced(traced, target))
+        report = fp8_report(rows, compile_traced(traced, device))
     else:
         report = Fp8Report(rows, None)
     if error:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_scalify.numerics.check_fp8 import fp8_report, matmuls
-from jax_scalify.numerics.compiling import Memory, compile_traced, trace
+from jax_scalify.numerics.compiling import Memory, compile_traced, find_target, trace
 from jax_scalify.numerics.fp8_report import Fp8Report
 from jax_scalify.numerics.hlo_costs import TINY, Collective, Kernel, count_costs
 
@@ -138,9 +138,10 @@ def compile_report(
         >>> report.platform, report.memory.arguments
         ('cpu', 131072)
     """
+    device = find_target(target)  # before the trace, which may take its time
     traced = trace(fun, args, kwargs, "compile_report")
     rows = matmuls(traced)
-    program = compile_traced(traced, target)
+    program = compile_traced(traced, device)
     costs = count_costs(program.text)
     return CompileReport(
         target=target,

@@ -102,16 +102,35 @@ def _check_arrays(arguments: Any, fun: Callable, caller: str) -> None:
             )
 
 
-def compile_traced(traced: jax.stages.Traced, target: str | None) -> CompiledProgram:
+def find_target(name: str | None) -> Target | None:
+    """The target of a name whose compiler is installed; None for the devices at hand.
+
+    Raises:
+        TypeError: if it is no string.
+        ValueError: for a target that is not known.
+        ModuleNotFoundError: if the target's compiler is not installed.
+    """
+    if name is None:
+        return None
+    target = parse_target(name)
+    install = missing_plugin(target)
+    if install is not None:
+        raise ModuleNotFoundError(
+            f"To compile for {name!r}, JAX's plugin for {target.platform} has to be installed: "
+            f"`{install}`. No such device has to be there."
+        )
+    return target
+
+
+def compile_traced(traced: jax.stages.Traced, target: Target | None) -> CompiledProgram:
     """Compile for the devices of the trace, or for a target that need not be there.
 
     Raises:
-        ValueError: for a target that is not known, or has too few devices.
-        ModuleNotFoundError: if the target's compiler is not installed.
-        RuntimeError: if it fails.
+        ValueError: for a target of too few devices.
+        RuntimeError: if its compiler fails.
     """
     if target is not None:
-        return _compile_elsewhere(traced, parse_target(target))
+        return _compile_elsewhere(traced, target)
     with _compat.compile_with_names():
         lowered = traced.lower()
         start = time.perf_counter()
@@ -142,12 +161,6 @@ def _devices(compiled: Any) -> list[Any]:
 
 
 def _compile_elsewhere(traced: jax.stages.Traced, target: Target) -> CompiledProgram:
-    install = missing_plugin(target)
-    if install is not None:
-        raise ModuleNotFoundError(
-            f"To compile for {target.name!r}, JAX's plugin for {target.platform} has to be "
-            f"installed: `{install}`. No such device has to be there."
-        )
     module, options = _compat.lowered_program(traced.lower(lowering_platforms=(target.platform,)))
     if target.devices is not None and options["devices"] > target.devices:
         raise ValueError(
