@@ -151,7 +151,7 @@ def fp8_matmuls(
         forward_dtype: format of both operands, or a pair with one for each.
         backward_dtype: format of the cotangent.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
-            in bfloat16 or float64, else float32.
+            in bfloat16 or float64, bfloat16 for results in float16, else float32.
 
     Returns:
         A function of the same arguments and results. Its derivatives are of reverse mode, and the

@@ -26,7 +26,7 @@ class DotGeneral:
         forward_dtype: format of both operands, or a pair with one for each.
         backward_dtype: format of the cotangent.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
-            in bfloat16 or float64, else float32.
+            in bfloat16 or float64, bfloat16 for float16 results of FP8 formats, else float32.
 
     Raises:
         TypeError: if a format is not floating point.
@@ -81,8 +81,15 @@ class DotGeneral:
         return lax.with_sharding_constraint(result, out_sharding)
 
     def accumulate(self, out: Any) -> Any:
-        """The dtype that the matmuls are asked for, for results of dtype `out`."""
-        return self.accumulation_dtype or dtypes.sum_dtype(out)
+        """The dtype that the matmuls are asked for, for results of dtype `out`.
+
+        The operands' FP8 has left no digit that bfloat16 would lose, and it has float32's range.
+        """
+        if self.accumulation_dtype is not None:
+            return self.accumulation_dtype
+        formats = *self.forward_dtype, self.backward_dtype
+        is_fp8 = all(map(dtypes.is_narrow_float, formats))
+        return dtypes.sum_dtype(jnp.bfloat16 if is_fp8 and out == jnp.float16 else out)
 
 
 def dot_general(
@@ -115,7 +122,7 @@ def dot_general(
         forward_dtype: format of both operands, or a pair with one for each.
         backward_dtype: format of the cotangent.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
-            in bfloat16 or float64, else float32.
+            in bfloat16 or float64, bfloat16 for float16 results of FP8 formats, else float32.
 
     Raises:
         TypeError: if an operand or a format is not floating point.

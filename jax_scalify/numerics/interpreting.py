@@ -19,7 +19,6 @@ from jax_scalify.base.jaxprs import applied, evaluate, makers, scan_operands, wh
 from jax_scalify.interpreter import observing
 from jax_scalify.interpreter.observing import Observed, observe_p
 from jax_scalify.interpreter.tracing import flat_function
-from jax_scalify.scales import rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +104,6 @@ def bodies(eqn: Any) -> list[tuple[Any, int]]:
     Not that of a `while`, of which it is not known how often it runs.
     """
     name, params = eqn.primitive.name, eqn.params
-    if params.get("name") == rounds.CALL_NAME:  # scales alone
-        return []
     call = applied(eqn)
     if call is not None:
         return [(call, 0)]

@@ -6,14 +6,18 @@ equation that needs one of them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
 
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import is_var
@@ -24,9 +28,6 @@ from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
 # The exponent of the scale 0; what is below the limit is 0 still, a root or times other scales.
 _ZERO = -float(2**22)
 _ZERO_LIMIT = -float(2**18)
-# Each round is a jitted function of this name. A `scalify` around this one knows it by the name,
-# and evaluates it on plain values.
-CALL_NAME = "jax_scalify_scales"
 
 
 def resolve(program: ScaleProgram, closed: Any) -> Any:
@@ -107,11 +108,12 @@ class _Rounds:
         avals = [jax.ShapeDtypeStruct((self._size,), jnp.float32) for _ in self._exponents]
         avals += [jax.ShapeDtypeStruct((), program.dtype) for _ in sources]
         invars = self._exponents + [self._sources[program.scale(n)] for n in sources]
-        run = self._runner(requests, sources, levels)
-        (call,) = jax.make_jaxpr(jax.jit(run))(*avals).jaxpr.eqns
-        new = call.outvars[len(ready) :]
+        computed = self._round(requests, sources, levels)
+        bind = functools.partial(round_p.bind, computed=computed)
+        (eqn,) = jax.make_jaxpr(bind)(*avals).jaxpr.eqns
+        new = eqn.outvars[len(ready) :]
         self._exponents = new or self._exponents
-        return call.replace(invars=invars, outvars=[*ready, *new])
+        return eqn.replace(invars=invars, outvars=[*ready, *new])
 
     def _plan(self, requests: Sequence[Scale]) -> tuple[list[int], list[list[int]]]:
         """The sources that have to be taken in, and what has to be computed, level by level."""
@@ -142,136 +144,204 @@ class _Rounds:
         """Tell whether a scale has been computed, or has a place in the round that is planned."""
         return number in self._positions or number in depth
 
-    def _runner(
+    def _round(
         self, requests: Sequence[Scale], sources: list[int], levels: list[list[int]]
-    ) -> Callable[..., Any]:
-        """The function of all exponents so far, and of new sources, to the values asked for."""
+    ) -> _Round:
+        """The round of new sources and of levels; both are placed among the exponents."""
         is_first = not self._exponents
         self._place(sources)
-        steps: list[Callable[[Any], Any]] = []
+        steps = []
         for level in levels:
-            steps.append(self._level(level))
+            steps.append(_Level([self._program.scale(n) for n in level], self._positions))
             self._place(level)
-        last = self._read(requests)
-        dtype = self._program.dtype
-
-        def run(*arrays: Any) -> list[Any]:
-            exponents = jnp.zeros(1, jnp.float32) if is_first else arrays[0]
-            new = arrays if is_first else arrays[1:]
-            if new:
-                found = exponent(jnp.stack(new)).astype(jnp.float32)
-                zero = lax.full_like(found, _ZERO)
-                found = lax.select(found < np.float32(-MAX_EXPONENT), zero, found)
-                exponents = jnp.concatenate([exponents, found])
-            for step in steps:
-                exponents = _compat.pin(jnp.concatenate([exponents, step(exponents)]))
-            values = _compat.pin(_to_float(last(exponents), dtype))
-            # Which element a kernel reads is an operand, or it would be a kernel of its own.
-            places = _compat.pin_constant([np.uint32(i) for i in range(len(requests))])
-            singles = [lax.squeeze(lax.dynamic_slice(values, (i,), (1,)), (0,)) for i in places]
-            return [*singles, exponents] if new or steps else singles
-
-        run.__name__ = CALL_NAME
-        return run
+        last = _Sums(requests, self._positions)
+        goes_on = bool(sources or steps)
+        size = self._size if goes_on else None
+        return _Round(steps, last, self._program.dtype, is_first, size)
 
     def _place(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._positions[number] = self._size
             self._size += 1
 
-    def _level(self, numbers: list[int]) -> Callable[[Any], Any]:
-        """The function of all exponents to those of one level; the level is put in its order."""
-        groups: dict[Any, list[int]] = {}
-        for n in numbers:
-            groups.setdefault(_kind(self._program.scale(n)), []).append(n)
-        groups = dict(sorted(groups.items()))
-        parts = [self._part(kind, group) for kind, group in groups.items()]
-        numbers[:] = [n for group in groups.values() for n in group]
-        return lambda exponents: (
-            parts[0](exponents)
-            if len(parts) == 1
-            else jnp.concatenate([part(exponents) for part in parts])
-        )
 
-    def _part(self, kind: tuple[int, bool, bool], numbers: list[int]) -> Callable[[Any], Any]:
-        """The function of all exponents to those of scales of one kind."""
-        degree, is_rest, is_bounded = kind
-        scales: list[Any] = [self._program.scale(n) for n in numbers]
-        limits = [s.limit for s in scales]
-        if degree == 1 and not is_bounded:
-            return self._maxima([s.terms for s in scales], limits)
-        read = self._read([s.terms[0] for s in scales])
-        if degree == 1:
-            limits = np.array(limits, np.float32)
-            return functools.partial(_bounded, read=read, limits=limits)
-        return functools.partial(_root, read=read, degree=degree, is_rest=is_rest)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Round:
+    """A round: a function of all exponents so far, and of new sources, to the values asked for.
 
-    def _maxima(
-        self, rows: Sequence[tuple[Scale, ...]], limits: Sequence[float]
-    ) -> Callable[[Any], Any]:
-        terms = [term for row in rows for term in row]
-        read = self._read(terms)
-        width = max(map(len, rows))
-        starts = np.cumsum([0, *map(len, rows)])[:-1]
-        index = np.array(
-            [
-                [start + min(i, len(row) - 1) for i in range(width)]
-                for start, row in zip(starts, rows)
-            ]
-        )
+    Attributes:
+        levels: that are computed, one after the other.
+        values: the monomials asked for.
+        dtype: of sources and values.
+        is_first: whether there are no exponents yet.
+        size: of all exponents after it, which are its last result; None if there are no new ones.
+    """
 
-        def maxima(exponents: Any) -> Any:
-            values = read(exponents)
-            if width > 1:
-                values = lax.reduce_max(_take(values, index), (1,))
-            return lax.min(values, np.broadcast_to(np.array(limits, np.float32), values.shape))
+    levels: Sequence[_Level]
+    values: _Sums
+    dtype: Any
+    is_first: bool
+    size: int | None
 
-        return maxima
+    def __call__(self, style: _Style, *arrays: Any) -> list[Any]:
+        exponents = jnp.zeros(1, jnp.float32) if self.is_first else arrays[0]
+        new = arrays if self.is_first else arrays[1:]
+        if new:
+            found = exponent(jnp.stack(new)).astype(jnp.float32)
+            zero = lax.full_like(found, _ZERO)
+            found = lax.select(found < np.float32(-MAX_EXPONENT), zero, found)
+            exponents = jnp.concatenate([exponents, found])
+        for count, level in enumerate(self.levels, 1):
+            exponents = jnp.concatenate([exponents, level(exponents, style)])
+            exponents = exponents if count % style.levels else _compat.pin(exponents)
+        singles = style.elements(_to_float(self.values(exponents, style), self.dtype))
+        return singles if self.size is None else [*singles, exponents]
 
-    def _read(self, monomials: Sequence[Scale]) -> Callable[[Any], Any]:
-        """The function of all exponents to those of some monomials."""
+    @functools.cached_property
+    def jitted(self) -> Any:
+        """The round as a function of its own."""
+        return jax.jit(lambda *arrays: round_p.bind(*arrays, computed=self))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Style:
+    """How a platform's compiler is asked for a round, to make few kernels of it.
+
+    Attributes:
+        levels: after how many levels the exponents are stored. A kernel computes the levels since
+            then again for each of its elements.
+        sums: how several exponents are added up, and the largest found: of "rows", by reductions;
+            of "columns", one operation each; or by products with a "matrix", without gathers.
+        shared: whether which element a kernel reads is an operand of it, so that kernels that
+            differ in nothing else are compiled once.
+    """
+
+    levels: int
+    sums: str
+    shared: bool = False
+
+    def elements(self, values: Any) -> list[Any]:
+        """The elements of a vector, one by one."""
+        if not self.shared:
+            return [lax.index_in_dim(values, i, keepdims=False) for i in range(values.size)]
+        values = _compat.pin(values)
+        places = _compat.pin_constant([np.uint32(i) for i in range(values.size)])
+        return [lax.squeeze(lax.dynamic_slice(values, (i,), (1,)), (0,)) for i in places]
+
+
+round_p = jex_core.Primitive("scale_round")
+round_p.multiple_results = True
+round_p.def_impl(lambda *arrays, computed: computed.jitted(*arrays))
+
+
+@round_p.def_abstract_eval
+def _round_avals(*_: Any, computed: _Round) -> list[Any]:
+    avals = [ShapedArray((), computed.dtype)] * computed.values.count
+    return avals if computed.size is None else [*avals, ShapedArray((computed.size,), np.float32)]
+
+
+def _lowered(style: _Style) -> Any:
+    return mlir.lower_fun(lambda *arrays, computed: computed(style, *arrays), multiple_results=True)
+
+
+# A GPU starts each kernel by itself, and fuses no reduction into another kernel; on a TPU a gather
+# is many kernels; on a CPU the time is that of compiling.
+ON_CPU = _Style(levels=1, sums="rows", shared=True)
+ON_GPU = _Style(levels=2, sums="columns")
+ON_TPU = _Style(levels=1, sums="matrix")
+mlir.register_lowering(round_p, _lowered(ON_GPU))
+mlir.register_lowering(round_p, _lowered(ON_TPU), platform="tpu")
+mlir.register_lowering(round_p, _lowered(ON_CPU), platform="cpu")
+
+
+def _round_jvp(primals: Any, tangents: Any, *, computed: _Round) -> Any:
+    """Powers of two are constants to derivatives."""
+    out = round_p.bind(*primals, computed=computed)
+    return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+
+
+def _round_batch(arrays: Any, dims: Any, *, computed: _Round) -> Any:
+    out = jax.vmap(functools.partial(computed, ON_CPU), dims)(*arrays)
+    return out, [0] * len(out)
+
+
+ad.primitive_jvps[round_p] = _round_jvp
+batching.primitive_batchers[round_p] = _round_batch
+
+
+class _Sums:
+    """The exponents of some monomials, as a function of all exponents."""
+
+    def __init__(self, monomials: Sequence[Scale], positions: dict[int, int]):
+        self.count = len(monomials)
         width = max((len(m.factors) for m in monomials), default=0)
-        index = np.zeros((len(monomials), width), np.int32)
-        power = np.zeros((len(monomials), width), np.float32)
-        shift = np.array([max(m.exponent, _ZERO) for m in monomials], np.float32)
+        self._index = np.zeros((len(monomials), width), np.int32)
+        self._power = np.zeros((len(monomials), width), np.float32)
+        self._shift = np.array([max(m.exponent, _ZERO) for m in monomials], np.float32)
         for row, monomial in enumerate(monomials):
             for column, (number, p) in enumerate(monomial.factors):
-                index[row, column], power[row, column] = self._positions[number], p
+                self._index[row, column], self._power[row, column] = positions[number], p
 
-        def read(exponents: Any) -> Any:
-            if not width:
-                return jnp.asarray(shift)
-            values = _take(exponents, index)
-            if (power < 0).any():  # where 0 is inverted it is read as 1
-                limit = np.where(power < 0, _ZERO_LIMIT, -np.inf).astype(np.float32)
-                values = lax.select(values < limit, jnp.zeros_like(values), values)
-            if (power != 1).any():
-                values = values * power
-            values = lax.squeeze(values, (1,)) if width == 1 else lax.reduce_sum(values, (1,))
-            return values + shift if shift.any() else values
+    def __call__(self, exponents: Any, style: _Style) -> Any:
+        index, power = self._index, self._power
+        if not index.size:
+            return jnp.asarray(self._shift)
+        if style.sums == "columns" or index.shape[1] == 1 and style.sums == "rows":
+            parts = [_times(_take(exponents, i), p) for i, p in zip(index.T, power.T)]
+            total = functools.reduce(lax.add, parts)
+        elif style.sums == "rows":
+            total = lax.reduce_sum(_times(_take(exponents, index), power), (1,))
+        else:
+            matrix = np.zeros((len(index), exponents.size), np.float32)
+            np.add.at(matrix, (np.arange(len(index))[:, None], index), power)
+            exponents = lax.broadcast_in_dim(exponents, matrix.shape, (1,))
+            total = lax.reduce_sum(_times(exponents, matrix), (1,))
+        return total + self._shift if self._shift.any() else total
 
-        return read
+
+class _Level:
+    """The exponents of the scales of a level, as a function of all exponents before."""
+
+    def __init__(self, scales: Sequence[Computed], positions: dict[int, int]):
+        self._width = max(len(s.terms) for s in scales)
+        terms = [s.terms[min(i, len(s.terms) - 1)] for i in range(self._width) for s in scales]
+        self._terms = _Sums(terms, positions)
+        self._high = np.array([s.limit for s in scales], np.float32)
+        # A single monomial has a limit below as well, unless it is 0.
+        self._low = np.array([-np.inf if s.terms[1:] else -s.limit for s in scales], np.float32)
+        self._degree = np.array([s.degree for s in scales], np.float32)
+        self._is_rest = np.array([s.is_rest for s in scales])
+
+    def __call__(self, exponents: Any, style: _Style) -> Any:
+        found = self._terms(exponents, style)
+        if style.sums == "rows" and self._width > 1:
+            found = lax.reduce_max(found.reshape(self._width, -1), (0,))
+        else:
+            size = found.size // self._width
+            parts = [lax.slice_in_dim(found, i, i + size) for i in range(0, found.size, size)]
+            found = functools.reduce(lax.max, parts)
+        is_root = self._degree > 1
+        low, high = (np.where(is_root, b * np.inf, b) for b in (self._low, self._high))
+        within = found if is_root.all() else lax.clamp(low, found, high)
+        within = lax.select(found < np.float32(_ZERO_LIMIT), found, within)
+        if not is_root.any():
+            return within
+        root = lax.floor(found * (1 / self._degree))
+        root = lax.select(self._is_rest, found - root * self._degree, root)
+        return lax.select(is_root, root, within)
 
 
-def _kind(scale: Computed) -> tuple[int, bool, bool]:
-    """What scales of a level are computed together: maxima, bounded monomials, roots, rests."""
-    return scale.degree, scale.is_rest, scale.degree == 1 and len(scale.terms) <= 1
+def _times(exponents: Any, power: np.ndarray) -> Any:
+    """Exponents of powers; where 0 is inverted it is read as 1."""
+    if (power < 0).any():
+        limit = np.where(power < 0, _ZERO_LIMIT, -np.inf).astype(np.float32)
+        exponents = lax.select(exponents < limit, jnp.zeros_like(exponents), exponents)
+    return exponents * power if (power != 1).any() else exponents
 
 
 def _take(vector: Any, index: np.ndarray) -> Any:
     """Elements of a vector by known positions."""
     return vector.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-
-def _root(exponents: Any, *, read: Callable, degree: int, is_rest: bool) -> Any:
-    values = read(exponents)
-    quotient = lax.floor(values * np.float32(1 / degree))
-    return values - quotient * np.float32(degree) if is_rest else quotient
-
-
-def _bounded(exponents: Any, *, read: Callable, limits: np.ndarray) -> Any:
-    values = read(exponents)
-    return lax.select(values < np.float32(_ZERO_LIMIT), values, lax.clamp(-limits, values, limits))
 
 
 def _to_float(exponents: Any, dtype: Any) -> Any:

@@ -72,7 +72,7 @@ def test_both_passes_of_a_scalified_step():
     assert products(report, "model/up", "backward") == [dgrad, wgrad, wgrad]
     dgrad, wgrad = (48, 32, 64, e5, e4), (32, 48, 64, e5, e4)
     assert products(report, "model/down", "backward") == [wgrad, wgrad, dgrad, dgrad]
-    assert all(r.eligible and r.is_fp8 is False and r.out == "f32" for r in report.rows)
+    assert all(r.eligible and r.is_fp8 is False and r.out == "bf16" for r in report.rows)
     assert {r.kernel.partition(" ")[2] for r in report.rows} == {"f32 x f32"}
     assert not report.unmatched
     assert report.summary == (

@@ -27,7 +27,7 @@ from jax_scalify.interpreter.registry import (
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.rules.bodies.form import Form, numbered, pack, unpack
 from jax_scalify.scales.algebra import Atom, Scale
-from jax_scalify.scales.rounds import CALL_NAME
+from jax_scalify.scales.rounds import round_p
 from jax_scalify.scales.table import ScaleTable
 
 # Into a body of no more equations, as that of `jax.nn.relu`, an array goes before it is multiplied.
@@ -117,15 +117,19 @@ def _constrain(value: Value, sharding: Any) -> Value:
 @register_body_rule("jit", "pjit")
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """The body, interpreted once for its calls; shardings become constraints on the data."""
-    if params["name"] == CALL_NAME:  # of a `scalify` inside this one
-        plain = [ctx.dequantise(v) if isinstance(v, Operand) else v.whole() for v in args]
-        return [Plain.of(out) for out in ctx.bind(*plain, jaxpr=jaxpr, **params)]
     inputs = [_constrain(v, s) for v, s in zip(args, params["in_shardings"], strict=True)]
     if any(v.known_scale is not None for v in inputs):  # a scale that was taken out stays symbolic
         outputs = ctx.scale_jaxpr(jaxpr, inputs)
     else:
         outputs = _call(ctx, inputs, jaxpr, params)
     return [_constrain(v, s) for v, s in zip(outputs, params["out_shardings"], strict=True)]
+
+
+@register_body_rule(round_p)
+def round_rule(ctx: RuleContext, *args: Value, **params: Any) -> list[Value]:
+    """The scales of a `scalify` inside this one: numbers as they are."""
+    plain = [ctx.dequantise(v) if isinstance(v, Operand) else v.whole() for v in args]
+    return [Plain.of(out) for out in ctx.bind(*plain, **params)]
 
 
 def _can_cross(scale: Scale) -> bool:
