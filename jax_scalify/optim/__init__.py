@@ -1,5 +1,6 @@
 """Optimizer state in float16, bfloat16 or FP8, around any optimizer in the form of optax."""
 
-from jax_scalify.optim.low_precision import apply_updates, low_precision
+from jax_scalify.optim.applying import apply_updates
+from jax_scalify.optim.low_precision import low_precision
 
 __all__ = ["apply_updates", "low_precision"]

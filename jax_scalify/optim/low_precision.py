@@ -10,22 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.ops.scaling import stop_scaling
+from jax_scalify.ops.scaling import match_scales, stop_scaling
+from jax_scalify.optim.applying import check_policy, rounded, scales_by_statistic, widen
 from jax_scalify.optim.state_leaves import Role, RoleFinder
-from jax_scalify.optim.storing import (
-    GRADIENT_EXPONENTS,
-    bits_of,
-    drawn,
-    store,
-    store_weight,
-    stored,
-)
+from jax_scalify.optim.storing import GRADIENT_EXPONENTS, bits_of, store, stored
 
-_POLICIES = ("statistic", "gradient")
-_ROUNDINGS = ("stochastic", "nearest")
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
@@ -42,20 +33,6 @@ def _checked_dtype(dtype: Any, name: str) -> Any:
     if given not in names:
         raise TypeError(f"`{name}` must be one of {', '.join(names)}, got {given!r}.")
     return jnp.dtype(given)
-
-
-def _widen(tree: Any) -> Any:
-    """Every floating leaf as a plain array of at least float32."""
-
-    def widen(leaf: Any) -> Any:
-        if is_scaled(leaf):
-            return leaf.to_array(dtypes.compute_dtype(leaf.dtype))
-        kind = dtypes.leaf_dtype(leaf)
-        if kind is None or not dtypes.is_scalable(kind):
-            return leaf
-        return jnp.asarray(leaf, dtypes.compute_dtype(kind))
-
-    return jax.tree.map(widen, tree, is_leaf=is_scaled)
 
 
 def low_precision(
@@ -130,7 +107,7 @@ def low_precision(
             "`optimizer` must have `init` and `update`, as an optax.GradientTransformation has, "
             f"got {type(optimizer).__name__}."
         )
-    _check_policy(policy)
+    check_policy(policy)
     dtype = _checked_dtype(dtype, "dtype")
     first, second = first_moment_dtype, second_moment_dtype
     first = dtype if first is None else _checked_dtype(first, "first_moment_dtype")
@@ -173,8 +150,8 @@ class _LowPrecision:
     round_updates: bool
 
     def init(self, params: Any) -> Any:
-        wide = _widen(params)
-        state = _widen(self.optimizer.init(wide))
+        wide = widen(params)
+        state = widen(self.optimizer.init(wide))
         if {self.first_moment_dtype, self.second_moment_dtype} == {self.dtype}:
             roles = self.find_roles.at_start(state, wide)
         else:
@@ -220,28 +197,40 @@ class _LowPrecision:
 
     def _updated(self, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
         olds = jax.tree.leaves(state, is_leaf=is_scaled)
-        weights = params
-        grads, state, params = _widen((grads, state, params))
+        given, weights = grads, params
+        # Scales that are found by statistic need no others: on plain numbers a step is shorter.
+        plain = self.policy == "statistic"
+        grads, state, params = widen((grads, state, params), plain=plain)
         roles = self.find_roles(grads, state, params, extra_args)
         updates, new = self.optimizer.update(grads, state, params, **extra_args)
         if self.round_updates:
-            each, tree = _weights_and_updates(weights, updates)
-            factor = _count_factor(new)
-            updates = tree.unflatten(_rounded(*pair, self.policy, factor) for pair in each)
+            updates = rounded(weights, updates, self.policy, _count_factor(new))
+        elif plain:
+            updates = _scaled_like(updates, given if weights is None else weights)
         leaves, tree = jax.tree.flatten(new)
-        gradients = jax.tree.leaves(grads)
-        new = [
-            _store(x, old, role, gradients, self.policy) if _is_stored(x, role) else _kept(x, old)
-            for x, old, role in zip(leaves, olds, roles, strict=True)
-        ]
-        return updates, jax.tree.unflatten(tree, new)
+        few = [i for i, role in enumerate(roles) if _is_stored(leaves[i], role)]
+        new = [_kept(x, old) for x, old in zip(leaves, olds, strict=True)]
+        gradients = jax.tree.leaves(grads if plain else given)
+        narrow = _store([(leaves[i], olds[i], roles[i]) for i in few], gradients, self.policy)
+        for i, leaf in zip(few, narrow, strict=True):
+            new[i] = leaf
+        return updates, tree.unflatten(new)
+
+
+def _scaled_like(updates: Any, like: Any) -> Any:
+    """Updates at the scales of what they are added to; outside `scalify` as they are."""
+    leaves, tree = jax.tree.flatten(updates)
+    partners = jax.tree.leaves(like, is_leaf=is_scaled)
+    if len(partners) != len(leaves) or any(map(is_scaled, partners)):
+        return updates
+    return tree.unflatten(map(match_scales, leaves, partners))
 
 
 def _mismatch(init: Callable[[Any], Any], grads: Any, state: Any, params: Any) -> str | None:
     """Where two trees do not match; None if they do."""
     found = None if params is None else _first_difference("grads", grads, "params", params)
     if found is None:
-        like = jax.eval_shape(init, _widen(grads if params is None else params))
+        like = jax.eval_shape(init, widen(grads if params is None else params))
         found = _first_difference("state", state, "init(params)", like)
     return found
 
@@ -282,75 +271,27 @@ def _kept(x: Any, old: Any) -> Any:
     return lax.select(jnp.ones(x.shape, bool), stop_scaling(x), jnp.asarray(old))
 
 
-def _store(x: Any, old: Any, role: Role, grads: list[Any], policy: str) -> Any:
-    """A leaf in few bits: outside `scalify` a `ScaledArray`, inside an array that has a scale."""
-    grad = x if role.param is None else grads[role.param]
-    if is_scaled(old):
-        bits = bits_of(x, grad if grad.shape == x.shape else x)
-        return stored(x, old, wide=role.is_wide, bits=bits)
-    follows = policy == "gradient" and role.degree in GRADIENT_EXPONENTS
-    degree = int(role.degree) if follows and role.degree is not None else None
-    return store(x, old, grad, wide=role.is_wide, degree=degree)
-
-
-def apply_updates(
-    params: Any,
-    updates: Any,
-    *,
-    key: Any = None,
-    policy: Literal["statistic", "gradient"] = "statistic",
-    rounding: Literal["stochastic", "nearest"] = "stochastic",
-) -> Any:
-    """Add updates to parameters in float32; round once to the parameters' own dtype.
-
-    Parameters in float16 are the master weights then: no copy in float32 is kept.
-
-    Args:
-        params: arrays, or outside `scalify` also of type `ScaledArray`.
-        updates: of the same structure.
-        key: of `jax.random`, for stochastic rounding. By default the random bits are made of the
-            numbers themselves: a step repeats exactly. But where a parameter and its update are the
-            same at every step, so is the rounding: with the same batch again and again, and
-            updates that are small against the spacing of the dtype, training stalls. Give a key
-            there, `jax.random.fold_in(key, step)`.
-        policy: how the scales of parameters are chosen, static ones apart: "statistic", RMS 1, or
-            lower where an element would leave the range; "gradient", without statistics inside
-            `scalify`: the larger scale of parameter and update. It never sinks: an optimizer that
-            divides by almost nothing makes updates of an immense scale, and the parameters vanish.
-        rounding: "stochastic", so that updates smaller than the spacing of the parameters' dtype
-            count on average; to "nearest" they are lost, weight decay first of all.
-
-    Raises:
-        ValueError: for an unknown policy or rounding, or updates of another structure or shape.
-
-    Example:
-        >>> params = {"w": jnp.ones(1000, jnp.float16)}
-        >>> updates = {"w": jnp.full(1000, 1e-4)}
-        >>> new = jsa.optim.apply_updates(params, updates, key=jax.random.key(0))
-        >>> print(jnp.unique(new["w"]), new["w"].dtype)
-        [1.    1.001] float16
-    """
-    _check_policy(policy)
-    if rounding not in _ROUNDINGS:
-        raise ValueError(f"`rounding` must be one of {list(_ROUNDINGS)}, got {rounding!r}.")
-    each, tree = _weights_and_updates(params, updates)
-    keys = [None] * len(each) if key is None else jax.random.split(key, len(each))
-    nearest = rounding == "nearest"
-    return tree.unflatten(
-        _applied(*pair, key, policy, nearest) for pair, key in zip(each, keys, strict=True)
-    )
-
-
-def _weights_and_updates(params: Any, updates: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """The leaves of both trees, in pairs, and their structure."""
-    leaves, tree = jax.tree.flatten(params, is_leaf=is_scaled)
-    steps = tree_lib.flatten_like(tree, updates, "updates", "params")
-    return list(zip(leaves, steps, strict=True)), tree
-
-
-def _check_policy(policy: str) -> None:
-    if policy not in _POLICIES:
-        raise ValueError(f"`policy` must be one of {list(_POLICIES)}, got {policy!r}.")
+def _store(leaves: list[tuple[Any, Any, Role]], grads: list[Any], policy: str) -> list[Any]:
+    """Leaves in few bits: outside `scalify` `ScaledArray`s, inside arrays that have scales."""
+    by_statistic = [
+        (x, old, role)
+        for x, old, role in leaves
+        if is_scaled(old) or policy != "gradient" or role.degree not in GRADIENT_EXPONENTS
+    ]
+    scales = iter(scales_by_statistic([(x, old, role.is_wide) for x, old, role in by_statistic]))
+    new = []
+    for x, old, role in leaves:
+        grad = x if role.param is None else grads[role.param]
+        follows = policy == "gradient" and role.degree in GRADIENT_EXPONENTS
+        if is_scaled(old):
+            bits = bits_of(x, grad if grad.shape == x.shape else x)
+            new.append(stored(x, old, wide=role.is_wide, bits=bits, scale=next(scales)))
+        elif follows and role.degree is not None:
+            none = jnp.zeros((), jnp.int32)
+            new.append(store(x, old, grad, none, wide=role.is_wide, degree=int(role.degree)))
+        else:
+            new.append(store(x, old, grad, next(scales), wide=role.is_wide, degree=None))
+    return new
 
 
 def _count_factor(state: Any) -> jax.Array:
@@ -362,37 +303,3 @@ def _count_factor(state: Any) -> jax.Array:
     ]
     total = sum(counts, start=jnp.int32(0))
     return stop_scaling(1 + 2.0**-10 * jnp.asarray(total, jnp.float32))
-
-
-def _rounded(param: Any, update: Any, policy: str, factor: jax.Array) -> Any:
-    """The update from a parameter to the number of its dtype where `_applied` would end."""
-    kind = param.dtype if is_scaled(param) else dtypes.leaf_dtype(param)
-    is_float = kind is not None and dtypes.is_scalable(kind)
-    if update is None or not is_float or dtypes.compute_dtype(kind) == kind:
-        return update
-    new = _applied(param, update, None, policy, False, salt=_widen(update) * factor)
-    return _widen(new) - _widen(param)
-
-
-def _applied(
-    param: Any, update: Any, key: Any, policy: str, nearest: bool, salt: Any = None
-) -> Any:
-    if update is None:
-        return param
-    param = param if is_scaled(param) else jnp.asarray(param)
-    shape = jnp.shape(update)
-    if shape != param.shape:
-        raise ValueError(
-            f"`updates` must have the shapes of `params`, got {shape} for {param.shape}."
-        )
-    update = _widen(update)
-    total = _widen(param) + update
-    if nearest or key is not None:
-        salt = None
-    elif salt is None:
-        salt = update
-    bits = None if nearest or key is None else dtypes.random_bits(key, total.shape)
-    if is_scaled(param):
-        return stored(total, param, bits=drawn(total, bits, salt))
-    by_statistic = policy == "statistic"
-    return store_weight(total, param, bits, salt, by_statistic=by_statistic)

@@ -7,6 +7,7 @@ Inside `scalify` these are the rules of functions that only cast; outside, the s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.statistics import statistic
 from jax_scalify.interpreter.multiplying import at_whole_scale
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.primitives.custom_scale import custom_scale
@@ -28,7 +28,9 @@ from jax_scalify.scales.algebra import Scale
 # moment in float16 leaves the range at an element of 2**7, and has 8 bits at an RMS of 2**-9.
 GRADIENT_EXPONENTS = {1: -6, 2: -2}
 
-_SMALLEST, _LARGEST = math.ldexp(1.0, -pow2.MAX_EXPONENT), math.ldexp(1.0, pow2.MAX_EXPONENT)
+_SMALLEST = math.ldexp(1.0, -pow2.MAX_EXPONENT)
+# Squares that float32 flushes to 0 are less than 2**-26 of a mean square above this one.
+_SMALLEST_MEAN_SQUARE = 2.0**-100
 
 
 def saturate(
@@ -62,27 +64,80 @@ def bits_of(x: jax.Array, salt: jax.Array) -> jax.Array:
     return bits ^ (bits >> np.uint32(16))
 
 
-def scale_by_statistic(x: jax.Array, old: jax.Array, dtype: Any, *, wide: bool) -> jax.Array:
-    """Choose a scale for `data = x / scale` in `dtype`, by looking at `x`.
+def measured(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a scale is chosen by, in one reading of `x`; of the shape of the `old` scale.
 
-    The data's RMS is in [1, 2), or if an element would leave the range then, its maximum near the
-    top; so it is, too, in FP8 and in a `wide` leaf. A zero has scale 0; what is not
-    finite keeps the `old` scale, whose shape the result has. If that is 0, the finite elements
-    choose: infinity at scale 0 would be nan.
+    Returns:
+        The largest element: infinite if one is not finite, but of a leaf whose old scale is 0 the
+        largest finite one, since infinity at scale 0 would be nan; 1 if an element is not finite,
+        else 0; and the mean square of the finite elements over that of the old scale.
     """
     axes = tuple(a for a in range(x.ndim) if old.shape[a] == 1) if old.ndim else None
-    finite = jnp.isfinite(x)
-    zero = jnp.where(jnp.all(finite, axes, keepdims=bool(old.ndim)), 0, np.array(1, old.dtype))
-    x = jnp.where(finite | (old != 0), x, 0)
-    largest = statistic(x, "max", axes)
-    top = min(pow2.floor_exponent(jnp.finfo(dtype).max) - 1, 14)
+    keepdims = bool(old.ndim)
+    finite, size = jnp.isfinite(x), jnp.abs(x)
+    beyond = jnp.where(old == 0, 0, np.array(np.inf, x.dtype))
+    largest = jnp.max(jnp.where(finite, size, beyond), axes, keepdims=keepdims, initial=0)
+    spoiled = jnp.max(jnp.where(finite, 0.0, 1.0), axes, keepdims=keepdims, initial=0)
+    unit = jnp.where(finite, size * (1 / jnp.where(old == 0, 1, old)).astype(x.dtype), 0)
+    total = jnp.sum(jnp.square(unit), axes, keepdims=keepdims)
+    return largest, spoiled, total * (max(1, old.size) / max(1, x.size))
+
+
+def scale_by_statistic(
+    sizes: tuple[jax.Array, jax.Array, jax.Array], old: jax.Array, top: Any, by_rms: Any
+) -> jax.Array:
+    """Choose scales for `data = x / scale` by what was `measured`, elementwise.
+
+    By RMS that of the data is in [1, 2), or if an element would leave the range then, the maximum
+    is near `2**top`, the top of the range. That is so, too, where squares leave the range of
+    float32 at the old scale (2**-50 or 2**64 times), and without `by_rms`. A zero has scale 0; what
+    is not finite keeps the `old` scale.
+    """
+    largest, spoiled, mean_square = sizes
     power = pow2.round_down(largest, old.dtype)
-    scale = power * math.ldexp(1.0, -top)
-    if not (wide or dtypes.is_narrow_float(dtype)):
-        rms = statistic(x, "rms", axes)
-        scale = jnp.maximum(scale, pow2.round_down(rms, old.dtype))
+    scale = power * np.ldexp(np.float32(1), -np.asarray(top))
+    in_range = (mean_square > _SMALLEST_MEAN_SQUARE) & jnp.isfinite(mean_square) & by_rms
+    rms = pow2.round_down(jnp.sqrt(mean_square), old.dtype) * jnp.where(old == 0, 1, old)
+    scale = jnp.maximum(scale, jnp.where(in_range, rms, 0))
+    zero = (spoiled > 0).astype(old.dtype)
     scale = jnp.where(power == 0, zero, jnp.maximum(scale, _SMALLEST))
     return jnp.where(jnp.isfinite(largest), scale, old)
+
+
+def _top(dtype: Any) -> int:
+    """The exponent that the maximum of data gets, where it is the maximum that chooses."""
+    return min(pow2.floor_exponent(jnp.finfo(dtype).max) - 1, 14)
+
+
+def _by_rms(dtype: Any, wide: bool) -> bool:
+    """Whether the RMS chooses: not of leaves of a wide range, and not in FP8."""
+    return not (wide or dtypes.is_narrow_float(dtype))
+
+
+def chosen_scales(
+    xs: Sequence[jax.Array], likes: Sequence[ScaledArray], wide: Sequence[bool]
+) -> list[jax.Array | None]:
+    """The scales by statistic of all leaves that have one dynamic scale, None for the others.
+
+    They are found together, on vectors: devices that share the leaves exchange two of them.
+    """
+    which = [i for i, y in enumerate(likes) if not _is_fixed(y) and not jnp.ndim(y.scale)]
+    if not which:
+        return [None] * len(xs)
+    olds = [jnp.asarray(likes[i].scale, jnp.float32) for i in which]
+    found = [measured(xs[i], old) for i, old in zip(which, olds, strict=True)]
+    top = np.array([_top(likes[i].dtype) for i in which])
+    by_rms = np.array([_by_rms(likes[i].dtype, wide[i]) for i in which])
+    parts = zip(*found, strict=True)
+    largest, spoiled, square = (jnp.stack([x.astype(jnp.float32) for x in part]) for part in parts)
+    scales = scale_by_statistic((largest, spoiled, square), jnp.stack(olds), top, by_rms)
+    each = iter(scales[i] for i in range(len(which)))
+    return [next(each) if i in which else None for i in range(len(xs))]
+
+
+def _is_fixed(like: ScaledArray) -> bool:
+    """Tell whether a leaf keeps its scale: it is static, and not 0, which is none."""
+    return bool(like.is_static and like.scale)
 
 
 def scale_of_gradient(grad: ScaledArray, old: jax.Array, degree: int) -> jax.Array:
@@ -112,6 +167,7 @@ def stored(
     bits: jax.Array | None = None,
     grad: ScaledArray | None = None,
     degree: int | None = None,
+    scale: jax.Array | None = None,
 ) -> ScaledArray:
     """Return `x` as `like` is stored: in its dtype, with its shape of scale.
 
@@ -122,41 +178,83 @@ def stored(
         bits: random bits, for stochastic rounding; by default, to nearest even.
         grad: the gradient, if the scale follows it by `degree`; else a statistic is taken.
         degree: of `x` in the gradient.
+        scale: if the statistic has been taken.
     """
     old = array_lib.align_scale(jnp.asarray(like.scale, jnp.float32), like.ndim)
-    if like.is_static and like.scale:
+    if _is_fixed(like):
         scale = old
-    elif grad is None or degree is None:
-        scale = scale_by_statistic(x, old, like.dtype, wide=wide)
-    else:
+    elif grad is not None and degree is not None:
         scale = jnp.broadcast_to(scale_of_gradient(grad, old, degree), old.shape)
+    elif scale is None:
+        top, by_rms = _top(like.dtype), _by_rms(like.dtype, wide)
+        scale = scale_by_statistic(measured(x, old), old, top, by_rms)
     inverse = (1 / jnp.where(scale == 0, 1, scale)).astype(x.dtype)
     data = jnp.where((scale == 0) & jnp.isfinite(x), 0, x * inverse)
     data = saturate(data, like.dtype, wide=wide, bits=bits)
-    if like.is_static and like.scale:
+    if _is_fixed(like):
         return ScaledArray(data, like.scale)
     return ScaledArray(data, scale.reshape(jnp.shape(like.scale)))
 
 
+@custom_scale(static_argnames=("wide",))
+def scales_of(
+    xs: list[jax.Array], likes: list[jax.Array], *, wide: tuple[bool, ...]
+) -> list[jax.Array]:
+    """The bits of the scales that leaves are to be stored at; without `scalify` nothing.
+
+    Bits, since a number in float32 would get a scale of its own.
+    """
+    return [jnp.zeros((), jnp.int32) for _ in xs]
+
+
+@scales_of.defscale
+def _scales_of_scale(
+    xs: list[ScaledArray], likes: list[ScaledArray], *, wide: tuple[bool, ...]
+) -> list[jax.Array]:
+    likes = list(map(_with_array, likes))
+    values = [x.to_array(dtypes.compute_dtype(x.dtype)) for x in xs]
+    scales = chosen_scales(values, likes, wide)
+    none = jnp.zeros((), jnp.int32)
+    return [none if s is None else lax.bitcast_convert_type(s, jnp.int32) for s in scales]
+
+
+def _from_bits(bits: jax.Array, like: ScaledArray) -> jax.Array | None:
+    """A scale of `scales_of`, for a leaf of one scale."""
+    return None if jnp.ndim(like.scale) else lax.bitcast_convert_type(bits, jnp.float32)
+
+
 @custom_scale(static_argnames=("wide", "degree"))
 def store(
-    x: jax.Array, like: jax.Array, grad: jax.Array, *, wide: bool, degree: int | None
+    x: jax.Array,
+    like: jax.Array,
+    grad: jax.Array,
+    scale: jax.Array,
+    *,
+    wide: bool,
+    degree: int | None,
 ) -> jax.Array:
     """Cast `x` to the dtype of `like`; inside `scalify`, choose a scale.
 
-    With a `degree` the scale follows that of the gradient, else it is found by a statistic.
+    With a `degree` the scale follows that of the gradient, else it is one of `scales_of`.
     """
     return saturate(x, like.dtype, wide=wide)
 
 
 @store.defscale
 def _store_scale(
-    x: ScaledArray, like: ScaledArray, grad: ScaledArray, *, wide: bool, degree: int | None
+    x: ScaledArray,
+    like: ScaledArray,
+    grad: ScaledArray,
+    scale: jax.Array,
+    *,
+    wide: bool,
+    degree: int | None,
 ) -> ScaledArray:
     like, grad = _with_array(like), _with_array(grad)
     values = x.to_array()
     bits = bits_of(values, grad.data if grad.shape == x.shape else values)
-    return stored(values, like, wide=wide, bits=bits, grad=grad, degree=degree)
+    found = _from_bits(scale, like)
+    return stored(values, like, wide=wide, bits=bits, grad=grad, degree=degree, scale=found)
 
 
 def drawn(x: jax.Array, bits: jax.Array | None, salt: jax.Array | None) -> jax.Array | None:
@@ -164,16 +262,15 @@ def drawn(x: jax.Array, bits: jax.Array | None, salt: jax.Array | None) -> jax.A
     return bits if salt is None else bits_of(x, salt)
 
 
-@custom_scale(static_argnames=("by_statistic",))
+@custom_scale
 def store_weight(
     x: jax.Array,
     like: jax.Array,
     bits: jax.Array | None,
     salt: jax.Array | None,
-    *,
-    by_statistic: bool,
+    scale: jax.Array | None,
 ) -> jax.Array:
-    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale found by statistic or its own.
+    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale of `scales_of` or its own.
 
     With a salt the bits to round with are made of it and `x`; with neither, to nearest even.
     """
@@ -182,12 +279,13 @@ def store_weight(
 
 @store_weight.defscale
 def _store_weight_scale(
-    x: ScaledArray, like: ScaledArray, bits: Any, salt: Any, *, by_statistic: bool
+    x: ScaledArray, like: ScaledArray, bits: Any, salt: Any, scale: jax.Array | None
 ) -> ScaledArray:
     values = x.to_array()
     bits = drawn(values, bits, salt.to_array() if array_lib.is_scaled(salt) else salt)
-    if by_statistic:
-        return stored(values, _with_array(like), bits=bits)
+    if scale is not None:
+        like = _with_array(like)
+        return stored(values, like, bits=bits, scale=_from_bits(scale, like))
     if isinstance(x, Operand):
         x = at_whole_scale(x)
     return ScaledArray(saturate(x.data, like.dtype, bits=bits), x.scale)

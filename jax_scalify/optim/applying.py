@@ -1,0 +1,163 @@
+"""Adding updates to parameters of few bits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_scalify import tree as tree_lib
+from jax_scalify.arrays.scaled_array import is_scaled
+from jax_scalify.base import dtypes
+from jax_scalify.ops.scaling import stop_scaling
+from jax_scalify.optim.storing import chosen_scales, drawn, scales_of, store_weight, stored
+
+_POLICIES = ("statistic", "gradient")
+_ROUNDINGS = ("stochastic", "nearest")
+
+
+def apply_updates(
+    params: Any,
+    updates: Any,
+    *,
+    key: Any = None,
+    policy: Literal["statistic", "gradient"] = "statistic",
+    rounding: Literal["stochastic", "nearest"] = "stochastic",
+) -> Any:
+    """Add updates to parameters in float32; round once to the parameters' own dtype.
+
+    Parameters in float16 are the master weights then: no copy in float32 is kept.
+
+    Args:
+        params: arrays, or outside `scalify` also of type `ScaledArray`.
+        updates: of the same structure.
+        key: of `jax.random`, for stochastic rounding. By default the random bits are made of the
+            numbers themselves: a step repeats exactly. But where a parameter and its update are the
+            same at every step, so is the rounding: with the same batch again and again, and
+            updates that are small against the spacing of the dtype, training stalls. Give a key
+            there, `jax.random.fold_in(key, step)`.
+        policy: how the scales of parameters are chosen, static ones apart: "statistic", RMS 1, or
+            lower where an element would leave the range; "gradient", without statistics inside
+            `scalify`: the larger scale of parameter and update. It never sinks: an optimizer that
+            divides by almost nothing makes updates of an immense scale, and the parameters vanish.
+        rounding: "stochastic", so that updates smaller than the spacing of the parameters' dtype
+            count on average; to "nearest" they are lost, weight decay first of all.
+
+    Raises:
+        ValueError: for an unknown policy or rounding, or updates of another structure or shape.
+
+    Example:
+        >>> params = {"w": jnp.ones(1000, jnp.float16)}
+        >>> updates = {"w": jnp.full(1000, 1e-4)}
+        >>> new = jsa.optim.apply_updates(params, updates, key=jax.random.key(0))
+        >>> print(jnp.unique(new["w"]), new["w"].dtype)
+        [1.    1.001] float16
+    """
+    check_policy(policy)
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"`rounding` must be one of {list(_ROUNDINGS)}, got {rounding!r}.")
+    each, tree = _weights_and_updates(params, updates)
+    keys = [None] * len(each) if key is None else jax.random.split(key, len(each))
+    nearest = rounding == "nearest"
+    return tree.unflatten(_applied(each, keys, policy, nearest))
+
+
+def _weights_and_updates(params: Any, updates: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """The leaves of both trees, in pairs, and their structure."""
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_scaled)
+    steps = tree_lib.flatten_like(tree, updates, "updates", "params")
+    return list(zip(leaves, steps, strict=True)), tree
+
+
+def check_policy(policy: str) -> None:
+    """Raise a `ValueError` for a policy that does not exist."""
+    if policy not in _POLICIES:
+        raise ValueError(f"`policy` must be one of {list(_POLICIES)}, got {policy!r}.")
+
+
+def widen(tree: Any, *, plain: bool = False) -> Any:
+    """Every floating leaf in at least float32; with `plain`, without a scale inside `scalify`."""
+
+    def wide(leaf: Any) -> Any:
+        if is_scaled(leaf):
+            return leaf.to_array(dtypes.compute_dtype(leaf.dtype))
+        kind = dtypes.leaf_dtype(leaf)
+        if kind is None or not dtypes.is_scalable(kind):
+            return leaf
+        dtype = dtypes.compute_dtype(kind)
+        return stop_scaling(jnp.asarray(leaf), dtype) if plain else jnp.asarray(leaf, dtype)
+
+    return jax.tree.map(wide, tree, is_leaf=is_scaled)
+
+
+def scales_by_statistic(leaves: list[tuple[Any, Any, bool]]) -> list[Any]:
+    """For each `(new, old, wide)` its scale by statistic, in the form that it is stored with."""
+    scaled = [i for i, (_, old, _) in enumerate(leaves) if is_scaled(old)]
+    others = [i for i in range(len(leaves)) if i not in scaled]
+    found: dict[int, Any] = {}
+    for which, choose in ((scaled, chosen_scales), (others, scales_of)):
+        if which:
+            xs, olds, wide = zip(*(leaves[i] for i in which), strict=True)
+            found.update(zip(which, choose(list(xs), list(olds), wide=wide), strict=True))
+    return [found[i] for i in range(len(leaves))]
+
+
+def rounded(params: Any, updates: Any, policy: str, factor: jax.Array) -> Any:
+    """The updates from parameters to the numbers of their dtype where `_applied` would end."""
+    each, tree = _weights_and_updates(params, updates)
+    few = [i for i, (param, update) in enumerate(each) if _is_narrow(param, update)]
+    salts = [widen(each[i][1]) * factor for i in few]
+    new = _applied([each[i] for i in few], [None] * len(few), policy, False, salts)
+    steps = [update for _, update in each]
+    for i, leaf in zip(few, new, strict=True):
+        steps[i] = widen(leaf) - widen(each[i][0])
+    return tree.unflatten(steps)
+
+
+def _is_narrow(param: Any, update: Any) -> bool:
+    """Tell whether a parameter is updated, and of a floating dtype of less than 32 bits."""
+    kind = param.dtype if is_scaled(param) else dtypes.leaf_dtype(param)
+    is_float = kind is not None and dtypes.is_scalable(kind)
+    return update is not None and is_float and dtypes.compute_dtype(kind) != kind
+
+
+def _applied(
+    pairs: list[tuple[Any, Any]],
+    keys: list[Any],
+    policy: str,
+    nearest: bool,
+    salts: list[Any] | None = None,
+) -> list[Any]:
+    """New parameters, each of a parameter and its update."""
+    params = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
+    totals: dict[int, Any] = {}
+    for i, (_, update) in enumerate(pairs):
+        if update is None:
+            continue
+        shape = jnp.shape(update)
+        if shape != params[i].shape:
+            raise ValueError(
+                f"`updates` must have the shapes of `params`, got {shape} for {params[i].shape}."
+            )
+        totals[i] = widen(params[i]) + widen(update)
+    chosen = [i for i in totals if is_scaled(params[i]) or policy == "statistic"]
+    found = dict(
+        zip(
+            chosen,
+            scales_by_statistic([(totals[i], params[i], False) for i in chosen]),
+            strict=True,
+        )
+    )
+    new = list(params)
+    for i, total in totals.items():
+        salt = None
+        if not nearest and keys[i] is None:
+            salt = widen(pairs[i][1]) if salts is None else salts[i]
+        drawn_bits = not nearest and keys[i] is not None
+        bits = dtypes.random_bits(keys[i], total.shape) if drawn_bits else None
+        if is_scaled(params[i]):
+            new[i] = stored(total, params[i], bits=drawn(total, bits, salt), scale=found[i])
+        else:
+            new[i] = store_weight(total, params[i], bits, salt, found.get(i))
+    return new
