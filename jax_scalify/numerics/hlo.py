@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-MATMULS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+MATMULS = ("dot_general", "narrow_dot_general", "ragged_dot_general", "conv_general_dilated")
 _FP8_LIBRARIES = ("cuBLASLt", "cuDNN", "Triton")
 
 

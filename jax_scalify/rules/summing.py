@@ -17,6 +17,11 @@ from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Facts, Operand, split, split_product, with_scale
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
+from jax_scalify.primitives.narrow_dot import (
+    SMALLEST_EXPONENT,
+    narrow_dot_general,
+    narrow_dot_p,
+)
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
 from jax_scalify.rules.shared.products import factors_in_range
@@ -142,21 +147,32 @@ def dot_general_rule(
     lhs, rhs = _factors_together(lhs, rhs, *dimension_numbers)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
     *data, exponent = split_product(lhs, rhs)
-    is_wider = any(x.dtype in (jnp.float16, jnp.float32, jnp.float64) for x in data)
-    preferred = (dtypes.compute_dtype if is_wider else dtypes.sum_dtype)(ctx.out_dtype)
-    total = ctx.bind(
-        *data,
-        dimension_numbers=dimension_numbers,
-        preferred_element_type=preferred,
-        **params,
-    )
     lhs_free = lhs.ndim - len(lhs_contract) - len(lhs_batch)
     rhs_free = rhs.ndim - len(rhs_contract) - len(rhs_batch)
     scale = _operand_scale(lhs, lhs_contract, lhs_batch, 0, rhs_free)
     scale = scale * _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
     count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
-    terms = Terms.of(lhs, rhs)
-    return finish(ctx, total, scale, growth(ctx, count, terms), exponent)
+    factor = growth(ctx, count, Terms.of(lhs, rhs))
+    params["dimension_numbers"] = dimension_numbers
+    kinds = {x.dtype for x in data}
+    keeps_16_bits = ctx.config.sum_dtype is None
+    if keeps_16_bits and kinds == {ctx.out_dtype} == {jnp.dtype(jnp.float16)}:
+        by = exponent - factor.exponent
+        if SMALLEST_EXPONENT <= by <= 0:
+            return Operand(narrow_dot_general(*data, int(by), **params), scale * factor)
+    is_wider = kinds & {jnp.dtype(d) for d in (jnp.float16, jnp.float32, jnp.float64)}
+    narrow = keeps_16_bits and not is_wider
+    preferred = (dtypes.sum_dtype if narrow else dtypes.compute_dtype)(ctx.out_dtype)
+    total = lax.dot_general_p.bind(*data, preferred_element_type=preferred, **params)
+    return finish(ctx, total, scale, factor, exponent)
+
+
+@register_scale_rule(narrow_dot_p, elements="summed", degree="product")
+def narrow_dot_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
+    """That of `dot_general`, and the factor: of a `scalify` inside this one."""
+    exponent = params.pop("exponent")
+    out = Operand.of(dot_general_rule(ctx, lhs, rhs, **params))
+    return with_scale(out, out.scale * Scale(exponent))
 
 
 @register_scale_rule("ragged_dot_general", elements="summed", degree="product")

@@ -1,0 +1,102 @@
+"""A matmul in float16 whose sums get a power of two before they are rounded.
+
+On GPUs a constant behind a matmul is a parameter of cuBLAS's kernel, applied to its float32 sums;
+the kernel writes float16. Elsewhere the sums are float32 in the program too: one in float16 might
+overflow before its factor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_scalify import _compat
+
+# A compiler that does not fold the factor (Triton's matmuls) rounds to float16 before it: elements
+# of up to 2**10 times the size that is expected have to be in range then.
+SMALLEST_EXPONENT = -6
+
+narrow_dot_p = Primitive("narrow_dot_general")
+
+
+def narrow_dot_general(lhs: jax.Array, rhs: jax.Array, exponent: int, **params: Any) -> jax.Array:
+    """`dot_general(lhs, rhs) * 2**exponent` in float16, for an exponent from -6 to 0.
+
+    Args:
+        lhs: array of float16.
+        rhs: array of float16.
+        exponent: of the factor.
+        **params: of `lax.dot_general_p`, without `preferred_element_type`.
+    """
+    return narrow_dot_p.bind(lhs, rhs, exponent=exponent, **params)
+
+
+def _wide(lhs: Any, rhs: Any, *, exponent: int, pinned: bool = False, **params: Any) -> Any:
+    total = lax.dot_general_p.bind(lhs, rhs, preferred_element_type=np.dtype("float32"), **params)
+    if exponent:
+        factor = np.float32(math.ldexp(1.0, exponent))
+        total = lax.mul(_compat.pin_constant(factor) if pinned else factor, total)
+    return lax.convert_element_type(total, jnp.float16)
+
+
+def _narrow(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
+    total = lax.dot_general_p.bind(lhs, rhs, preferred_element_type=np.dtype("float16"), **params)
+    return lax.mul(total, np.float16(math.ldexp(1.0, exponent))) if exponent else total
+
+
+def _lower(function: Any, **platform: str) -> None:
+    mlir.register_lowering(
+        narrow_dot_p, mlir.lower_fun(function, multiple_results=False), **platform
+    )
+
+
+_lower(_wide)
+_lower(functools.partial(_wide, pinned=True), platform="cpu")
+_lower(_narrow, platform="cuda")
+_lower(_narrow, platform="rocm")
+
+
+@narrow_dot_p.def_abstract_eval
+def _aval(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
+    dtype = np.dtype("float16")
+    return lax.dot_general_p.abstract_eval(lhs, rhs, preferred_element_type=dtype, **params)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("exponent", "params"))
+def _jitted(lhs: Any, rhs: Any, exponent: int, params: tuple[tuple[str, Any], ...]) -> Any:
+    return narrow_dot_p.bind(lhs, rhs, exponent=exponent, **dict(params))
+
+
+@narrow_dot_p.def_impl
+def _impl(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
+    return _jitted(lhs, rhs, exponent, tuple(sorted(params.items())))
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    """Linear in each operand."""
+    fun = functools.partial(_wide, **params)
+    moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+    def of_moved(*xs: Any) -> Any:
+        full = list(primals)
+        for i, x in zip(moved, xs, strict=True):
+            full[i] = x
+        return fun(*full)
+
+    return jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    return jax.vmap(functools.partial(_wide, **params), dims)(*args), 0
+
+
+ad.primitive_jvps[narrow_dot_p] = _jvp
+batching.primitive_batchers[narrow_dot_p] = _batch
