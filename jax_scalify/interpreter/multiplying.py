@@ -38,7 +38,9 @@ def multiply(
 
 
 def _multiply(data: Any, factor: Scale) -> Any:
-    compute = dtypes.compute_dtype(data.dtype)
+    # Powers of two are exact in bfloat16 too, which has the range of float32.
+    is_bfloat16 = data.dtype == jnp.bfloat16
+    compute = data.dtype if is_bfloat16 else dtypes.compute_dtype(data.dtype)
     if factor.is_static:
         number = np.asarray(factor.value).astype(dtypes.real_dtype(compute))
         number = _compat.pin_constant(number) if np.ndim(data) else number
