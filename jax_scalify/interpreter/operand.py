@@ -19,6 +19,7 @@ from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
 from jax_scalify.scales.algebra import Scale
 
 # Operands may together be this much larger or smaller than their data will be, a result twice as
@@ -218,7 +219,7 @@ class Operand(ScaledArray):
 
 def can_defer(dtype: Any) -> bool:
     """Tell whether data of a dtype may wait for its factor: real, of the range of float32."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32
+    return jnp.issubdtype(dtype, jnp.floating) and not dtypes.has_short_range(dtype)
 
 
 def defer(raw: Any, exponent: float, scale: Any) -> Operand:
