@@ -170,26 +170,6 @@ def is_unspecified_sharding(sharding: Any) -> bool:
     return type(sharding).__name__ in ("UnspecifiedValue", "AUTO", "NoneType")
 
 
-def pin(scale: jax.Array) -> jax.Array:
-    """Keep XLA from copying the scalar chain that made a scale into every consumer's fusion.
-
-    The CPU pipeline of JAX 0.10 drops barriers before it fuses, but never copies a division. The
-    divisor is 1, which the compiler cannot know of a float that might be nan.
-    """
-    if keeps_barriers():
-        return lax.optimization_barrier(scale)
-    is_number = lax.eq(scale, scale)
-    return lax.div(scale, lax.select(is_number, jnp.ones_like(scale), jnp.full_like(scale, 2)))
-
-
-def pin_constant(value: Any) -> Any:
-    """Make a constant an operand of the kernels that use it.
-
-    Kernels that differ in nothing but the constant are then compiled once.
-    """
-    return lax.optimization_barrier(value) if keeps_barriers() else value
-
-
 def kept_apart(product: Any) -> Any:
     """Keep XLA from making one constant of two that data is multiplied by: it might be infinite.
 

@@ -14,6 +14,7 @@ from jax import lax
 import jax_scalify as jsa
 from jax_scalify import ScaledArray, _compat
 from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.base.pins import pin_p
 from jax_scalify.interpreter import registry as registry_lib
 from tests.helpers import scaled, value
 from tests.opaque import opaque_primitive
@@ -486,7 +487,7 @@ def test_a_chain_of_alignments_is_cut_where_it_has_several_readers(readers, cuts
     pinned = [
         e
         for e in all_equations(jaxpr)
-        if e.primitive is lax.optimization_barrier_p and e.outvars[0].aval.shape == X.shape
+        if e.primitive is pin_p and e.outvars[0].aval.shape == X.shape
     ]
     assert len(pinned) == cuts
 

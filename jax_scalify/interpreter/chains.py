@@ -2,7 +2,7 @@
 
 XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
 follow a residual stream through all layers. A chain is cut after some alignments, where it has
-several readers, which keeps the compiled program linear in depth.
+several readers, which keeps the compiled program of a CPU linear in depth.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base.jaxprs import is_var
+from jax_scalify.base.pins import pin
 from jax_scalify.interpreter.operand import Operand, with_scale
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
@@ -42,4 +43,4 @@ def cut(value: Value) -> Value:
     """Compute a value once, if it has come through too many alignments."""
     if not isinstance(value, Operand) or value.depth < _MAX_DEPTH:
         return value
-    return with_scale(value, value.scale, _compat.pin).as_result(value.facts)
+    return with_scale(value, value.scale, pin).as_result(value.facts)

@@ -11,6 +11,7 @@ from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Facts, Operand
 from jax_scalify.interpreter.value import Plain, Value, filled
 from jax_scalify.scales import algebra
@@ -151,7 +152,7 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
     if scale.is_static:
         inverse = (scale**-1).value
         value = np.asarray(sign * min(max(size * inverse, smallest), largest)).astype(dtype)[()]
-        return value if inverse == 1 else _compat.pin_constant(value)
+        return value if inverse == 1 else pin_constant(value)
     mantissa, exponent = pow2.split_constant(size)
     ratio = (Scale(exponent) / scale).array
     compute = dtypes.compute_dtype(dtype)

@@ -12,6 +12,7 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Operand, with_scale
 from jax_scalify.interpreter.value import filled
 from jax_scalify.scales.algebra import GIVEN_EXTENT, LARGEST_EXTENT, Scale
@@ -43,7 +44,7 @@ def _multiply(data: Any, factor: Scale) -> Any:
     compute = data.dtype if is_bfloat16 else dtypes.compute_dtype(data.dtype)
     if factor.is_static:
         number = np.asarray(factor.value).astype(dtypes.real_dtype(compute))
-        number = _compat.pin_constant(number) if np.ndim(data) else number
+        number = pin_constant(number) if np.ndim(data) else number
     else:
         number = factor.array.astype(dtypes.real_dtype(compute))
     data = lax.convert_element_type(data, compute)

@@ -20,6 +20,7 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.base.pins import pin_constant
 from jax_scalify.scales.algebra import Scale
 
 # Operands may together be this much larger or smaller than their data will be, a result twice as
@@ -205,7 +206,7 @@ class Operand(ScaledArray):
             exponent, mantissa = exponent - step, 1.0
             if factor != 1:
                 number = np.asarray(factor, self.dtype)
-                data = lax.mul(_compat.pin_constant(number) if step else number, data)
+                data = lax.mul(pin_constant(number) if step else number, data)
         return data
 
     def as_pair(self, data: Any, scale: Any) -> Operand:

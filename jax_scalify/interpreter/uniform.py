@@ -23,7 +23,11 @@ def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     None if that cannot be done.
     """
     name = eqn.primitive.name
-    if name == "optimization_barrier" and len(inputs) == 1 and inputs[0].constant is not None:
+    if (
+        name in ("optimization_barrier", "pin")
+        and len(inputs) == 1
+        and inputs[0].constant is not None
+    ):
         return inputs[0]
     if eqn.primitive.multiple_results or not inputs:
         return None

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_scalify import _compat
+from jax_scalify.base.pins import pin_constant
 
 # A compiler that does not fold the factor (Triton's matmuls) rounds to float16 before it: elements
 # of up to 2**10 times the size that is expected have to be in range then.
@@ -43,7 +43,7 @@ def _wide(lhs: Any, rhs: Any, *, exponent: int, pinned: bool = False, **params: 
     total = lax.dot_general_p.bind(lhs, rhs, preferred_element_type=np.dtype("float32"), **params)
     if exponent:
         factor = np.float32(math.ldexp(1.0, exponent))
-        total = lax.mul(_compat.pin_constant(factor) if pinned else factor, total)
+        total = lax.mul(pin_constant(factor) if pinned else factor, total)
     return lax.convert_element_type(total, jnp.float16)
 
 

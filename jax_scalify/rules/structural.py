@@ -267,7 +267,7 @@ def reduce_precision_rule(ctx: RuleContext, x: Operand, **params: Any) -> Scaled
     return ScaledArray(ctx.bind(x.data, **params), x.scale)
 
 
-@register_scale_rule("optimization_barrier", elements="same", elementwise=True)
+@register_scale_rule("optimization_barrier", "pin", elements="same", elementwise=True)
 @register_scale_rule("device_put", elements="same")
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import is_var
+from jax_scalify.base.pins import pin_p
 from jax_scalify.base.pow2 import MAX_EXPONENT, exponent, exponent_layout
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
@@ -45,12 +46,12 @@ def resolve(program: ScaleProgram, closed: Any) -> Any:
 
 
 def _pinned_together(equations: Sequence[Any]) -> list[Any]:
-    """Pin all constants by one barrier.
+    """Pin all constants together.
 
     XLA merges equal barriers of one constant. Where a kernel has its constants to itself and
     another one shares some, they take their operands in different orders, and are compiled twice.
     """
-    pins = [e for e in equations if e.primitive is lax.optimization_barrier_p]
+    pins = [e for e in equations if e.primitive is pin_p]
     pins = [e for e in pins if not any(map(is_var, e.invars))]
     if len(pins) < 2:
         return list(equations)
@@ -193,7 +194,7 @@ class _Round:
             exponents = jnp.concatenate([exponents, found])
         for count, level in enumerate(self.levels, 1):
             exponents = jnp.concatenate([exponents, level(exponents, style)])
-            exponents = exponents if count % style.levels else _compat.pin(exponents)
+            exponents = exponents if count % style.levels else lax.optimization_barrier(exponents)
         singles = style.elements(_to_float(self.values(exponents, style), self.dtype))
         return singles if self.size is None else [*singles, exponents]
 
@@ -224,8 +225,8 @@ class _Style:
         """The elements of a vector, one by one."""
         if not self.shared:
             return [lax.index_in_dim(values, i, keepdims=False) for i in range(values.size)]
-        values = _compat.pin(values)
-        places = _compat.pin_constant([np.uint32(i) for i in range(values.size)])
+        values = lax.optimization_barrier(values)
+        places = lax.optimization_barrier([np.uint32(i) for i in range(values.size)])
         return [lax.squeeze(lax.dynamic_slice(values, (i,), (1,)), (0,)) for i in places]
 
 

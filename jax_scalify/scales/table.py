@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
+from jax_scalify.base.pins import pin
 from jax_scalify.base.pow2 import MAX_EXPONENT, exponent_layout, round_down
 from jax_scalify.scales.algebra import (
     LARGEST_EXTENT,
@@ -103,7 +104,7 @@ class ScaleTable:
             return program.placeholder(monomial)
         if not others:
             return self.product(scale)
-        return self._memoised(("request", scale), lambda: _compat.pin(self.product(scale)))
+        return self._memoised(("request", scale), lambda: pin(self.product(scale)))
 
     def settled(self, scale: Scale) -> tuple[Scale, Scale]:
         """Compute a monomial and go on with one atom, and what an array of it cannot hold."""
@@ -142,7 +143,7 @@ class ScaleTable:
             inside = lax.clamp(low, array, high)
             if not scale.is_nonzero:
                 inside = lax.select(lax.eq(array, jnp.zeros_like(array)), array, inside)
-            within = self.atom(_compat.pin(inside), **known)
+            within = self.atom(pin(inside), **known)
             rest = self.product(scale / within)
             extent = max(0, int(scale.span) - limit)
             return within, self.atom(rest, nonzero=scale.is_nonzero, extent=extent)
@@ -251,7 +252,7 @@ class ScaleTable:
             array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
         if limit < largest:
             array = lax.min(array, np.array(math.ldexp(1.0, limit), self.dtype))
-        return self.atom(_compat.pin(array), **known)
+        return self.atom(pin(array), **known)
 
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
         """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
@@ -280,9 +281,7 @@ class ScaleTable:
                 root = lax.select(is_zero, jnp.zeros_like(root), root)
             power = lax.shift_left(np.array(1, integer), lax.rem(biased, count))
             rest = lax.convert_element_type(power, self.dtype)
-            return self.atom(_compat.pin(root), **known), self.atom(
-                rest, nonzero=True, extent=degree
-            )
+            return self.atom(pin(root), **known), self.atom(rest, nonzero=True, extent=degree)
 
         return self._memoised(("root", scale, degree), make)
 
@@ -300,11 +299,11 @@ class ScaleTable:
             power = round_down(value, self.dtype)
             to_one = lax.bitwise_or(lax.eq(power, np.array(0.5, power.dtype)), ~jnp.isfinite(value))
             power = jnp.where(to_one, jnp.ones_like(power), power)
-            scale = self.atom(_compat.pin(power), extent=LARGEST_EXTENT, is_number=True)
+            scale = self.atom(pin(power), extent=LARGEST_EXTENT, is_number=True)
             compute = dtypes.compute_dtype(value.dtype)
             inverse = self._reciprocal(scale.factors[0][0])
             data = lax.mul(value.astype(compute), inverse.astype(compute))
-            data = _compat.pin(data.astype(value.dtype))
+            data = pin(data.astype(value.dtype))
             known = (value, data, scale)  # keeps `value`, hence its id, alive
             self._splits[id(value)] = known
         return known[1:]
