@@ -58,7 +58,7 @@ def apply_updates(
     if rounding not in _ROUNDINGS:
         raise ValueError(f"`rounding` must be one of {list(_ROUNDINGS)}, got {rounding!r}.")
     each, tree = _weights_and_updates(params, updates)
-    keys = [None] * len(each) if key is None else jax.random.split(key, len(each))
+    keys = [None] * len(each) if key is None else list(jax.random.split(key, len(each)))
     nearest = rounding == "nearest"
     return tree.unflatten(_applied(each, keys, policy, nearest))
 
@@ -130,7 +130,7 @@ def _applied(
     salts: list[Any] | None = None,
 ) -> list[Any]:
     """New parameters, each of a parameter and its update."""
-    params = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
+    params: list[Any] = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
     totals: dict[int, Any] = {}
     for i, (_, update) in enumerate(pairs):
         if update is None:

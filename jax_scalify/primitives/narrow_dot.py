@@ -52,16 +52,14 @@ def _narrow(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
     return lax.mul(total, np.float16(math.ldexp(1.0, exponent))) if exponent else total
 
 
-def _lower(function: Any, **platform: str) -> None:
-    mlir.register_lowering(
-        narrow_dot_p, mlir.lower_fun(function, multiple_results=False), **platform
-    )
-
-
-_lower(_wide)
-_lower(functools.partial(_wide, pinned=True), platform="cpu")
-_lower(_narrow, platform="cuda")
-_lower(_narrow, platform="rocm")
+for _platform, _function in (
+    (None, _wide),
+    ("cpu", functools.partial(_wide, pinned=True)),
+    ("cuda", _narrow),
+    ("rocm", _narrow),
+):
+    _lowered = mlir.lower_fun(_function, multiple_results=False)
+    mlir.register_lowering(narrow_dot_p, _lowered, platform=_platform)
 
 
 @narrow_dot_p.def_abstract_eval

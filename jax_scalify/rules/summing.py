@@ -128,51 +128,47 @@ def _factors_together(
 
 
 @register_scale_rule(lax.dot_general_p, elements="summed", degree="product")
-def dot_general_rule(
-    ctx: RuleContext,
-    lhs: Operand,
-    rhs: Operand,
-    *,
-    dimension_numbers: Any,
-    preferred_element_type: Any = None,
-    **params: Any,
-) -> ScaledArray:
+def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale * pow2(K**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
 
     A scale that is not scalar is carried along the batch and free dims and made uniform over the
     contracted ones; where both differ there, the product of both is.
     """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    return _product(ctx, lhs, rhs, params)
+
+
+@register_scale_rule(narrow_dot_p, elements="summed", degree="product")
+def narrow_dot_rule(
+    ctx: RuleContext, lhs: Operand, rhs: Operand, *, exponent: int, **params: Any
+) -> ScaledArray:
+    """The rule of `dot_general`, and the factor: of a `scalify` inside this one."""
+    out = _product(ctx, lhs, rhs, params)
+    return with_scale(out, out.scale * Scale(exponent))
+
+
+def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any]) -> Operand:
+    dims = params["dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
-    lhs, rhs = _factors_together(lhs, rhs, *dimension_numbers)
+    lhs, rhs = _factors_together(lhs, rhs, *dims)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
-    *data, exponent = split_product(lhs, rhs)
     lhs_free = lhs.ndim - len(lhs_contract) - len(lhs_batch)
     rhs_free = rhs.ndim - len(rhs_contract) - len(rhs_batch)
     scale = _operand_scale(lhs, lhs_contract, lhs_batch, 0, rhs_free)
     scale = scale * _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
     count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
     factor = growth(ctx, count, Terms.of(lhs, rhs))
-    params["dimension_numbers"] = dimension_numbers
-    kinds = {x.dtype for x in data}
+    *data, exponent = split_product(lhs, rhs)
+    params = {name: value for name, value in params.items() if name != "preferred_element_type"}
+    kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
     keeps_16_bits = ctx.config.sum_dtype is None
-    if keeps_16_bits and kinds == {ctx.out_dtype} == {jnp.dtype(jnp.float16)}:
-        by = exponent - factor.exponent
-        if SMALLEST_EXPONENT <= by <= 0:
-            return Operand(narrow_dot_general(*data, int(by), **params), scale * factor)
-    is_wider = kinds & {jnp.dtype(d) for d in (jnp.float16, jnp.float32, jnp.float64)}
-    narrow = keeps_16_bits and not is_wider
-    preferred = (dtypes.sum_dtype if narrow else dtypes.compute_dtype)(ctx.out_dtype)
+    by = exponent - factor.exponent
+    if keeps_16_bits and kinds == {np.dtype("float16")} and SMALLEST_EXPONENT <= by <= 0:
+        return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale * factor)
+    keeps_16_bits &= all(dtypes.is_narrow_float(k) or k == jnp.bfloat16 for k in kinds)
+    preferred = (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)
     total = lax.dot_general_p.bind(*data, preferred_element_type=preferred, **params)
     return finish(ctx, total, scale, factor, exponent)
-
-
-@register_scale_rule(narrow_dot_p, elements="summed", degree="product")
-def narrow_dot_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
-    """That of `dot_general`, and the factor: of a `scalify` inside this one."""
-    exponent = params.pop("exponent")
-    out = Operand.of(dot_general_rule(ctx, lhs, rhs, **params))
-    return with_scale(out, out.scale * Scale(exponent))
 
 
 @register_scale_rule("ragged_dot_general", elements="summed", degree="product")
