@@ -64,27 +64,28 @@ def bits_of(x: jax.Array, salt: jax.Array) -> jax.Array:
     return bits ^ (bits >> np.uint32(16))
 
 
-def measured(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def measured(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What a scale is chosen by, in one reading of `x`; of the shape of the `old` scale.
 
     Returns:
         The largest element: infinite if one is not finite, but of a leaf whose old scale is 0 the
-        largest finite one, since infinity at scale 0 would be nan; 1 if an element is not finite,
-        else 0; and the mean square of the finite elements over that of the old scale.
+        largest finite one, since infinity at scale 0 would be nan. And the mean square over that of
+        the old scale, infinite if an element is not finite.
     """
     axes = tuple(a for a in range(x.ndim) if old.shape[a] == 1) if old.ndim else None
     keepdims = bool(old.ndim)
     finite, size = jnp.isfinite(x), jnp.abs(x)
-    beyond = jnp.where(old == 0, 0, np.array(np.inf, x.dtype))
+    infinity = np.array(np.inf, x.dtype)
+    beyond = jnp.where(old == 0, 0, infinity)
     largest = jnp.max(jnp.where(finite, size, beyond), axes, keepdims=keepdims, initial=0)
-    spoiled = jnp.max(jnp.where(finite, 0.0, 1.0), axes, keepdims=keepdims, initial=0)
-    unit = jnp.where(finite, size * (1 / jnp.where(old == 0, 1, old)).astype(x.dtype), 0)
-    total = jnp.sum(jnp.square(unit), axes, keepdims=keepdims)
-    return largest, spoiled, total * (max(1, old.size) / max(1, x.size))
+    unit = size * (1 / jnp.where(old == 0, 1, old)).astype(x.dtype)
+    square = jnp.where(finite, jnp.square(unit), infinity)
+    total = jnp.sum(square, axes, keepdims=keepdims)
+    return largest, total * (max(1, old.size) / max(1, x.size))
 
 
 def scale_by_statistic(
-    sizes: tuple[jax.Array, jax.Array, jax.Array], old: jax.Array, top: Any, by_rms: Any
+    sizes: tuple[jax.Array, jax.Array], old: jax.Array, top: Any, by_rms: Any
 ) -> jax.Array:
     """Choose scales for `data = x / scale` by what was `measured`, elementwise.
 
@@ -93,13 +94,13 @@ def scale_by_statistic(
     float32 at the old scale (2**-50 or 2**64 times), and without `by_rms`. A zero has scale 0; what
     is not finite keeps the `old` scale.
     """
-    largest, spoiled, mean_square = sizes
+    largest, mean_square = sizes
     power = pow2.round_down(largest, old.dtype)
     scale = power * np.ldexp(np.float32(1), -np.asarray(top))
     in_range = (mean_square > _SMALLEST_MEAN_SQUARE) & jnp.isfinite(mean_square) & by_rms
     rms = pow2.round_down(jnp.sqrt(mean_square), old.dtype) * jnp.where(old == 0, 1, old)
     scale = jnp.maximum(scale, jnp.where(in_range, rms, 0))
-    zero = (spoiled > 0).astype(old.dtype)
+    zero = jnp.isinf(mean_square).astype(old.dtype)  # then all others are 0
     scale = jnp.where(power == 0, zero, jnp.maximum(scale, _SMALLEST))
     return jnp.where(jnp.isfinite(largest), scale, old)
 
@@ -129,8 +130,8 @@ def chosen_scales(
     top = np.array([_top(likes[i].dtype) for i in which])
     by_rms = np.array([_by_rms(likes[i].dtype, wide[i]) for i in which])
     parts = zip(*found, strict=True)
-    largest, spoiled, square = (jnp.stack([x.astype(jnp.float32) for x in part]) for part in parts)
-    scales = scale_by_statistic((largest, spoiled, square), jnp.stack(olds), top, by_rms)
+    largest, square = (jnp.stack([x.astype(jnp.float32) for x in part]) for part in parts)
+    scales = scale_by_statistic((largest, square), jnp.stack(olds), top, by_rms)
     each = iter(scales[i] for i in range(len(which)))
     return [next(each) if i in which else None for i in range(len(xs))]
 
