@@ -196,6 +196,13 @@ trains a Llama-like decoder of 4 scanned, rematerialised layers (2 × 1,024 toke
 clipping and AdamW: in bfloat16 with weights and moments in float32, or by the README's recipe.
 `benchmarks/cost/accelerators.py` says more, `jsa.numerics.compile_report` does the same to a step
 of yours.
+
+**What float16 is there.** On GPUs a matmul reads float16 and writes it, its power of two applied to
+the sums. The compilers of v5p, v6e and tpu7x hand float16 to the matmul as it is and take the sums
+in float32, where one of bfloat16 writes bfloat16; with how many digits the hardware multiplies
+float16 the program does not tell. E4M3 is an operand of all three. On TPUs we recommend activations
+and weights in bfloat16 (`as_scaled_array(params, scale="rms", dtype="bfloat16")`), the optimizer's
+state in float16 (`low_precision`), and `fp8_matmuls` where you measure that it is faster.
 """
 
 

@@ -91,7 +91,7 @@ def scale_by_statistic(
 
     By RMS that of the data is in [1, 2), or if an element would leave the range then, the maximum
     is near `2**top`, the top of the range. That is so, too, where squares leave the range of
-    float32 at the old scale (2**-50 or 2**64 times), and without `by_rms`. A zero has scale 0; what
+    float32 at the old scale (from it by 2**-50 or 2**64), and without `by_rms`. A zero has scale 0; what
     is not finite keeps the `old` scale.
     """
     largest, mean_square = sizes
