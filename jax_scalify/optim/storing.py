@@ -90,9 +90,9 @@ def scale_by_statistic(
     """Choose scales for `data = x / scale` by what was `measured`, elementwise.
 
     By RMS that of the data is in [1, 2), or if an element would leave the range then, the maximum
-    is near `2**top`, the top of the range. That is so, too, where squares leave the range of
-    float32 at the old scale (from it by 2**-50 or 2**64), and without `by_rms`. A zero has scale 0; what
-    is not finite keeps the `old` scale.
+    is near `2**top`, the top of the range. That is so, too, where values are 2**-50 or 2**64 times
+    the old scale, whose squares leave the range of float32, and without `by_rms`. A zero has
+    scale 0; what is not finite keeps the `old` scale.
     """
     largest, mean_square = sizes
     power = pow2.round_down(largest, old.dtype)
