@@ -84,8 +84,9 @@ def low_precision(
     Returns:
         An optimizer of the same type. `init(params)` makes `ScaledArray` leaves, which
         `as_scaled_array` leaves as they are; what a wrapper around this one adds to the state is
-        for you to scale, by that function. `update` returns updates in float32, inside `scalify` at
-        the parameters' scales: see `apply_updates`. Wrappers that compare dtypes (`apply_if_finite`) want such gradients too.
+        for you to scale, by that function. `update` returns updates in float32, inside `scalify`
+        at the parameters' scales: see `apply_updates`. Wrappers that compare dtypes
+        (`apply_if_finite`) want such gradients too.
 
     Raises:
         TypeError: if `optimizer` is none, or for another dtype.
