@@ -75,9 +75,9 @@ class ScalifyConfig:
                 "and bfloat16 cannot hold the exponents that products of scales have."
             )
         if self.sum_dtype is not None:
-            if jnp.dtype(self.sum_dtype) != jnp.float32:
+            if self.sum_dtype not in ("float32", jnp.float32, jnp.dtype(jnp.float32)):
                 raise TypeError(f"`sum_dtype` must be float32 or None, got {self.sum_dtype!r}.")
-            object.__setattr__(self, "sum_dtype", jnp.dtype(self.sum_dtype))
+            object.__setattr__(self, "sum_dtype", jnp.dtype(jnp.float32))
         object.__setattr__(self, "scale_dtype", jnp.dtype(self.scale_dtype))
 
     def __enter__(self) -> ScalifyConfig:

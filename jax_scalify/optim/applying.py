@@ -91,7 +91,7 @@ def widen(tree: Any, *, plain: bool = False) -> Any:
     return jax.tree.map(wide, tree, is_leaf=is_scaled)
 
 
-def scales_by_statistic(leaves: list[tuple[Any, Any, bool]]) -> list[Any]:
+def statistic_scales(leaves: list[tuple[Any, Any, bool]]) -> list[Any]:
     """For each `(new, old, wide)` its scale by statistic, in the form that it is stored with."""
     scaled = [i for i, (_, old, _) in enumerate(leaves) if is_scaled(old)]
     others = [i for i in range(len(leaves)) if i not in scaled]
@@ -145,7 +145,7 @@ def _applied(
     found = dict(
         zip(
             chosen,
-            scales_by_statistic([(totals[i], params[i], False) for i in chosen]),
+            statistic_scales([(totals[i], params[i], False) for i in chosen]),
             strict=True,
         )
     )

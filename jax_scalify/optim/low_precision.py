@@ -13,7 +13,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import match_scales, stop_scaling
-from jax_scalify.optim.applying import check_policy, rounded, scales_by_statistic, widen
+from jax_scalify.optim.applying import check_policy, rounded, statistic_scales, widen
 from jax_scalify.optim.state_leaves import Role, RoleFinder
 from jax_scalify.optim.storing import GRADIENT_EXPONENTS, bits_of, store, stored
 
@@ -210,11 +210,13 @@ class _LowPrecision:
             updates = _scaled_like(updates, given if weights is None else weights)
         leaves, tree = jax.tree.flatten(new)
         few = [i for i, role in enumerate(roles) if _is_stored(leaves[i], role)]
-        new = [_kept(x, old) for x, old in zip(leaves, olds, strict=True)]
         gradients = jax.tree.leaves(grads if plain else given)
         narrow = _store([(leaves[i], olds[i], roles[i]) for i in few], gradients, self.policy)
-        for i, leaf in zip(few, narrow, strict=True):
-            new[i] = leaf
+        stored_by_place = dict(zip(few, narrow, strict=True))
+        new = [
+            stored_by_place[i] if i in stored_by_place else _kept(x, old)
+            for i, (x, old) in enumerate(zip(leaves, olds, strict=True))
+        ]
         return updates, tree.unflatten(new)
 
 
@@ -279,7 +281,7 @@ def _store(leaves: list[tuple[Any, Any, Role]], grads: list[Any], policy: str) -
         for x, old, role in leaves
         if is_scaled(old) or policy != "gradient" or role.degree not in GRADIENT_EXPONENTS
     ]
-    scales = iter(scales_by_statistic([(x, old, role.is_wide) for x, old, role in by_statistic]))
+    scales = iter(statistic_scales([(x, old, role.is_wide) for x, old, role in by_statistic]))
     new = []
     for x, old, role in leaves:
         grad = x if role.param is None else grads[role.param]

@@ -121,8 +121,10 @@ def test_eager_and_with_batch_dims():
 
 
 def test_sum_dtype_is_checked_and_followed():
-    with pytest.raises(TypeError, match="`sum_dtype` must be float32 or None"):
-        jsa.ScalifyConfig(sum_dtype=jnp.float16)
+    for wrong in (jnp.float16, "int8", "nonsense", 3):
+        with pytest.raises(TypeError, match="`sum_dtype` must be float32 or None"):
+            jsa.ScalifyConfig(sum_dtype=wrong)
+    assert jsa.ScalifyConfig(sum_dtype="float32").sum_dtype == jnp.float32
     a, b = (scaled(x, 0, jnp.bfloat16) for x in operands())
 
     def asked(**options):
