@@ -148,7 +148,7 @@ $(VENV_LOWEST)/.installed: pyproject.toml
 
 $(VENV_ACCELERATORS)/.installed: pyproject.toml
 	$(MAIN_PYTHON) -m venv $(VENV_ACCELERATORS)
-	$(VENV_ACCELERATORS)/bin/python -m pip install -q --no-compile -e '.[test]' 'jax[cuda12,tpu]'
+	$(VENV_ACCELERATORS)/bin/python -m pip install -q --no-compile -e '.[test]' 'jax[cuda12,tpu]' qwix
 	@touch $@
 
 clean:

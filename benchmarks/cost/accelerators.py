@@ -1,6 +1,6 @@
 """What steps cost on GPUs and TPUs, by the compilers of these, with no such device at hand.
 
-    python -m benchmarks.cost.accelerators                   # all of it: about 15 minutes
+    python -m benchmarks.cost.accelerators                   # all of it: about an hour
     python -m benchmarks.cost.accelerators --targets h100    # one device
 
 It needs the plugins of JAX, 6 GB (`make accelerators` installs them into an environment of their
@@ -9,14 +9,16 @@ own), and no device. All counts are exact. Finished cells are kept in
 
 Variants of a transformer layer (forward and backward; Flax, width 1,024, 4 x 1,024 tokens): as it
 is, through `scalify` with static scales and with dynamic ones, each in bfloat16, in float16, and
-with `fp8_matmuls` in bfloat16. Variants of a training step (a Llama-like decoder of 4 scanned,
-rematerialised layers, clipping and AdamW): bfloat16 with weights and state in float32; the recipe
-of the README in float16; with FP8 matmuls; and with frozen scales.
+with `fp8_matmuls` in bfloat16; on the H100 also with what Flax and Qwix have for FP8. Variants of
+training steps (a Llama, a mixture of experts, a GPT and a ResNet; clipping and AdamW): bfloat16
+with weights and state in float32; the recipe of the README in float16; with FP8 matmuls; and with
+frozen scales.
 """
 
 import argparse
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,15 +26,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.linen import Dense, fp8_ops
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import jax_scalify as jsa
+from benchmarks.accuracy.fp8 import FORMATS, Unavailable, import_qwix
 from benchmarks.accuracy.scale_models import PLAIN
 from benchmarks.cells import Cells, Store
-from benchmarks.cost.decoder import Sizes, plain_step, scaled_step
+from benchmarks.cost import accelerators_page as pages
+from benchmarks.cost.decoder import Sizes, make_decoder
+from benchmarks.cost.flax_models import GptSizes, ResNetSizes, make_gpt, make_resnet
 from benchmarks.cost.gpu_fp8 import TransformerLayer, forward_and_backward
+from benchmarks.cost.training import Model, plain_step, scaled_step
 from benchmarks.paths import RESULTS, ROOT
 from examples.gpt.train import write_text
 
@@ -40,24 +47,53 @@ PAGE = ROOT / "docs" / "accelerators.md"
 WIDTH, BATCH, TOKENS = 1024, 4, 1024  # of the layer
 LAYERS = ("bfloat16", "float16", "fp8")
 LAYER_VARIANTS = ("plain", "static", "dynamic")
+OTHERS = (
+    "bfloat16",
+    "flax",
+    "qwix",
+    "qwix-static",
+    "fp8_matmuls",
+    "scalify-static",
+    "scalify-dynamic",
+)
 STEPS = ("plain", "float16", "fp8", "fp8-frozen")
+MODELS: dict[str, Callable[[int], Model]] = {
+    "llama": lambda devices: make_decoder(Sizes(), devices),
+    "gpt": lambda devices: make_gpt(GptSizes(), devices),
+    "resnet": lambda devices: make_resnet(ResNetSizes(), devices),
+    "moe": lambda devices: make_decoder(Sizes(experts=8), devices),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A target, and how many devices of it share a training step."""
+    """A target, and what its makers say of one device.
 
-    target: str
+    Attributes:
+        target: as `compile_report` takes it.
+        steps_on: how many devices share a training step; layers are compiled for one.
+        flops: dense, in 16 bits and in FP8, a second.
+        bandwidth: of its memory, bytes a second.
+        others: whether to compare with other libraries.
+    """
+
+    target: str | None
     steps_on: int
+    flops: tuple[float, float] = (0.0, 0.0)
+    bandwidth: float = 0.0
+    others: bool = False
 
 
+# Data sheets of NVIDIA's H100 SXM and HGX B200, Google Cloud's pages of TPU v5p, v6e and TPU7x; a
+# TPU7x chip is two devices. Of v5p and v6e no rate of FP8 is published: that of bfloat16.
+_H100 = {"flops": (989e12, 1979e12), "bandwidth": 3.35e12}
 DEVICES = {
-    "h100": Device("h100", 1),
-    "h100:8": Device("h100:8", 8),
-    "b200": Device("b200", 1),
-    "v5p": Device("v5p:2x2x1", 1),
-    "v6e": Device("v6e:2x2", 1),
-    "tpu7x": Device("tpu7x:2x2x1", 1),
+    "h100": Device("h100", 1, **_H100, others=True),
+    "h100:8": Device("h100:8", 8, **_H100),
+    "b200": Device("b200", 1, (2250e12, 4500e12), 8e12),
+    "v5p": Device("v5p:2x2x1", 1, (459e12, 459e12), 2.765e12),
+    "v6e": Device("v6e:2x2", 1, (918e12, 918e12), 1.64e12),
+    "tpu7x": Device("tpu7x:2x2x1", 1, (1153.5e12, 2307e12), 3.69e12),
 }
 
 
@@ -75,145 +111,140 @@ def layer(kind: str, variant: str) -> tuple[Callable, tuple]:
     return jsa.scalify(fun), jax.tree.map(lambda leaf: jsa.ScaledArray(leaf, scale), args)
 
 
-def step(variant: str, devices: int) -> tuple[Callable, tuple]:
+def other(variant: str) -> tuple[Callable, tuple]:
+    """The same layer in bfloat16, with FP8 as another library does it, or ours.
+
+    Raises:
+        Unavailable: if the library is not installed.
+    """
+    ours = {
+        "bfloat16": ("bfloat16", "plain"),
+        "fp8_matmuls": ("fp8", "plain"),
+        "scalify-static": ("fp8", "static"),
+        "scalify-dynamic": ("fp8", "dynamic"),
+    }
+    if variant in ours:
+        return layer(*ours[variant])
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.bfloat16)
+    if variant == "flax":
+        dense = functools.partial(Dense, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+        module: Any = TransformerLayer(dataclasses.replace(PLAIN, Dense=dense), jnp.bfloat16)
+    else:
+        qwix = import_qwix()
+        rule = qwix.QtRule(
+            module_path=r".*(?<!attention)",
+            op_names=("dot_general",),
+            act_static_scale=variant == "qwix-static",
+            **FORMATS,
+        )
+        plain = TransformerLayer(PLAIN, jnp.bfloat16)
+        module = qwix.quantize_model(plain, qwix.QtProvider([rule]))
+    variables = dict(jax.eval_shape(module.init, jax.random.key(0), x))
+    # What changes from step to step and is not trained by a gradient.
+    statistics = {name: variables.pop(name) for name in list(variables) if name == "quant_stats"}
+
+    def fun(cotangent: jax.Array, variables: Any, statistics: Any, x: jax.Array) -> Any:
+        def apply(variables: Any, x: jax.Array) -> Any:
+            return module.apply(variables | statistics, x, mutable=list(statistics))
+
+        out, pullback, new = jax.vjp(apply, variables, x, has_aux=True)
+        return out, pullback(cotangent), new
+
+    return fun, (x, variables, statistics, x)
+
+
+def step(model: str, variant: str, devices: int) -> tuple[Callable, tuple]:
     """A training step, and its arguments' shapes."""
-    sizes = Sizes()
+    made = MODELS[model](devices)
     if variant == "plain":
-        made = plain_step(sizes, devices)
+        compared = plain_step(made, devices)
     else:
         fp8, frozen = variant.startswith("fp8"), variant.endswith("frozen")
-        made = scaled_step(sizes, devices, fp8=fp8, frozen=frozen)
-    return made.jitted(), (made.state, made.tokens)
+        compared = scaled_step(made, devices, fp8=fp8, frozen=frozen)
+    return compared.jitted(), (compared.state, compared.batch)
 
 
-def measure(target: str, make: Callable[[], tuple[Callable, tuple]]) -> dict[str, Any]:
-    """Compile, and keep what is counted."""
-    fun, args = make()
-    report = jsa.numerics.compile_report(fun, *args, target=target)
+def measure(
+    target: str | None, devices: int, make: Callable[[], tuple[Callable, tuple]]
+) -> dict[str, Any]:
+    """Compile, and keep what is counted; an "error" in its place, if that fails."""
+    try:
+        fun, args = make()
+        report = jsa.numerics.compile_report(fun, *args, target=target)
+    except (Unavailable, RuntimeError) as error:
+        return {"error": str(error)[:500]}
     memory = report.memory and dataclasses.asdict(report.memory)
     rows = report.matmuls.rows
+    flop = {
+        narrow: sum(
+            2.0 * row.sizes.batch * row.sizes.m * row.sizes.k * row.sizes.n * (row.runs or 1)
+            for row in rows
+            if row.has_fp8_operands is narrow
+        )
+        for narrow in (False, True)
+    }
     return {
         "launches": report.launches,
         "tiny": report.tiny,
         "bytes": report.bytes_moved,
         "memory": memory,
-        "seconds": round(report.seconds, 2),
+        "seconds": round(report.processor_seconds, 2),
         "collectives": [dataclasses.asdict(c) for c in report.collectives],
         "matmuls": len(rows),
         "fp8": sum(row.is_fp8 is True for row in rows),
+        "flop": flop[False] / devices,
+        "flop_fp8": flop[True] / devices,
     }
 
 
 def make_tasks(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], dict]]]:
-    """Every cell of some devices: `device/layer/dtype/variant` or `device/step/variant`."""
+    """Every cell of some devices: `device/layer/dtype/variant` or `device/model/variant`."""
     for name in names:
         device = DEVICES[name]
+
+        def task(
+            make: Callable[[], tuple[Callable, tuple]], count: int, device: Device = device
+        ) -> Callable[[], dict]:
+            return functools.partial(measure, device.target, count, make)
+
         if device.steps_on == 1:
             for kind in LAYERS:
                 for variant in LAYER_VARIANTS:
                     make = functools.partial(layer, kind, variant)
-                    task = functools.partial(measure, device.target, make)
-                    yield f"{name}/layer/{kind}/{variant}", task
-        for variant in STEPS:
-            make = functools.partial(step, variant, device.steps_on)
-            yield f"{name}/step/{variant}", functools.partial(measure, device.target, make)
+                    yield f"{name}/layer/{kind}/{variant}", task(make, 1)
+        for variant in OTHERS if device.others else ():
+            yield f"{name}/others/{variant}", task(functools.partial(other, variant), 1)
+        for model in MODELS:
+            for variant in STEPS:
+                make = functools.partial(step, model, variant, device.steps_on)
+                yield f"{name}/{model}/{variant}", task(make, device.steps_on)
 
 
-# Tables
-
-
-HEADER = ("what", "bytes", "launches", "tiny", "temporary", "compile", "FP8 matmuls", "GB moved")
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
-
-
-def rows_of(results: dict[str, dict], title: str, base: str, keys: Sequence[str]) -> list[tuple]:
-    """Rows of ratios to the cell `base`."""
-    plain = results[base]
-    rows = []
-    for key in keys:
-        cell = results[key]
-        temporary = "-"
-        if cell["memory"] and plain["memory"]["temporary"]:
-            temporary = f"{cell['memory']['temporary'] / plain['memory']['temporary']:.2f}"
-        rows.append(
-            (
-                f"{title}{key.rpartition('/')[2]}",
-                f"{cell['bytes'] / plain['bytes']:.2f}",
-                f"{cell['launches'] / plain['launches']:.2f}",
-                f"{cell['tiny'] - plain['tiny']:+d}",
-                temporary,
-                f"{cell['seconds'] / plain['seconds']:.1f}",
-                f"{cell['fp8']} of {cell['matmuls']}",
-                f"{cell['bytes'] / 1e9:.2f}",
-            )
-        )
-    return rows
-
-
-def tables(results: dict[str, dict]) -> Iterator[tuple[str, tuple, list[tuple]]]:
+def tables(results: pages.Results) -> Iterator[tuple[str, tuple, pages.Rows]]:
     """Title, header and rows of each table."""
-    for name, device in DEVICES.items():
-        if device.steps_on == 1 and f"{name}/layer/bfloat16/plain" in results:
+    for name in DEVICES:
+        if f"{name}/layer/bfloat16/plain" in results:
             rows = []
             for kind in LAYERS:
                 base = f"{name}/layer/{'bfloat16' if kind == 'fp8' else kind}/plain"
                 keys = [f"{name}/layer/{kind}/{variant}" for variant in LAYER_VARIANTS]
-                rows += rows_of(results, f"{kind}, ", base, keys)
-            yield f"{name}: a layer, to the plain one of its dtype (FP8: to bfloat16)", HEADER, rows
-        if f"{name}/step/plain" in results:
-            base, keys = f"{name}/step/plain", [f"{name}/step/{v}" for v in STEPS]
-            title = f"{name}: a training step, to bfloat16 with float32 weights and AdamW"
-            yield title, HEADER, rows_of(results, "", base, keys)
-            if any(results[key]["collectives"] for key in keys):
-                yield f"{name}: what travels, MB", *collective_rows(results, keys)
-
-
-def collective_rows(results: dict[str, dict], keys: Sequence[str]) -> tuple[tuple, list[tuple]]:
-    """What the collectives of each step carry, by dtype."""
-    rows = []
-    for key in keys:
-        cells = []
-        for kind in COLLECTIVES:
-            found = [c for c in results[key]["collectives"] if c["kind"] == kind]
-            parts = [f"{c['bytes'] / 1e6:.3g} {c['dtype']} ({c['count']})" for c in found]
-            cells.append(", ".join(parts) or "-")
-        rows.append((key.rpartition("/")[2], *cells))
-    return ("step", *COLLECTIVES), rows
-
-
-INTRO = """\
-# On GPUs and TPUs
-
-This page is written by `make accelerators`, with the compilers of the devices and without any of
-them. Launches, bytes and memory are exact and the same on every machine; no time was measured. A
-launch is a kernel, library call, copy or collective, as often as it runs; *tiny* ones move at most
-4 KiB, and cost their launch. Bytes are those of the operands and results of all launches: caches
-are not in them. On GPUs, matmuls are those of cuBLAS, and nothing is tuned. On TPUs, arrays that
-stay in on-chip memory count nothing, and no matmul counts as FP8: the program does not tell.
-
-The layer is a transformer's of width 1,024 on 4 × 1,024 tokens, forward and backward. The step
-trains a Llama-like decoder of 4 scanned, rematerialised layers (2 × 1,024 tokens a device), with
-clipping and AdamW: in bfloat16 with weights and moments in float32, or by the README's recipe.
-`benchmarks/cost/accelerators.py` says more, `jsa.numerics.compile_report` does the same to a step
-of yours.
-
-**What float16 is there.** On GPUs a matmul reads float16 and writes it, its power of two applied to
-the sums. The compilers of v5p, v6e and tpu7x hand float16 to the matmul as it is and take the sums
-in float32, where one of bfloat16 writes bfloat16; with how many digits the hardware multiplies
-float16 the program does not tell. E4M3 is an operand of all three. On TPUs we recommend activations
-and weights in bfloat16 (`as_scaled_array(params, scale="rms", dtype="bfloat16")`), the optimizer's
-state in float16 (`low_precision`), and `fp8_matmuls` where you measure that it is faster.
-"""
-
-
-def page(results: dict[str, dict]) -> str:
-    """The tables in Markdown."""
-    parts = [INTRO, f"\nJAX {jax.__version__}. Compile times are ratios on one machine.\n"]
-    for title, header, rows in tables(results):
-        rule = ("---", *["---:"] * (len(header) - 1))
-        lines = (f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
-        parts.append(f"\n## {title}\n\n" + "".join(lines))
-    return "".join(parts)
+                rows += pages.rows_of(results, f"{kind}, ", base, keys)
+            title = f"{name}: a layer, to the plain one of its dtype (FP8: to bfloat16)"
+            yield title, pages.HEADER, rows
+        if (base := f"{name}/others/bfloat16") in results:
+            keys = [f"{name}/others/{variant}" for variant in OTHERS]
+            title = f"{name}: the layer in bfloat16 with FP8 matmuls, ours and others"
+            yield title, pages.HEADER, pages.rows_of(results, "", base, keys)
+        for model in MODELS:
+            base, keys = f"{name}/{model}/plain", [f"{name}/{model}/{v}" for v in STEPS]
+            if base not in results:
+                continue
+            title = (
+                f"{name}: a training step of {model}, to bfloat16 with float32 weights and AdamW"
+            )
+            yield title, pages.HEADER, pages.rows_of(results, "", base, keys)
+            if any(results[key]["collectives"] for key in keys if key in results):
+                yield f"{name}: what travels, MB ({model})", *pages.collective_rows(results, keys)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -224,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--only", help="cells whose names match this regular expression")
     add("--fresh", action="store_true", help="compile what was compiled before again")
     add("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
-    add("--docs", type=Path, help="write the tables to this page")
+    add("--docs", type=Path, help="write the tables and a picture to this page")
     options = parser.parse_args(arguments)
     console = Console(width=140)
     cells = Cells(
@@ -239,7 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for key, cell in results.items():
             console.print(f"{key}: {cell}", markup=False)
         return
-    for title, header, rows in tables(results):
+    for key, cell in results.items():
+        if "error" in cell:
+            console.print(f"{key} failed: {cell['error']}", markup=False)
+    good = {key: cell for key, cell in results.items() if "error" not in cell}
+    for title, header, rows in tables(good):
         table = Table(title=title, box=box.SIMPLE)
         for i, column in enumerate(header):
             table.add_column(column, justify="right" if i else "left")
@@ -247,7 +282,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             table.add_row(*row)
         console.print(table)
     if options.docs:
-        write_text(options.docs, page(results))
+        picture = options.out / "accelerators.png"
+        pages.draw(good, picture)
+        rates = {k: (*d.flops, d.bandwidth) for k, d in DEVICES.items() if d.bandwidth}
+        limits = pages.limit_rows(good, rates)
+        name = os.path.relpath(picture, options.docs.parent)
+        write_text(options.docs, pages.markdown(tables(good), limits, name))
 
 
 if __name__ == "__main__":

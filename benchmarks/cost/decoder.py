@@ -1,11 +1,9 @@
-"""A Llama-like decoder in plain JAX: scanned, rematerialised layers, and its training steps.
+"""A Llama-like decoder in plain JAX: scanned, rematerialised layers, with experts or without.
 
-Nothing in it knows of scales. `plain_step` is what people train with in bfloat16: weights and
-Adam's moments in float32. `scaled_step` is the README's recipe. States are made of shapes only.
+Nothing in it knows of scales.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,18 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import jax_scalify as jsa
+from benchmarks.cost.training import Model, rows_sharding
 
 PyTree = Any
-STATIC_SCALE = 2.0**-5  # of every frozen leaf: which one it is makes no difference to the program
+CHOSEN = 2  # experts of a token
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the model and of one device's part of a batch."""
+    """Of the model and of one device's part of a batch; 0 experts are a dense model."""
 
     layers: int = 4
     width: int = 1024
@@ -33,11 +29,13 @@ class Sizes:
     vocabulary: int = 8192
     sequences: int = 2
     tokens: int = 1024
+    experts: int = 0
 
     @property
     def hidden(self) -> int:
-        """Width of the feed-forward layer, a multiple of 256."""
-        return -(-8 * self.width // 3 // 256) * 256
+        """Width of the feed-forward layer, a multiple of 256; experts share it."""
+        whole = -(-8 * self.width // 3 // 256) * 256
+        return whole // CHOSEN if self.experts else whole
 
 
 def init(sizes: Sizes, key: jax.Array) -> PyTree:
@@ -53,6 +51,9 @@ def init(sizes: Sizes, key: jax.Array) -> PyTree:
         "up": (width, hidden),
         "down": (hidden, width),
     }
+    if sizes.experts:
+        experts = {name: (sizes.experts, *shapes[name]) for name in ("gate", "up", "down")}
+        shapes |= experts | {"router": (width, sizes.experts)}
 
     def normal(i: int, *shape: int) -> jax.Array:
         return jax.random.normal(jax.random.fold_in(key, i), shape) * shape[-2] ** -0.5
@@ -96,6 +97,25 @@ def _attention(x: jax.Array, w: PyTree, sizes: Sizes) -> jax.Array:
     return jnp.einsum("bnts,bsnh->btnh", probabilities, value).reshape(x.shape) @ w["out"]
 
 
+def _feed_forward(x: jax.Array, w: PyTree) -> jax.Array:
+    return (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+
+
+def _experts(x: jax.Array, w: PyTree, sizes: Sizes) -> jax.Array:
+    """The experts that a router chooses for each token, as grouped matmuls."""
+    tokens = x.reshape(-1, x.shape[-1])
+    probabilities = jax.nn.softmax((tokens @ w["router"]).astype(jnp.float32))
+    weights, chosen = lax.top_k(probabilities, CHOSEN)
+    order = jnp.argsort(chosen.reshape(-1))
+    counts = jnp.bincount(chosen.reshape(-1), length=sizes.experts)
+    source = order // CHOSEN
+    rows = tokens[source]
+    gate, up = (lax.ragged_dot(rows, w[name], counts) for name in ("gate", "up"))
+    out = lax.ragged_dot(jax.nn.silu(gate) * up, w["down"], counts)
+    out = out * weights.reshape(-1)[order][:, None].astype(out.dtype)
+    return jnp.zeros_like(tokens).at[source].add(out).reshape(x.shape)
+
+
 def loss_fn(params: PyTree, tokens: jax.Array, sizes: Sizes, rows: Any = None) -> jax.Array:
     """Mean cross-entropy of the next token; tokens are `(batch, time + 1)`.
 
@@ -107,7 +127,7 @@ def loss_fn(params: PyTree, tokens: jax.Array, sizes: Sizes, rows: Any = None) -
         x = x if rows is None else lax.with_sharding_constraint(x, rows)
         x = x + _attention(_rms_norm(x, w["attention_norm"]), w, sizes)
         y = _rms_norm(x, w["feed_forward_norm"])
-        return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], None
+        return x + (_experts(y, w, sizes) if sizes.experts else _feed_forward(y, w)), None
 
     x = params["tokens"][tokens[:, :-1]]
     x, _ = lax.scan(layer, x, params["layers"])
@@ -118,99 +138,11 @@ def loss_fn(params: PyTree, tokens: jax.Array, sizes: Sizes, rows: Any = None) -
     return jnp.mean(losses)
 
 
-def make_optimizer() -> optax.GradientTransformation:
-    """AdamW behind clipping by the global norm."""
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))
+def make_decoder(sizes: Sizes, devices: int = 1) -> Model:
+    """The model that a training step takes."""
 
+    def loss(params: PyTree, other: PyTree, tokens: jax.Array, dtype: Any) -> Any:
+        return loss_fn(params, tokens, sizes, rows_sharding(devices)), other
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A training step that can be compiled: `update(state, tokens) -> (state, loss)`."""
-
-    update: Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]]
-    state: PyTree
-    tokens: jax.ShapeDtypeStruct
-
-    def jitted(self) -> Any:
-        """The step as it is run: its state donated, and where it was."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
-        if any(s is None for s in jax.tree.leaves(shardings, is_leaf=lambda s: s is None)):
-            return jax.jit(self.update, donate_argnums=0)
-        return jax.jit(self.update, donate_argnums=0, out_shardings=(shardings, None))
-
-
-def plain_step(sizes: Sizes, devices: int = 1, dtype: Any = jnp.bfloat16) -> Step:
-    """The step that is compared with: weights and state in float32, the model in bfloat16."""
-    optimizer = make_optimizer()
-
-    def loss(params: PyTree, tokens: jax.Array) -> jax.Array:
-        cast = jax.tree.map(lambda w: w.astype(dtype), params)
-        return loss_fn(cast, tokens, sizes, _rows(devices))
-
-    def update(state: PyTree, tokens: jax.Array) -> tuple[PyTree, jax.Array]:
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    def make(key: jax.Array) -> PyTree:
-        params = init(sizes, key)
-        return params, optimizer.init(params)
-
-    return _sharded(update, jax.eval_shape(make, jax.random.key(0)), sizes, devices)
-
-
-def scaled_step(sizes: Sizes, devices: int = 1, *, fp8: bool = False, frozen: bool = False) -> Step:
-    """The README's recipe: everything in float16, or with FP8 matmuls, or with static scales."""
-    optimizer = jsa.optim.low_precision(make_optimizer())
-
-    def loss(params: PyTree, tokens: jax.Array) -> jax.Array:
-        return loss_fn(params, tokens, sizes, _rows(devices))
-
-    loss = jsa.fp8_matmuls(loss) if fp8 else loss
-
-    @jsa.scalify
-    def update(state: PyTree, tokens: jax.Array) -> tuple[PyTree, jax.Array]:
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        new = jsa.optim.apply_updates(params, updates), opt_state
-        return (jsa.match_scales(new, state) if frozen else new), value
-
-    def make(key: jax.Array) -> PyTree:
-        params = jsa.as_scaled_array(init(sizes, key), scale="rms", dtype="float16")
-        return params, jsa.as_scaled_array(optimizer.init(params))
-
-    state = jax.eval_shape(make, jax.random.key(0))
-    if frozen:
-        state = jsa.tree.map(_freeze, state)
-    return _sharded(update, state, sizes, devices)
-
-
-def _freeze(leaf: Any) -> Any:
-    return jsa.ScaledArray(leaf.data, STATIC_SCALE) if isinstance(leaf, jsa.ScaledArray) else leaf
-
-
-def _mesh(devices: int) -> AbstractMesh:
-    return AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
-
-
-def _rows(devices: int) -> NamedSharding | None:
-    return NamedSharding(_mesh(devices), P("data")) if devices > 1 else None
-
-
-def _sharded(update: Callable, state: PyTree, sizes: Sizes, devices: int) -> Step:
-    """Cut every array along its largest axis that the devices divide, as FSDP does."""
-    shape = (sizes.sequences * devices, sizes.tokens + 1)
-    if devices == 1:
-        return Step(update, state, jax.ShapeDtypeStruct(shape, jnp.int32))
-
-    def cut(leaf: Any) -> Any:
-        axes = [a for a, n in enumerate(leaf.shape) if n % devices == 0 and leaf.size > 4096]
-        largest = max(axes, key=lambda a: leaf.shape[a], default=None)
-        spec = P(*("data" if a == largest else None for a in range(leaf.ndim)))
-        sharding = NamedSharding(_mesh(devices), spec)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=_rows(devices))
-    return Step(update, jax.tree.map(cut, state), tokens)
+    tokens = jax.ShapeDtypeStruct((sizes.sequences * devices, sizes.tokens + 1), jnp.int32)
+    return Model(lambda key: (init(sizes, key), ()), loss, tokens)

@@ -35,6 +35,7 @@ class CompileReport:
         matmuls: what `check_fp8` says of this program.
         unknown_loops: `while` loops of unknown length, whose bodies count once.
         seconds: that the compiler took on this machine.
+        processor_seconds: of all its threads: what else runs here changes them little.
         text: the compiled program, in HLO.
     """
 
@@ -50,6 +51,7 @@ class CompileReport:
     matmuls: Fp8Report
     unknown_loops: int
     seconds: float
+    processor_seconds: float
     text: str
 
     @property
@@ -156,6 +158,7 @@ def compile_report(
         matmuls=fp8_report(rows, program),
         unknown_loops=costs.endless,
         seconds=program.seconds,
+        processor_seconds=program.processor_seconds,
         text=program.text,
     )
 

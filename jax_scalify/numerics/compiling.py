@@ -55,6 +55,7 @@ class CompiledProgram:
         devices: how many it runs on.
         memory: of one device; None where the compiler does not say.
         seconds: that the compiler took.
+        processor_seconds: of all its threads.
     """
 
     text: str
@@ -62,6 +63,7 @@ class CompiledProgram:
     devices: int
     memory: Memory | None
     seconds: float
+    processor_seconds: float
 
 
 def trace(fun: Callable, args: tuple, kwargs: dict[str, Any], caller: str) -> jax.stages.Traced:
@@ -133,13 +135,13 @@ def compile_traced(traced: jax.stages.Traced, target: Target | None) -> Compiled
         return _compile_elsewhere(traced, target)
     with _compat.compile_with_names():
         lowered = traced.lower()
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         compiled = lowered.compile()
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start[0], time.process_time() - start[1]
     devices = _devices(compiled)
     platform = devices[0].platform if devices else jax.default_backend()
     memory = memory_of(compiled.memory_analysis())
-    return CompiledProgram(compiled.as_text() or "", platform, len(devices) or 1, memory, seconds)
+    return CompiledProgram(compiled.as_text() or "", platform, len(devices) or 1, memory, *seconds)
 
 
 def memory_of(stats: Any) -> Memory | None:
@@ -189,4 +191,4 @@ def _compile_elsewhere(traced: jax.stages.Traced, target: Target) -> CompiledPro
         found = json.loads((path / "result.json").read_text())
         memory = Memory(**found["memory"]) if found["memory"] else None
         text = (path / "program.hlo").read_text()
-    return CompiledProgram(text, target.platform, found["devices"], memory, found["seconds"])
+    return CompiledProgram(text, target.platform, found["devices"], memory, *found["seconds"])

@@ -28,8 +28,21 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
     return ctx.bind(*(jnp.asarray(p) for p in plain), **params)
 
 
+@register_scale_rule(lax.exp_p, elements="new", elementwise=True, nonnegative="always")
+def exp_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+    """`scale = 1`, of dequantised values, evaluated in float16 and bfloat16 as in float32.
+
+    What of the values leaves the range of float16 has 0, 1 or inf for a result in any dtype, and
+    compilers widen where a device has no such exponential. Told to widen, some no longer keep a
+    softmax in one kernel.
+    """
+    if x.dtype in (jnp.float16, jnp.bfloat16):
+        return ScaledArray(ctx.bind(ctx.dequantise(x, x.dtype), **params), ONE)
+    return wide_rule(ctx, x, **params)
+
+
 @register_scale_rule(
-    *(lax.exp_p, lax.exp2_p, lax.cosh_p, lax.erfc_p, lax.acos_p, lax.acosh_p),
+    *(lax.exp2_p, lax.cosh_p, lax.erfc_p, lax.acos_p, lax.acosh_p),
     elements="new",
     elementwise=True,
     nonnegative="always",

@@ -1,0 +1,167 @@
+"""Tables and picture of `benchmarks/cost/accelerators.py`; `docs/accelerators.md`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+Results = Mapping[str, dict]
+Rows = list[tuple[str, ...]]
+
+HEADER = ("what", "bytes", "launches", "tiny", "temporary", "compile", "FP8 matmuls", "GB moved")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+LIMIT_HEADER = ("what", "16-bit TFLOP", "FP8 TFLOP", "arithmetic, ms", "memory, ms")
+MODELS = ("llama", "gpt", "resnet", "moe")
+
+INTRO = """\
+# On GPUs and TPUs
+
+This page is written by `make accelerators`, with the compilers of the devices and without any of
+them. Launches, bytes and memory are exact and the same on every machine; no time was measured. A
+launch is a kernel, library call, copy or collective, as often as it runs; *tiny* ones move at most
+4 KiB, and cost their launch. Bytes are those of the operands and results of all launches: caches
+are not in them. On GPUs, matmuls are those of cuBLAS, and nothing is tuned. On TPUs, arrays that
+stay in on-chip memory count nothing, and no matmul counts as FP8: the program does not tell.
+*compile* is processor time of the compiler alone.
+
+The layer is a transformer's of width 1,024 on 4 × 1,024 tokens, forward and backward. The steps
+train, a device, with clipping and AdamW:
+
+- `llama`: a decoder of 4 scanned, rematerialised layers on 2 × 1,024 tokens;
+- `moe`: the same with 2 of 8 experts a token, as grouped matmuls (`lax.ragged_dot`);
+- `gpt`: Flax linen, 4 layers, not scanned, 2 × 1,024 tokens;
+- `resnet`: Flax linen, ResNet-18 with batch norm, 32 images of 224 × 224;
+
+each in bfloat16 with weights and moments in float32 (`plain`), and by the README's recipe: in
+float16, with `fp8_matmuls`, and with frozen scales. `benchmarks/cost/accelerators.py` says more,
+`jsa.numerics.compile_report` does the same to a step of yours.
+
+**What float16 is there.** On GPUs a matmul reads float16 and writes it, its power of two applied to
+the sums. The compilers of v5p, v6e and tpu7x hand float16 to the matmul as it is and take the sums
+in float32, where one of bfloat16 writes bfloat16; with how many digits the hardware multiplies
+float16 the program does not tell. E4M3 is an operand of all three. On TPUs we recommend activations
+and weights in bfloat16 (`as_scaled_array(params, scale="rms", dtype="bfloat16")`), the optimizer's
+state in float16 (`low_precision`), and `fp8_matmuls` where you measure that it is faster.
+"""
+
+LIMITS = """
+## What the hardware allows at best
+
+An estimate of ours, no measurement and no compiler's: the arithmetic of all matmuls at the makers'
+dense rates, and all bytes at the memory's bandwidth. A step takes at least the larger of the two;
+launches, collectives and everything else come on top.
+"""
+
+
+def rows_of(results: Results, title: str, base: str, keys: Sequence[str]) -> Rows:
+    """Rows of ratios to the cell `base`; cells that were not compiled are left out."""
+    plain = results[base]
+    rows = []
+    for key in keys:
+        cell = results.get(key)
+        if cell is None:
+            continue
+        temporary = "-"
+        if cell["memory"] and plain["memory"]["temporary"]:
+            temporary = f"{cell['memory']['temporary'] / plain['memory']['temporary']:.2f}"
+        rows.append(
+            (
+                f"{title}{key.rpartition('/')[2]}",
+                f"{cell['bytes'] / plain['bytes']:.2f}",
+                f"{cell['launches'] / plain['launches']:.2f}",
+                f"{cell['tiny'] - plain['tiny']:+d}",
+                temporary,
+                f"{cell['seconds'] / plain['seconds']:.1f}",
+                f"{cell['fp8']} of {cell['matmuls']}",
+                f"{cell['bytes'] / 1e9:.2f}",
+            )
+        )
+    return rows
+
+
+def collective_rows(results: Results, keys: Sequence[str]) -> tuple[tuple, Rows]:
+    """What the collectives of each step carry, by dtype."""
+    rows = []
+    for key in keys:
+        if key not in results:
+            continue
+        cells = []
+        for kind in COLLECTIVES:
+            found = [c for c in results[key]["collectives"] if c["kind"] == kind]
+            parts = [f"{c['bytes'] / 1e6:.3g} {c['dtype']} ({c['count']})" for c in found]
+            cells.append(", ".join(parts) or "-")
+        rows.append((key.rpartition("/")[2], *cells))
+    return ("step", *COLLECTIVES), rows
+
+
+def limit_rows(results: Results, rates: Mapping[str, tuple[float, float, float]]) -> Rows:
+    """The least times of steps; `rates` are FLOP/s in 16 bits and in FP8, and bytes/s."""
+    rows = []
+    for key, cell in results.items():
+        device, what, variant = key.split("/")[0], key.split("/")[1], key.rpartition("/")[2]
+        if device not in rates or what in ("layer", "others") or "flop" not in cell:
+            continue
+        wide, narrow, bandwidth = rates[device]
+        flop, flop_fp8 = cell["flop"], cell["flop_fp8"]
+        seconds = flop / wide + flop_fp8 / narrow
+        rows.append(
+            (
+                f"{device}, {what}, {variant}",
+                f"{flop / 1e12:.2f}",
+                f"{flop_fp8 / 1e12:.2f}",
+                f"{1e3 * seconds:.2f}",
+                f"{1e3 * cell['bytes'] / bandwidth:.2f}",
+            )
+        )
+    return rows
+
+
+def markdown(tables: Iterator[tuple[str, tuple, Rows]], limits: Rows, picture: str) -> str:
+    """The page: title, header and rows of each table, and the picture's name."""
+    parts = [INTRO, f"\nJAX {jax.__version__}.\n"]
+    if picture:
+        parts.append(f"\n![Bytes, launches and memory of every cell]({picture})\n")
+    for title, header, rows in tables:
+        parts.append(f"\n## {title}\n\n{_table(header, rows)}")
+    if limits:
+        parts.append(f"{LIMITS}\n{_table(LIMIT_HEADER, limits)}")
+    return "".join(parts)
+
+
+def _table(header: tuple, rows: Rows) -> str:
+    rule = ("---", *["---:"] * (len(header) - 1))
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw bytes, launches and temporary memory of the steps, as ratios to the plain ones."""
+    from matplotlib.figure import Figure
+
+    devices = list(dict.fromkeys(key.split("/")[0] for key in results))
+    columns = (
+        ("bytes moved", lambda cell: cell["bytes"]),
+        ("launches", lambda cell: cell["launches"]),
+        ("temporary memory", lambda cell: cell["memory"]["temporary"]),
+    )
+    figure = Figure(figsize=(11, 1.1 + 2.0 * len(devices)), layout="constrained")
+    axes = figure.subplots(len(devices), len(columns), squeeze=False)
+    colours = {"float16": "#4477aa", "fp8": "#cc6677", "fp8-frozen": "#228833"}
+    for line, device in zip(axes, devices):
+        models = [m for m in MODELS if f"{device}/{m}/plain" in results]
+        for ax, (title, read) in zip(line, columns):
+            for i, (variant, colour) in enumerate(colours.items()):
+                cells = [
+                    (results[f"{device}/{m}/plain"], results.get(f"{device}/{m}/{variant}"))
+                    for m in models
+                ]
+                heights = [read(cell) / read(base) if cell else 0 for base, cell in cells]
+                places = [k + 0.27 * (i - 1) for k in range(len(models))]
+                bars = ax.bar(places, heights, width=0.25, color=colour, label=variant)
+                ax.bar_label(bars, fmt="%.2f", fontsize=6)
+            ax.axhline(1, color="black", linewidth=0.8)
+            ax.set_xticks(range(len(models)), models)
+            ax.set_title(f"{device}: {title}", fontsize=9)
+            ax.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(fontsize=7, frameon=False, loc="lower right")
+    figure.suptitle("Training steps, to bfloat16 with float32 weights and AdamW = 1", fontsize=10)
+    figure.savefig(path, dpi=110)
