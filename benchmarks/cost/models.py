@@ -1,7 +1,8 @@
 """The training steps whose cost is measured, each plain, with dynamic scales and with frozen ones.
 
-All are in float32, so that nothing but the scales makes a difference, and none of them knows of
-scales: the GPT is that of `examples.gpt`, with its loss and its optimizer.
+All are in float32, so that nothing but the scales makes a difference, but for those of the README's
+recipe (`Recipe`). None of them knows of scales: the GPT is that of `examples.gpt`, with its loss
+and its optimizer.
 """
 
 import dataclasses
@@ -63,9 +64,13 @@ class Problem:
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         return State(optax.apply_updates(state.params, updates), opt_state, other), loss
 
+    def scaled_update(self, state: State, batch: PyTree) -> tuple[State, jax.Array]:
+        """Return what `update` returns; it is scalified."""
+        return self.update(state, batch)
+
     def hold(self, state: State, batch: PyTree) -> tuple[State, jax.Array]:
         """Return the next state at the scales of this one, and the loss."""
-        new, loss = self.update(state, batch)
+        new, loss = self.scaled_update(state, batch)
         return jsa.match_scales(new, state), loss
 
     def plain_state(self) -> State:
@@ -85,7 +90,7 @@ class Problem:
     def find_scales(self) -> list[float]:
         """Return the scale that every floating leaf has after the first steps, one a leaf."""
         state = self.scaled_state()
-        update = jax.jit(jsa.scalify(self.update), donate_argnums=0)
+        update = jax.jit(jsa.scalify(self.scaled_update), donate_argnums=0)
         for _ in range(FIRST_STEPS):
             state, _ = update(state, self.batch)
         return [float(np.max(leaf.scale)) for leaf in jsa.tree.leaves(state) if is_scaled(leaf)]
@@ -105,11 +110,32 @@ class Problem:
         if variant == "plain":
             step, state = self.update, self.plain_state()
         elif variant == "dynamic":
-            step, state = jsa.scalify(self.update), self.scaled_state()
+            step, state = jsa.scalify(self.scaled_update), self.scaled_state()
         else:
             step, state = jsa.scalify(self.hold), self.frozen_state(scales)
         # `init` may share buffers (zeros, for one), and none can be donated twice.
         return jax.jit(step, donate_argnums=0), jax.tree.map(jnp.copy, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe(Problem):
+    """Trained by the README's recipe, everything in float16; the plain step is in float32."""
+
+    def scaled_update(self, state: State, batch: PyTree) -> tuple[State, jax.Array]:
+        """Return the next state, rounded stochastically, and the loss."""
+        narrow = jax.tree.map(lambda x: x.astype(np.float16) if x.dtype == np.float32 else x, batch)
+        loss_fn = jax.value_and_grad(self.loss, has_aux=True)
+        (loss, other), grads = loss_fn(state.params, state.other, narrow)
+        optimizer = jsa.optim.low_precision(self.optimizer)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return State(jsa.optim.apply_updates(state.params, updates), opt_state, other), loss
+
+    def scaled_state(self) -> State:
+        """Return the first state in float16, with dynamic scales."""
+        params, other = self.init()
+        params = jsa.as_scaled_array(params, scale="rms", dtype="float16")
+        opt_state = jsa.optim.low_precision(self.optimizer).init(params)
+        return State(params, *jsa.as_scaled_array((opt_state, other)))
 
 
 def is_scaled(leaf: Any) -> bool:
@@ -234,6 +260,13 @@ def make_resnet() -> Problem:
     return Problem(lambda: model.init(0), loss, batch, optax.sgd(0.01, momentum=0.9))
 
 
+def make_recipe(make: Callable[[], Problem], optimizer: Any = None) -> Problem:
+    """The same model, trained by the README's recipe."""
+    problem = make()
+    fields = {f.name: getattr(problem, f.name) for f in dataclasses.fields(problem)}
+    return Recipe(**fields | ({"optimizer": optimizer} if optimizer else {}))
+
+
 MODELS: dict[str, Callable[[], Problem]] = {
     "mlp-784-512-512-10": functools.partial(make_mlp, (784, 512, 512, 10)),
     "mlp-8x512": functools.partial(make_mlp, (784, *[512] * 8, 10)),
@@ -245,4 +278,10 @@ MODELS: dict[str, Callable[[], Problem]] = {
     },
     "gpt-12x128-scanned": functools.partial(make_scanned_gpt, gpt_config(12, 128)),
     "resnet": make_resnet,
+    "recipe-mlp-784-512-512-10": functools.partial(
+        make_recipe, functools.partial(make_mlp, (784, 512, 512, 10)), optax.adamw(1e-3)
+    ),
+    "recipe-gpt-4x128": functools.partial(
+        make_recipe, functools.partial(make_gpt, gpt_config(4, 128))
+    ),
 }

@@ -64,24 +64,33 @@ def bits_of(x: jax.Array, salt: jax.Array) -> jax.Array:
     return bits ^ (bits >> np.uint32(16))
 
 
-def measured(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a scale is chosen by, in one reading of `x`; of the shape of the `old` scale.
+def reduced(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest element and the sum of squares over the old scale's, in one reading of `x`.
 
-    Returns:
-        The largest element: infinite if one is not finite, but of a leaf whose old scale is 0 the
-        largest finite one, since infinity at scale 0 would be nan. And the mean square over that of
-        the old scale, infinite if an element is not finite.
+    Both are of the shape of the `old` scale, and infinite if an element is not finite. But of a
+    leaf whose old scale is 0 the largest is that of the finite ones, since infinity at scale 0
+    would be nan. Of no elements it is -inf.
     """
-    axes = tuple(a for a in range(x.ndim) if old.shape[a] == 1) if old.ndim else None
-    keepdims = bool(old.ndim)
+    axes = tuple(a for a in range(x.ndim) if not old.ndim or old.shape[a] == 1)
     finite, size = jnp.isfinite(x), jnp.abs(x)
     infinity = np.array(np.inf, x.dtype)
     beyond = jnp.where(old == 0, 0, infinity)
-    largest = jnp.max(jnp.where(finite, size, beyond), axes, keepdims=keepdims, initial=0)
+    largest = lax.reduce_max(jnp.where(finite, size, beyond), axes)
     unit = size * (1 / jnp.where(old == 0, 1, old)).astype(x.dtype)
-    square = jnp.where(finite, jnp.square(unit), infinity)
-    total = jnp.sum(square, axes, keepdims=keepdims)
-    return largest, total * (max(1, old.size) / max(1, x.size))
+    total = lax.reduce_sum(jnp.where(finite, jnp.square(unit), infinity), axes)
+    shape = old.shape if old.ndim else ()
+    return largest.reshape(shape), total.reshape(shape)
+
+
+def measured(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the scale of a leaf is chosen by: largest element and mean square, see `reduced`."""
+    largest, total = reduced(x, old)
+    return jnp.maximum(largest, 0), total * _share(x, old)
+
+
+def _share(x: jax.Array, old: jax.Array) -> float:
+    """One over the number of elements that share a scale."""
+    return max(1, old.size) / max(1, x.size)
 
 
 def scale_by_statistic(
@@ -126,12 +135,14 @@ def chosen_scales(
     if not which:
         return [None] * len(xs)
     olds = [jnp.asarray(likes[i].scale, jnp.float32) for i in which]
-    found = [measured(xs[i], old) for i, old in zip(which, olds, strict=True)]
+    found = [reduced(xs[i], old) for i, old in zip(which, olds, strict=True)]
     top = np.array([_top(likes[i].dtype) for i in which])
     by_rms = np.array([_by_rms(likes[i].dtype, wide[i]) for i in which])
     parts = zip(*found, strict=True)
-    largest, square = (jnp.stack([x.astype(jnp.float32) for x in part]) for part in parts)
-    scales = scale_by_statistic((largest, square), jnp.stack(olds), top, by_rms)
+    largest, total = (jnp.stack([x.astype(jnp.float32) for x in part]) for part in parts)
+    shares = np.array([_share(xs[i], old) for i, old in zip(which, olds)], np.float32)
+    sizes = jnp.maximum(largest, 0), total * shares
+    scales = scale_by_statistic(sizes, jnp.stack(olds), top, by_rms)
     each = iter(scales[i] for i in range(len(which)))
     return [next(each) if i in which else None for i in range(len(xs))]
 
@@ -194,7 +205,9 @@ def stored(
     data = saturate(data, like.dtype, wide=wide, bits=bits)
     if _is_fixed(like):
         return ScaledArray(data, like.scale)
-    return ScaledArray(data, scale.reshape(jnp.shape(like.scale)))
+    # A scale is not negative. On GPUs a slice that is a result is a kernel of its own; what is
+    # computed of slices, if only this, is one kernel for many.
+    return ScaledArray(data, jnp.maximum(scale, 0).reshape(jnp.shape(like.scale)))
 
 
 @custom_scale(static_argnames=("wide",))
