@@ -15,7 +15,7 @@ from tests.fuzz.programs import DTYPES, WRAPPERS, Discarded, Input, Program, Sta
 from tests.fuzz.running import check
 from tests.fuzz.shrinking import shrink
 
-SEED, PROGRAMS, BATCH = 3, 200, 20
+SEED, PROGRAMS, BATCH = 3, 200, 10
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
