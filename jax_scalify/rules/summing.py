@@ -127,6 +127,10 @@ def _factors_together(
     return with_scale(lhs, lhs.scale * part.map(along_lhs)), with_scale(rhs, rhs.scale / part)
 
 
+# `jax.nn.dot_product_attention` asks for it, and the compilers of CPUs and TPUs have it not.
+_OF_FLOAT16 = (lax.DotAlgorithmPreset.F16_F16_F16, lax.DotAlgorithmPreset.F16_F16_F32)
+
+
 @register_scale_rule(lax.dot_general_p, elements="summed", degree="product")
 def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale * pow2(K**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
@@ -160,6 +164,8 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     factor = growth(ctx, count, Terms.of(lhs, rhs))
     *data, exponent = split_product(lhs, rhs)
     params = {name: value for name, value in params.items() if name != "preferred_element_type"}
+    if params.get("precision") in _OF_FLOAT16:  # it is what the sums' dtype says, everywhere
+        params["precision"] = None
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
     keeps_16_bits = ctx.config.sum_dtype is None
     by = exponent - factor.exponent

@@ -299,3 +299,25 @@ def test_flax_layers_take_these():
     params = dense.init(jax.random.key(0), x)
     expected = linen.Dense(5, dot_general=jsa.nn.dot_general).apply(params, x)
     np.testing.assert_array_equal(dense.apply(params, x), expected)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("wants_gradient", [False, True])
+def test_attention_of_jax_in_float16(wants_gradient, jitted):
+    """Plain JAX asks for an algorithm that CPUs and TPUs do not have; its results are float32's."""
+    data = np.random.default_rng(0).normal(size=(3, 2, 8, 4, 8)).astype(np.float16)
+
+    def attend(query, key, value):
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    def loss(*args):
+        return jnp.sum(jnp.square(attend(*args).astype(jnp.float32)))
+
+    function = jax.grad(loss, argnums=(0, 1, 2)) if wants_gradient else attend
+    want = jax.jit(function)(*data.astype(np.float32))
+    scaled = jsa.scalify(function)
+    for scale in (1.0, jnp.float32(0.25)):
+        args = [jsa.ScaledArray(jnp.asarray(x / scale, jnp.float16), scale) for x in data]
+        got = (jax.jit(scaled) if jitted else scaled)(*args)
+        for g, w in zip(jax.tree.leaves(jsa.asarray(got, jnp.float32)), jax.tree.leaves(want)):
+            np.testing.assert_allclose(g, w, atol=4e-3 * float(np.max(np.abs(w))))
