@@ -294,6 +294,43 @@ def hi_jaxprs(params: dict[str, Any]) -> list[Any]:
     return [j for j in found if j is not None]
 
 
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The axes of a mesh along which an array or type is known to differ, inside `shard_map`."""
+    return frozenset(_type_of(x).manual_axis_type.varying)
+
+
+def _type_of(x: Any) -> Any:
+    return x if hasattr(x, "manual_axis_type") else jax.typeof(x)
+
+
+def as_varying(x: Any, axes: frozenset[Any]) -> Any:
+    """An array as one that may differ along more axes of a mesh, as others in a `shard_map` do."""
+    missing = axes - varying_axes(x) if axes else axes
+    return lax.pcast(x, tuple(sorted(missing, key=str)), to="varying") if missing else x
+
+
+def varying_struct(shape: Any, dtype: Any, sharding: Any, axes: frozenset[Any]) -> Any:
+    """The shape and dtype of an array that differs along some axes of a mesh."""
+    if not axes:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    if sharding is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    manual = jax.sharding.ManualAxisType(varying=axes)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=manual)
+
+
+def resharded(x: Any, mesh: Any, spec: Any) -> Any:
+    """An array with a sharding that is a part of its type, on a mesh with explicit axes."""
+    if jax.sharding.AxisType.Explicit not in (mesh.axis_types or ()):
+        return x
+    current = getattr(jax.typeof(x).sharding, "spec", None)
+    padded = (*spec, *[None] * (x.ndim - len(spec)))
+    if current is not None and (*current, *[None] * (x.ndim - len(current))) == padded:
+        return x
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
+
+
 def explicit_sharding(like: Any) -> Any:
     """The sharding that is part of a type, on a mesh with explicit axes; else None."""
     sharding = getattr(like, "sharding", None)

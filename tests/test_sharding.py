@@ -333,7 +333,7 @@ def explicit_sharding():
     assert_same(out, layer(*jsa.asarray(one)))
 
 
-# shard_map and collectives: their values are right.
+# shard_map and collectives: scales go in, through and out.
 
 
 COLLECTIVES = {
@@ -354,8 +354,10 @@ COLLECTIVES = {
 }
 
 
-def _shard_map(fun, in_specs, out_specs):
-    return jax.shard_map(fun, mesh=mesh(), in_specs=in_specs, out_specs=out_specs)
+def _shard_map(fun, in_specs, out_specs, kind=jax.sharding.AxisType.Auto, check_vma=True):
+    return jax.shard_map(
+        fun, mesh=mesh(kind), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
 
 
 def _collective(name):
@@ -364,10 +366,19 @@ def _collective(name):
     want = jax.jit(_shard_map(fun, P("data"), out_spec))(jsa.asarray(x))
 
     def scalify_outside():
-        with pytest.warns(jsa.DequantisedWarning, match="shard_map"):
-            got = jax.jit(jsa.scalify(_shard_map(fun, P("data"), out_spec)))(x)
+        got = jax.jit(jsa.scalify(_shard_map(fun, P("data"), out_spec)))(x)
+        assert isinstance(got, ScaledArray) and not got.scale.shape
+        assert got.scale.sharding.is_fully_replicated
         assert_same(got, want)
-        registry._warned.clear()
+        # Far beyond float16, and beyond what a sum of it holds.
+        for scale in (2.0**-40, jnp.float32(2.0**40)):
+            far = ScaledArray(x.data.astype(jnp.float16), scale)
+            for check_vma in (True, False):
+                mapped = _shard_map(fun, P("data"), out_spec, check_vma=check_vma)
+                got = jsa.asarray(jax.jit(jsa.scalify(mapped))(far), jnp.float32)
+                exact = np.asarray(jax.jit(mapped)(jsa.asarray(far, jnp.float32)))
+                limit = 2e-3 * np.max(np.abs(exact))
+                np.testing.assert_allclose(got, exact, rtol=0, atol=limit)
 
     def scalify_inside():
         inside = jsa.scalify(fun)
@@ -404,9 +415,50 @@ def gradients_through_shard_map():
 
     x, w = arguments()[0]
     want = jax.jit(jax.grad(loss))(jsa.asarray(w), jsa.asarray(x))
-    with pytest.warns(jsa.DequantisedWarning, match="shard_map"):
-        got = jax.jit(jsa.scalify(jax.grad(loss)))(w, x)
+    got = jax.jit(jsa.scalify(jax.grad(loss)))(w, x)
     assert_same(got, want)
+
+
+_KINDS = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+MAPPED = {
+    "constants": lambda x: jnp.where(x > 0, x * 3.0 + 1.0, 0.0),
+    "softmax": lambda x: jax.nn.softmax(x),
+    "own scale": lambda x: jnp.sum(x, keepdims=True) * x,  # the exponent of a number is its scale
+    "norm": lambda x: x / jnp.sqrt(lax.psum(jnp.sum(x * x), "data")) + x,
+    "scan": lambda x: lax.scan(lambda c, _: (c * 0.5 + x, c.sum()), x, None, length=3)[0],
+    "branch": lambda x: lax.cond(lax.axis_index("data") > 1, lambda y: y * 2, lambda y: y, x),
+    "call": lambda x: jax.jit(lambda y: y * y + y)(x),
+    "remat": lambda x: jax.checkpoint(lambda y: jnp.tanh(y * y) + y)(x),
+    "scatter": lambda x: x.at[0].set(1.0),
+    "index": lambda x: jnp.full_like(x, 2.0) * lax.axis_index("data"),
+}
+
+
+@case
+def bodies_of_shard_map():
+    """Values and types are those of the plain function, whatever the mesh and the scales."""
+    data = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    scales = 2.0, jnp.float32(0.25), jnp.exp2(jnp.arange(-4.0, 4.0))[:, None]
+    settings = [(kind, c) for kind in _KINDS for c in (True, False)]
+    for number, (name, fun) in enumerate(MAPPED.items()):
+        for k, scale in enumerate(scales):
+            kind, check_vma = settings[(number + k) % 4]
+            mapped = _shard_map(fun, (P("data"),), P("data"), kind, check_vma)
+
+            def loss(x, mapped=mapped):
+                return jnp.sum(mapped(x) ** 2)
+
+            with jax.set_mesh(mesh(kind)):
+                x = jax.device_put(data, NamedSharding(mesh(kind), P("data")))
+                arg = ScaledArray(x / scale, scale)
+                for function in (mapped, jax.grad(loss)):
+                    want = jax.jit(function)(x)
+                    got = jax.jit(jsa.scalify(function))(arg)
+                    result = got.data if isinstance(got, ScaledArray) else got
+                    assert jax.typeof(result).sharding == jax.typeof(want).sharding, name
+                    np.testing.assert_allclose(
+                        jsa.asarray(got), want, 1e-4, 1e-4, err_msg=f"{name} {number + k}"
+                    )
 
 
 @case

@@ -12,7 +12,7 @@ from jax_scalify.rules import (
     structural,
     summing,
 )
-from jax_scalify.rules.bodies import calls, control_flow, custom_scale
+from jax_scalify.rules.bodies import calls, control_flow, custom_scale, sharded
 
 __all__ = [
     "aligning",
@@ -27,5 +27,6 @@ __all__ = [
     "own_primitives",
     "scale_free",
     "structural",
+    "sharded",
     "summing",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax import lax
 
+from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.multiplying import multiply
@@ -29,11 +30,19 @@ def _axis_names(params: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(a for a in axes if not isinstance(a, int))
 
 
-def _largest(ctx: RuleContext, scale: Scale, params: dict[str, Any]) -> Scale:
+def _is_shared(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> bool:
+    """Tell whether the types say that all devices that take part have the same scale."""
+    if scale.is_static or not _axis_names(params):
+        return True
+    checked = bool(_compat.varying_axes(data))
+    return checked and not set(_axis_names(params)) & ctx.table.varying_axes(scale)
+
+
+def _largest(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> Scale:
     """The largest scale among the devices that take part."""
-    names = _axis_names(params)
-    if scale.is_static or not names:
+    if _is_shared(ctx, scale, data, params):
         return scale
+    names = _axis_names(params)
     groups = params.get("axis_index_groups")
     return ctx.table.atom(lax.pmax(scale.array, names, axis_index_groups=groups))
 
@@ -42,7 +51,7 @@ def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple
     """Bring an array's data to the scale that all devices share, one for what is mixed."""
     x = x.as_pair(filled(x.data, ctx.in_avals[0]), x.scale)
     x = uniform_over(x, _mixed_axes(ctx, params))
-    scale = _largest(ctx, x.scale, params)
+    scale = _largest(ctx, x.scale, x.data, params)
     return multiply(x.data, x.scale / scale), scale
 
 
@@ -104,9 +113,9 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 @register_scale_rule("ppermute", elements="taken")
 def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """The scale travels with the data; where nothing arrives both are 0."""
+    """The scale travels with the data, where it differs; where nothing arrives both are 0."""
     data, scale = filled(x.data, ctx.in_avals[0]), x.scale
-    if not scale.is_static:
+    if not _is_shared(ctx, scale, data, params):
         scale = ctx.table.atom(ctx.bind(scale.array, **params))
     return ScaledArray(ctx.bind(data, **params), scale)
 
@@ -117,7 +126,7 @@ def ragged_all_to_all_rule(
 ) -> ScaledArray:
     """`scale` = the largest of operand and output buffer, of all devices."""
     x, out = uniform_over(x), uniform_over(out)
-    scale = _largest(ctx, algebra.join(x.scale, out.scale), params)
+    scale = _largest(ctx, algebra.join(x.scale, out.scale), x.data, params)
     data = [
         filled(multiply(a.data, a.scale / scale, ctx.out_dtype), aval)
         for a, aval in zip((x, out), ctx.in_avals, strict=False)

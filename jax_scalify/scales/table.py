@@ -77,6 +77,16 @@ class ScaleTable:
             self._atoms[id(array)] = atom
         return Scale.of_factor(atom)
 
+    def varying_axes(self, scale: Scale) -> frozenset[Any]:
+        """Axes of a mesh along which a scale may differ, inside `shard_map`.
+
+        One that the program computes counts as made of all of the program's arrays.
+        """
+        arrays = [a.source for a, _ in scale.factors if a.source is not None]
+        if self._program is not None and len(arrays) < len(scale.factors):
+            arrays += self._program.sources
+        return frozenset().union(*map(_compat.varying_axes, arrays))
+
     def _computed(self, number: int, **known: Any) -> Scale:
         """Make a scale that the program computes."""
         atom = Atom(self, next(self._counter), None, number, **known)

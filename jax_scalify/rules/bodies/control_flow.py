@@ -315,8 +315,7 @@ def debug_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
 for _reason, _names in (
     (
         "its body is evaluated on plain values",
-        "remat_opt linear_call shard_map custom_vmap_call custom_partitioning "
-        "run_state custom_lin stage",
+        "remat_opt linear_call custom_vmap_call custom_partitioning run_state custom_lin stage",
     ),
     (
         "what it calls is outside the program and expects plain values",

@@ -50,6 +50,7 @@ class Form:
         depth: of an `Operand`, across a call.
         facts: about the elements.
         sharding: if it is explicit, a part of types.
+        varying: axes of a mesh along which it may differ, inside a `shard_map`; a part of types.
     """
 
     shape: tuple[int, ...]
@@ -63,11 +64,14 @@ class Form:
     depth: int = 0
     facts: Facts = NOTHING
     sharding: Any = None
+    varying: frozenset[Any] = frozenset()
 
     @classmethod
     def of(cls, value: Value) -> Form:
         """The strongest form of a value."""
-        sharding = _compat.explicit_sharding(value)
+        types: dict[str, Any] = dict(
+            sharding=_compat.explicit_sharding(value), varying=_varying_axes(value)
+        )
         if isinstance(value, Operand):
             scale = value.scale
             known: dict[str, Any] = (
@@ -75,14 +79,14 @@ class Form:
                 if scale.is_static
                 else {"scale_shape": scale.shape, "extent": min(LARGEST_EXTENT, int(scale.span))}
             )
-            known |= {"facts": value.facts, "sharding": sharding}
+            known |= {"facts": value.facts} | types
             return cls(value.shape, value.dtype, "scaled", **known)
         kind = "plain"
         if value.constant is not None:
             kind = "constant"
         elif value.number is not None and value.array is None:
             kind = "uniform"
-        rest: dict[str, Any] = dict(constant=value.constant, facts=value.facts, sharding=sharding)
+        rest: dict[str, Any] = dict(constant=value.constant, facts=value.facts) | types
         return cls(value.shape, value.dtype, kind, **rest)
 
     @classmethod
@@ -99,12 +103,12 @@ class Form:
         """What tells a form from others, hashable."""
         number = None if self.constant is None else self.constant.tobytes()
         known = self.shape, self.dtype, self.kind, number, self.facts, self.scale_shape
-        return *known, self.scale, self.exponent, self.sharding
+        return *known, self.scale, self.exponent, self.sharding, self.varying
 
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
         known: dict[str, Any] = dict(
-            extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding
+            extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding, varying=self.varying
         )
         return Form(self.shape, self.dtype, "scaled", **known)
 
@@ -124,8 +128,8 @@ class Form:
         if self.kind == "constant":
             return []
         if self.kind == "uniform":
-            return [jax.ShapeDtypeStruct((), self.dtype)]
-        return [jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)]
+            return [_compat.varying_struct((), self.dtype, None, self.varying)]
+        return [_compat.varying_struct(self.shape, self.dtype, self.sharding, self.varying)]
 
     @property
     def has_scale(self) -> bool:
@@ -143,6 +147,9 @@ class Form:
 
     def pack(self, value: Value, table: ScaleTable) -> list[Any]:
         """The arrays that stand for a value in this form."""
+        return [_compat.as_varying(a, self.varying) for a in self._pack(value, table)]
+
+    def _pack(self, value: Value, table: ScaleTable) -> list[Any]:
         if self.kind == "constant":
             return []
         if self.kind == "uniform":
@@ -183,6 +190,13 @@ class Form:
         return defer(arrays[0], self.exponent, scale).as_result(self.facts, self.depth)
 
 
+def _varying_axes(value: Value) -> frozenset[Any]:
+    if isinstance(value, Operand):
+        return _compat.varying_axes(value.source)
+    array = value.number if value.array is None else value.array
+    return _compat.varying_axes(array)
+
+
 def numbered(scale: Scale, numbers: dict[Atom, int]) -> Scale:
     """A scale with numbers for its atoms; a new atom gets the next number."""
     return scale.renamed(lambda atom: Scale.of_factor(numbers.setdefault(atom, len(numbers))))
@@ -191,29 +205,29 @@ def numbered(scale: Scale, numbers: dict[Atom, int]) -> Scale:
 def join(a: Form, b: Form) -> Form:
     """The least form that can hold a value of either form."""
     facts = a.facts.join(b.facts)
+    types: dict[str, Any] = dict(sharding=a.sharding, varying=a.varying | b.varying)
     if a.kind == b.kind == "constant":
         same = np.array_equal(a.constant, b.constant, equal_nan=dtypes.is_scalable(a.dtype))
         if same:
-            return a
+            return dataclasses.replace(a, varying=a.varying | b.varying)
         # Two constants are scaled values, unless they are numbers whose exponent is their scale.
         kind = "scaled" if a.shape and dtypes.is_scalable(a.dtype) else "plain"
-        return Form(a.shape, a.dtype, kind, facts=facts, sharding=a.sharding)
+        return Form(a.shape, a.dtype, kind, facts=facts, **types)
     if "scaled" in (a.kind, b.kind):
-        return _join_scaled(a, b, facts)
+        return _join_scaled(a, b, dict(facts=facts, **types))
     kind = "plain" if "plain" in (a.kind, b.kind) or not a.shape else "uniform"
-    return Form(a.shape, a.dtype, kind, facts=facts, sharding=a.sharding)
+    return Form(a.shape, a.dtype, kind, facts=facts, **types)
 
 
-def _join_scaled(a: Form, b: Form, facts: Facts) -> Form:
+def _join_scaled(a: Form, b: Form, known_of_both: dict[str, Any]) -> Form:
     known = [f.scale for f in (a, b) if f.kind == "scaled"]
     others = [f for f in (a, b) if f.kind != "scaled"]
     zero = all(f.kind == "constant" and f.constant == 0 for f in others)
     if zero and None not in known and len(set(known)) == 1:
-        return Form(a.shape, a.dtype, "scaled", scale=known[0], facts=facts, sharding=a.sharding)
+        return Form(a.shape, a.dtype, "scaled", scale=known[0], **known_of_both)
     shape = np.broadcast_shapes(a.scale_shape, b.scale_shape)
     extent = max(a.extent, b.extent)
-    rest: dict[str, Any] = dict(scale_shape=shape, extent=extent, facts=facts, sharding=a.sharding)
-    return Form(a.shape, a.dtype, "scaled", **rest)
+    return Form(a.shape, a.dtype, "scaled", scale_shape=shape, extent=extent, **known_of_both)
 
 
 def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct]:
@@ -222,7 +236,8 @@ def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct
     for form in forms:
         out += form.avals()
         if form.has_scale:
-            out.append(jax.ShapeDtypeStruct(form.scale_shape, table.dtype))
+            scale = _compat.varying_struct(form.scale_shape, table.dtype, None, form.varying)
+            out.append(scale)
     return out
 
 

@@ -1,0 +1,143 @@
+"""`shard_map`: its body is interpreted on each device's part of the data, and on scales.
+
+A scalar scale is on every device, one along axes is cut where its data is. A scale of a result that
+a body has made of its own data differs from device to device: the largest is taken, and the data
+brought to it. All such scales of a `shard_map` are compared in one collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex_core
+from jax.sharding import PartitionSpec as P
+
+from jax_scalify import _compat
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.registry import RuleContext, register_body_rule
+from jax_scalify.interpreter.value import Value
+from jax_scalify.rules.bodies.form import Form, pack, unpack
+from jax_scalify.scales.table import ScaleTable
+
+
+@register_body_rule("shard_map")
+def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
+    """The body, on each device's part of the data; scales of results are those of all devices."""
+    in_specs, out_specs = params["in_specs"], params["out_specs"]
+    forms = [Form.of(value) for value in args]
+    inner = [_part(f, var.aval) for f, var in zip(forms, jaxpr.invars, strict=True)]
+    specs = [s for f, spec in zip(forms, in_specs, strict=True) for s in _specs(f, spec)]
+    arrays = [
+        _compat.resharded(a, params["mesh"], spec)
+        for a, spec in zip(pack(forms, args, ctx.table), specs, strict=True)
+    ]
+    closed = _compat.close_jaxpr(jaxpr, ())
+    names = tuple(n for n in params["mesh"].axis_names if n in params["newly_manual_axes"])
+    found: list[Form] = []
+
+    def body(*arrays: Any) -> list[Any]:
+        def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
+            outputs = ctx.scale_jaxpr(closed, unpack(inner, arrays, table), table)
+            found[:] = [_as_array(Form.of(value)) for value in outputs]
+            return pack(found, outputs, table)
+
+        results = list(jex_core.jaxpr_as_fun(ctx.trace(flat, arrays))(*arrays))
+        specs = [_specs(f, s) for f, s in zip(found, out_specs, strict=True)]
+        checked = names if not params["check_vma"] else None
+        return _at_common_scales(found, results, specs, names, checked)
+
+    def sharded(function: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            function,
+            mesh=params["mesh"],
+            in_specs=tuple(specs),
+            out_specs=out_specs,
+            axis_names=set(names),
+            check_vma=params["check_vma"],
+        )
+
+    def probe(*arrays: Any) -> tuple[()]:
+        body(*arrays)
+        return ()
+
+    jax.eval_shape(sharded(probe, ()), *arrays)  # the forms of the results say how they are cut
+    out = [_specs(f, spec) for f, spec in zip(found, out_specs, strict=True)]
+    results = sharded(lambda *xs: tuple(body(*xs)), tuple(s for ss in out for s in ss))(*arrays)
+    whole = [_part(f, aval) for f, aval in zip(found, ctx.out_avals, strict=True)]
+    return unpack(whole, results, ctx.table)
+
+
+def _part(form: Form, aval: Any) -> Form:
+    """The form of a device's part of a value, or of the whole of a part."""
+    scale_shape = tuple(
+        1 if n == 1 and m != 1 else size
+        for n, m, size in zip(form.scale_shape, form.shape, aval.shape, strict=False)
+    )
+    return dataclasses.replace(
+        form,
+        shape=aval.shape,
+        scale_shape=scale_shape,
+        sharding=_compat.explicit_sharding(aval),
+        varying=_compat.varying_axes(aval),
+    )
+
+
+def _as_array(form: Form) -> Form:
+    """A form in which equal elements are an array, since its number may differ between devices."""
+    return dataclasses.replace(form, kind="plain") if form.kind == "uniform" else form
+
+
+def _specs(form: Form, spec: Any) -> list[Any]:
+    """How each of a value's arrays is cut: a scale as its data, but for its axes of length 1."""
+    if form.kind == "constant":
+        return []
+    if form.kind == "uniform":
+        return [P()]
+    if not form.has_scale:
+        return [spec]
+    axes = [*spec, *[None] * (len(form.shape) - len(spec))]
+    own = [a if n == m else None for a, n, m in zip(axes, form.scale_shape, form.shape)]
+    return [spec, P(*own)]
+
+
+def _at_common_scales(
+    forms: Sequence[Form],
+    arrays: list[Any],
+    specs: Sequence[Sequence[Any]],
+    names: Sequence[Any],
+    may_differ: Sequence[Any] | None,
+) -> list[Any]:
+    """Bring data whose scale differs along axes that the scale is not cut along to the largest.
+
+    Without `may_differ`, the types say along which axes a scale differs.
+    """
+    positions, axes, at = [], [], 0
+    for form, of_form in zip(forms, specs, strict=True):
+        if form.has_scale:
+            cut = {n for entry in of_form[1] for n in _entry_names(entry)}
+            differs = _compat.varying_axes(arrays[at + 1]) if may_differ is None else may_differ
+            positions.append(at)
+            axes.append(tuple(n for n in names if n in differs and n not in cut))
+        at += form.array_count
+    out = list(arrays)
+    for group in dict.fromkeys(a for a in axes if a):
+        members = [p for p, a in zip(positions, axes, strict=True) if a == group]
+        own = [arrays[p + 1] for p in members]
+        largest = lax.pmax(jnp.concatenate([s.reshape(-1) for s in own]), group)
+        start = 0
+        for p, scale in zip(members, own, strict=True):
+            common = largest[start : start + scale.size].reshape(scale.shape)
+            start += scale.size
+            ratio = jnp.where(common == 0, 0, scale / jnp.where(common == 0, 1, common))
+            wide = lax.convert_element_type(arrays[p], dtypes.compute_dtype(arrays[p].dtype))
+            out[p : p + 2] = dtypes.cast(dtypes.times(wide, ratio), arrays[p].dtype), common
+    return out
+
+
+def _entry_names(entry: Any) -> tuple[Any, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
