@@ -31,6 +31,7 @@ GRADIENT_EXPONENTS = {1: -6, 2: -2}
 _SMALLEST = math.ldexp(1.0, -pow2.MAX_EXPONENT)
 # Squares that float32 flushes to 0 are less than 2**-26 of a mean square above this one.
 _SMALLEST_MEAN_SQUARE = 2.0**-100
+_SMALL = 2**16  # elements: of leaves of one shape that are no larger, statistics are taken at once
 
 
 def saturate(
@@ -134,17 +135,31 @@ def chosen_scales(
     which = [i for i, y in enumerate(likes) if not _is_fixed(y) and not jnp.ndim(y.scale)]
     if not which:
         return [None] * len(xs)
-    olds = [jnp.asarray(likes[i].scale, jnp.float32) for i in which]
-    found = [reduced(xs[i], old) for i, old in zip(which, olds, strict=True)]
+    olds = {i: jnp.asarray(likes[i].scale, jnp.float32) for i in which}
+    groups: dict[Any, list[int]] = {}
+    for i in which:
+        small = xs[i].size <= _SMALL
+        groups.setdefault((xs[i].shape, xs[i].dtype) if small else i, []).append(i)
+    found = [_reduced_together([xs[i] for i in g], [olds[i] for i in g]) for g in groups.values()]
+    largest, total = (jnp.concatenate(part) for part in zip(*found, strict=True))
+    which = [i for group in groups.values() for i in group]
     top = np.array([_top(likes[i].dtype) for i in which])
     by_rms = np.array([_by_rms(likes[i].dtype, wide[i]) for i in which])
-    parts = zip(*found, strict=True)
-    largest, total = (jnp.stack([x.astype(jnp.float32) for x in part]) for part in parts)
-    shares = np.array([_share(xs[i], old) for i, old in zip(which, olds)], np.float32)
+    shares = np.array([_share(xs[i], olds[i]) for i in which], np.float32)
     sizes = jnp.maximum(largest, 0), total * shares
-    scales = scale_by_statistic(sizes, jnp.stack(olds), top, by_rms)
-    each = iter(scales[i] for i in range(len(which)))
-    return [next(each) if i in which else None for i in range(len(xs))]
+    scales = scale_by_statistic(sizes, jnp.stack([olds[i] for i in which]), top, by_rms)
+    numbers = {i: number for number, i in enumerate(which)}
+    return [scales[numbers[i]] if i in numbers else None for i in range(len(xs))]
+
+
+def _reduced_together(xs: Sequence[jax.Array], olds: Sequence[jax.Array]) -> list[jax.Array]:
+    """Of leaves of one shape, each with one scale: what `reduced` finds, as two vectors."""
+    ndim = xs[0].ndim
+    if len(xs) == 1:
+        found = reduced(xs[0], olds[0])
+    else:
+        found = reduced(jnp.stack(xs), jnp.stack(olds).reshape((len(xs), *(1,) * ndim)))
+    return [x.reshape(len(xs)).astype(jnp.float32) for x in found]
 
 
 def _is_fixed(like: ScaledArray) -> bool:
