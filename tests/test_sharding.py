@@ -15,6 +15,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
@@ -432,6 +433,45 @@ MAPPED = {
     "scatter": lambda x: x.at[0].set(1.0),
     "index": lambda x: jnp.full_like(x, 2.0) * lax.axis_index("data"),
 }
+
+
+@case
+def scales_that_differ_far_leave_infinity():
+    def fun(x):
+        finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+        return jnp.max(finite, keepdims=True) ** 3 * x
+
+    data = np.repeat(np.float32(2.0) ** np.array([-30, 0, 0, 30]), 2)[:, None] * np.ones(4)
+    data[0, 0] = np.inf
+    mapped = _shard_map(fun, P("data"), P("data"))
+    got = jax.jit(jsa.scalify(mapped))(ScaledArray(jnp.asarray(data, jnp.float32), jnp.float32(1)))
+    want = jax.jit(mapped)(jnp.asarray(data, jnp.float32))
+    assert not got.scale.shape and np.isposinf(want[0, 0])
+    np.testing.assert_array_equal(jsa.asarray(got)[0], want[0])
+    assert_same(got, want)
+
+
+@case
+def small_leaves_of_one_shape_and_other_shardings():
+    optimizer = jsa.optim.low_precision(optax.adamw(1e-3))
+
+    def step(params, state):
+        grads = jax.grad(lambda p: sum(jnp.sum(x**2) for x in p.values()))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return jsa.optim.apply_updates(params, updates), state
+
+    devices = mesh(jax.sharding.AxisType.Explicit)
+    with jax.set_mesh(devices):
+        specs = {"cut": P("data"), "also cut": P("data"), "whole": P(None)}
+        params = {
+            k: jax.device_put(jnp.ones(8), NamedSharding(devices, s)) for k, s in specs.items()
+        }
+        params = jsa.as_scaled_array(params, dtype="float16")
+        state = jsa.as_scaled_array(optimizer.init(params))
+        new, _ = jax.jit(jsa.scalify(step))(params, state)
+    for name, spec in specs.items():
+        assert jax.typeof(new[name].data).sharding.spec == spec
+        assert_same(new[name], new["whole"])
 
 
 @case

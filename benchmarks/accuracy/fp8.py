@@ -180,13 +180,12 @@ def import_qwix() -> Any:
     return qwix
 
 
-def qwix_provider() -> Any:
+def qwix_provider(**options: Any) -> Any:
     """FP8 in all linear layers: the models' attention is made of einsums or has batch dims."""
     qwix = import_qwix()
-    rules = [
-        qwix.QtRule(module_path=r".*(?<!attention)", op_names=("dot_general",), **FORMATS),
-    ]
-    return qwix.QtProvider(rules)
+    path, names = r".*(?<!attention)", ("dot_general",)
+    rule = qwix.QtRule(module_path=path, op_names=names, **FORMATS, **options)
+    return qwix.QtProvider([rule])
 
 
 # Training

@@ -18,6 +18,7 @@ frozen scales.
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jax_scalify as jsa
-from benchmarks.accuracy.fp8 import FORMATS, Unavailable, import_qwix
+from benchmarks.accuracy.fp8 import import_qwix, qwix_provider
 from benchmarks.accuracy.scale_models import PLAIN
 from benchmarks.cells import Cells, Store
 from benchmarks.cost import accelerators_page as pages
@@ -47,15 +48,8 @@ PAGE = ROOT / "docs" / "accelerators.md"
 WIDTH, BATCH, TOKENS = 1024, 4, 1024  # of the layer
 LAYERS = ("bfloat16", "float16", "fp8")
 LAYER_VARIANTS = ("plain", "static", "dynamic")
-OTHERS = (
-    "bfloat16",
-    "flax",
-    "qwix",
-    "qwix-static",
-    "fp8_matmuls",
-    "scalify-static",
-    "scalify-dynamic",
-)
+OTHERS = ("flax", "qwix", "qwix-static")
+OURS = {"plain": "fp8_matmuls", "static": "in scalify, static", "dynamic": "in scalify, dynamic"}
 STEPS = ("plain", "float16", "fp8", "fp8-frozen")
 MODELS: dict[str, Callable[[int], Model]] = {
     "llama": lambda devices: make_decoder(Sizes(), devices),
@@ -112,33 +106,15 @@ def layer(kind: str, variant: str) -> tuple[Callable, tuple]:
 
 
 def other(variant: str) -> tuple[Callable, tuple]:
-    """The same layer in bfloat16, with FP8 as another library does it, or ours.
-
-    Raises:
-        Unavailable: if the library is not installed.
-    """
-    ours = {
-        "bfloat16": ("bfloat16", "plain"),
-        "fp8_matmuls": ("fp8", "plain"),
-        "scalify-static": ("fp8", "static"),
-        "scalify-dynamic": ("fp8", "dynamic"),
-    }
-    if variant in ours:
-        return layer(*ours[variant])
+    """The same layer in bfloat16, with FP8 as another library does it."""
     x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.bfloat16)
     if variant == "flax":
         dense = functools.partial(Dense, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
         module: Any = TransformerLayer(dataclasses.replace(PLAIN, Dense=dense), jnp.bfloat16)
     else:
-        qwix = import_qwix()
-        rule = qwix.QtRule(
-            module_path=r".*(?<!attention)",
-            op_names=("dot_general",),
-            act_static_scale=variant == "qwix-static",
-            **FORMATS,
-        )
+        provider = qwix_provider(act_static_scale=variant == "qwix-static")
         plain = TransformerLayer(PLAIN, jnp.bfloat16)
-        module = qwix.quantize_model(plain, qwix.QtProvider([rule]))
+        module = import_qwix().quantize_model(plain, provider)
     variables = dict(jax.eval_shape(module.init, jax.random.key(0), x))
     # What changes from step to step and is not trained by a gradient.
     statistics = {name: variables.pop(name) for name in list(variables) if name == "quant_stats"}
@@ -167,12 +143,9 @@ def step(model: str, variant: str, devices: int) -> tuple[Callable, tuple]:
 def measure(
     target: str | None, devices: int, make: Callable[[], tuple[Callable, tuple]]
 ) -> dict[str, Any]:
-    """Compile, and keep what is counted; an "error" in its place, if that fails."""
-    try:
-        fun, args = make()
-        report = jsa.numerics.compile_report(fun, *args, target=target)
-    except (Unavailable, RuntimeError) as error:
-        return {"error": str(error)[:500]}
+    """Compile, and keep what is counted."""
+    fun, args = make()
+    report = jsa.numerics.compile_report(fun, *args, target=target)
     memory = report.memory and dataclasses.asdict(report.memory)
     rows = report.matmuls.rows
     flop = {
@@ -197,6 +170,12 @@ def measure(
     }
 
 
+def _installed(others: Sequence[str]) -> list[str]:
+    """Those of other libraries that are there; Qwix is none of the project's dependencies."""
+    has_qwix = importlib.util.find_spec("qwix") is not None
+    return [variant for variant in others if has_qwix or not variant.startswith("qwix")]
+
+
 def make_tasks(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], dict]]]:
     """Every cell of some devices: `device/layer/dtype/variant` or `device/model/variant`."""
     for name in names:
@@ -212,7 +191,7 @@ def make_tasks(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], dict]]]
                 for variant in LAYER_VARIANTS:
                     make = functools.partial(layer, kind, variant)
                     yield f"{name}/layer/{kind}/{variant}", task(make, 1)
-        for variant in OTHERS if device.others else ():
+        for variant in _installed(OTHERS) if device.others else ():
             yield f"{name}/others/{variant}", task(functools.partial(other, variant), 1)
         for model in MODELS:
             for variant in STEPS:
@@ -227,23 +206,25 @@ def tables(results: pages.Results) -> Iterator[tuple[str, tuple, pages.Rows]]:
             rows = []
             for kind in LAYERS:
                 base = f"{name}/layer/{'bfloat16' if kind == 'fp8' else kind}/plain"
-                keys = [f"{name}/layer/{kind}/{variant}" for variant in LAYER_VARIANTS]
-                rows += pages.rows_of(results, f"{kind}, ", base, keys)
+                keys = {f"{kind}, {v}": f"{name}/layer/{kind}/{v}" for v in LAYER_VARIANTS}
+                rows += pages.rows_of(results, base, keys)
             title = f"{name}: a layer, to the plain one of its dtype (FP8: to bfloat16)"
             yield title, pages.HEADER, rows
-        if (base := f"{name}/others/bfloat16") in results:
-            keys = [f"{name}/others/{variant}" for variant in OTHERS]
-            title = f"{name}: the layer in bfloat16 with FP8 matmuls, ours and others"
-            yield title, pages.HEADER, pages.rows_of(results, "", base, keys)
+        base = f"{name}/layer/bfloat16/plain"
+        if any(f"{name}/others/{variant}" in results for variant in OTHERS) and base in results:
+            keys = {variant: f"{name}/others/{variant}" for variant in OTHERS}
+            keys |= {title: f"{name}/layer/fp8/{variant}" for variant, title in OURS.items()}
+            title = f"{name}: the layer with FP8 matmuls, ours and others, to bfloat16"
+            yield title, pages.HEADER, pages.rows_of(results, base, keys)
         for model in MODELS:
-            base, keys = f"{name}/{model}/plain", [f"{name}/{model}/{v}" for v in STEPS]
+            base, keys = f"{name}/{model}/plain", {v: f"{name}/{model}/{v}" for v in STEPS}
             if base not in results:
                 continue
             title = (
                 f"{name}: a training step of {model}, to bfloat16 with float32 weights and AdamW"
             )
-            yield title, pages.HEADER, pages.rows_of(results, "", base, keys)
-            if any(results[key]["collectives"] for key in keys if key in results):
+            yield title, pages.HEADER, pages.rows_of(results, base, keys)
+            if any(results[key]["collectives"] for key in keys.values() if key in results):
                 yield f"{name}: what travels, MB ({model})", *pages.collective_rows(results, keys)
 
 
@@ -270,11 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for key, cell in results.items():
             console.print(f"{key}: {cell}", markup=False)
         return
-    for key, cell in results.items():
-        if "error" in cell:
-            console.print(f"{key} failed: {cell['error']}", markup=False)
-    good = {key: cell for key, cell in results.items() if "error" not in cell}
-    for title, header, rows in tables(good):
+    for title, header, rows in tables(results):
         table = Table(title=title, box=box.SIMPLE)
         for i, column in enumerate(header):
             table.add_column(column, justify="right" if i else "left")
@@ -283,11 +260,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(table)
     if options.docs:
         picture = options.out / "accelerators.png"
-        pages.draw(good, picture)
+        pages.draw(results, picture)
         rates = {k: (*d.flops, d.bandwidth) for k, d in DEVICES.items() if d.bandwidth}
-        limits = pages.limit_rows(good, rates)
+        limits = pages.limit_rows(results, rates)
         name = os.path.relpath(picture, options.docs.parent)
-        write_text(options.docs, pages.markdown(tables(good), limits, name))
+        write_text(options.docs, pages.markdown(tables(results), limits, name))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tables and picture of `benchmarks/cost/accelerators.py`; `docs/accelerators.md`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -53,11 +53,11 @@ launches, collectives and everything else come on top.
 """
 
 
-def rows_of(results: Results, title: str, base: str, keys: Sequence[str]) -> Rows:
-    """Rows of ratios to the cell `base`; cells that were not compiled are left out."""
+def rows_of(results: Results, base: str, keys: Mapping[str, str]) -> Rows:
+    """Rows of ratios to the cell `base`, by title; cells that were not compiled are left out."""
     plain = results[base]
     rows = []
-    for key in keys:
+    for title, key in keys.items():
         cell = results.get(key)
         if cell is None:
             continue
@@ -66,7 +66,7 @@ def rows_of(results: Results, title: str, base: str, keys: Sequence[str]) -> Row
             temporary = f"{cell['memory']['temporary'] / plain['memory']['temporary']:.2f}"
         rows.append(
             (
-                f"{title}{key.rpartition('/')[2]}",
+                title,
                 f"{cell['bytes'] / plain['bytes']:.2f}",
                 f"{cell['launches'] / plain['launches']:.2f}",
                 f"{cell['tiny'] - plain['tiny']:+d}",
@@ -79,10 +79,10 @@ def rows_of(results: Results, title: str, base: str, keys: Sequence[str]) -> Row
     return rows
 
 
-def collective_rows(results: Results, keys: Sequence[str]) -> tuple[tuple, Rows]:
+def collective_rows(results: Results, keys: Mapping[str, str]) -> tuple[tuple, Rows]:
     """What the collectives of each step carry, by dtype."""
     rows = []
-    for key in keys:
+    for title, key in keys.items():
         if key not in results:
             continue
         cells = []
@@ -90,7 +90,7 @@ def collective_rows(results: Results, keys: Sequence[str]) -> tuple[tuple, Rows]
             found = [c for c in results[key]["collectives"] if c["kind"] == kind]
             parts = [f"{c['bytes'] / 1e6:.3g} {c['dtype']} ({c['count']})" for c in found]
             cells.append(", ".join(parts) or "-")
-        rows.append((key.rpartition("/")[2], *cells))
+        rows.append((title, *cells))
     return ("step", *COLLECTIVES), rows
 
 
@@ -99,7 +99,7 @@ def limit_rows(results: Results, rates: Mapping[str, tuple[float, float, float]]
     rows = []
     for key, cell in results.items():
         device, what, variant = key.split("/")[0], key.split("/")[1], key.rpartition("/")[2]
-        if device not in rates or what in ("layer", "others") or "flop" not in cell:
+        if device not in rates or what in ("layer", "others"):
             continue
         wide, narrow, bandwidth = rates[device]
         flop, flop_fp8 = cell["flop"], cell["flop_fp8"]

@@ -79,8 +79,7 @@ def reduced(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = lax.reduce_max(jnp.where(finite, size, beyond), axes)
     unit = size * (1 / jnp.where(old == 0, 1, old)).astype(x.dtype)
     total = lax.reduce_sum(jnp.where(finite, jnp.square(unit), infinity), axes)
-    shape = old.shape if old.ndim else ()
-    return largest.reshape(shape), total.reshape(shape)
+    return largest.reshape(old.shape), total.reshape(old.shape)
 
 
 def measured(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -138,8 +137,7 @@ def chosen_scales(
     olds = {i: jnp.asarray(likes[i].scale, jnp.float32) for i in which}
     groups: dict[Any, list[int]] = {}
     for i in which:
-        small = xs[i].size <= _SMALL
-        groups.setdefault((xs[i].shape, xs[i].dtype) if small else i, []).append(i)
+        groups.setdefault(jax.typeof(xs[i]) if xs[i].size <= _SMALL else i, []).append(i)
     found = [_reduced_together([xs[i] for i in g], [olds[i] for i in g]) for g in groups.values()]
     largest, total = (jnp.concatenate(part) for part in zip(*found, strict=True))
     which = [i for group in groups.values() for i in group]

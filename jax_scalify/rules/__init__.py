@@ -26,7 +26,7 @@ __all__ = [
     "nonlinear",
     "own_primitives",
     "scale_free",
-    "structural",
     "sharded",
+    "structural",
     "summing",
 ]

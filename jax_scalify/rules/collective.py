@@ -31,11 +31,15 @@ def _axis_names(params: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _is_shared(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> bool:
-    """Tell whether the types say that all devices that take part have the same scale."""
-    if scale.is_static or not _axis_names(params):
+    """Tell whether the types say that all devices that take part have the same scale.
+
+    They say it of the axes of a checked `shard_map`, along which the data varies.
+    """
+    names = set(_axis_names(params))
+    if scale.is_static or not names:
         return True
-    checked = bool(_compat.varying_axes(data))
-    return checked and not set(_axis_names(params)) & ctx.table.varying_axes(scale)
+    checked = names <= _compat.varying_axes(data)
+    return checked and not names & ctx.table.varying_axes(scale)
 
 
 def _largest(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> Scale:

@@ -2,7 +2,7 @@
 
 A scalar scale is on every device, one along axes is cut where its data is. A scale of a result that
 a body has made of its own data differs from device to device: the largest is taken, and the data
-brought to it. All such scales of a `shard_map` are compared in one collective.
+brought to it. Scales that differ along the same axes of the mesh are compared in one collective.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec as P
 
 from jax_scalify import _compat
-from jax_scalify.base import dtypes
+from jax_scalify.arrays.scaled_array import align_scale, rescale_data
 from jax_scalify.interpreter.registry import RuleContext, register_body_rule
 from jax_scalify.interpreter.value import Value
 from jax_scalify.rules.bodies.form import Form, pack, unpack
 from jax_scalify.scales.table import ScaleTable
+
+_SMALLEST_RATIO = 2.0**-126
 
 
 @register_body_rule("shard_map")
@@ -133,9 +135,10 @@ def _at_common_scales(
         for p, scale in zip(members, own, strict=True):
             common = largest[start : start + scale.size].reshape(scale.shape)
             start += scale.size
-            ratio = jnp.where(common == 0, 0, scale / jnp.where(common == 0, 1, common))
-            wide = lax.convert_element_type(arrays[p], dtypes.compute_dtype(arrays[p].dtype))
-            out[p : p + 2] = dtypes.cast(dtypes.times(wide, ratio), arrays[p].dtype), common
+            # What is not finite stays so: a ratio that is 0 would make nan of it.
+            ratio = jnp.maximum(scale / jnp.where(common == 0, 1, common), _SMALLEST_RATIO)
+            ratio = align_scale(ratio, arrays[p].ndim)
+            out[p : p + 2] = rescale_data(arrays[p], ratio), common
     return out
 
 
