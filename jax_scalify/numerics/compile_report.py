@@ -120,7 +120,7 @@ def compile_report(
             `jax.jit(..., donate_argnums=...)` it is compiled as it will run.
         args: of `fun`: arrays, `ScaledArray` or `jax.ShapeDtypeStruct`, and trees of them: no
             array has to be made. A sharding over a `jax.sharding.AbstractMesh` needs no devices.
-        target: "a100", "h100", "h200" or "b200"; of several, "h100:8" or
+        target: "a100", "h100", "h200" or "b200"; of several, "h100:8", "h100:HOSTSxGPUS" or
             "h100:SLICESxHOSTSxGPUS"; a TPU topology, "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x1"; `None`
             for the devices at hand, or those of the arguments' shardings.
         kwargs: of `fun`.

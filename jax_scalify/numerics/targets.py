@@ -129,11 +129,11 @@ def parse_target(name: str) -> Target:
         raise TypeError(f"`target` must be a name such as 'h100:8', got {type(name).__name__}.")
     device, _, arrangement = name.partition(":")
     if device.lower() in _GPUS:
-        found = re.fullmatch(r"(?:(\d+)x(\d+)x)?([1-9]\d*)", arrangement or "1")
+        found = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([1-9]\d*)", arrangement or "1")
         if found is None:
             raise ValueError(
-                f"`target` must be '{device}', '{device}:8' or '{device}:SLICESxHOSTSxGPUS', got "
-                f"{name!r}."
+                f"`target` must be '{device}', '{device}:8', '{device}:HOSTSxGPUS' or "
+                f"'{device}:SLICESxHOSTSxGPUS', got {name!r}."
             )
         sizes = [int(n or 1) for n in found.groups()]
         return Target(

@@ -1,8 +1,8 @@
 """A matmul in float16 whose sums get a power of two before they are rounded.
 
 On GPUs a constant behind a matmul is a parameter of cuBLAS's kernel, applied to its float32 sums;
-the kernel writes float16. Elsewhere the sums are float32 in the program too: one in float16 might
-overflow before its factor.
+the kernel writes float16, and devices that share the terms exchange float16. Elsewhere the sums are
+float32 in the program too: one in float16 might overflow before its factor.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_scalify.base.pins import pin_constant
 
-# A compiler that does not fold the factor (Triton's matmuls) rounds to float16 before it: elements
-# of up to 2**10 times the size that is expected have to be in range then.
-SMALLEST_EXPONENT = -6
+# What does not fold the factor (Triton's matmuls, a sum over devices) rounds to float16 before it:
+# elements of up to 2**10 times the size that is expected have to be in range then. The rest of a
+# smaller factor is in front of the matmul. Elements of 2**-9, the smallest RMS that gradients come
+# with, are subnormal there, with as many digits as bfloat16 has.
+_SMALLEST_BEHIND = -6
+SMALLEST_EXPONENT = _SMALLEST_BEHIND - 8
 
 narrow_dot_p = Primitive("narrow_dot_general")
 
 
 def narrow_dot_general(lhs: jax.Array, rhs: jax.Array, exponent: int, **params: Any) -> jax.Array:
-    """`dot_general(lhs, rhs) * 2**exponent` in float16, for an exponent from -6 to 0.
+    """`dot_general(lhs, rhs) * 2**exponent` in float16, for an exponent from -14 to 0.
 
     Args:
         lhs: array of float16.
@@ -48,8 +51,12 @@ def _wide(lhs: Any, rhs: Any, *, exponent: int, pinned: bool = False, **params: 
 
 
 def _narrow(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
+    behind = max(exponent, _SMALLEST_BEHIND)
+    if exponent < behind:
+        factor = np.float16(math.ldexp(1.0, exponent - behind))
+        lhs, rhs = (lhs * factor, rhs) if lhs.size < rhs.size else (lhs, rhs * factor)
     total = lax.dot_general_p.bind(lhs, rhs, preferred_element_type=np.dtype("float16"), **params)
-    return lax.mul(total, np.float16(math.ldexp(1.0, exponent))) if exponent else total
+    return lax.mul(total, np.float16(math.ldexp(1.0, behind))) if behind else total
 
 
 for _platform, _function in (

@@ -61,7 +61,7 @@ def test_donated_arguments_are_in_place():
     [
         ("h101", ValueError, "a100, h100, h200, b200"),
         ("h100:0", ValueError, "SLICESxHOSTSxGPUS"),
-        ("h100:2x8", ValueError, "SLICESxHOSTSxGPUS"),
+        ("h100:2x2x2x8", ValueError, "HOSTSxGPUS"),
         ("v5p:2x2x4x1", ValueError, "TPU topology"),
         (8, TypeError, "'h100:8', got int"),
     ],
