@@ -37,7 +37,7 @@ from benchmarks.accuracy.fp8 import import_qwix, qwix_provider
 from benchmarks.accuracy.scale_models import PLAIN
 from benchmarks.cells import Cells, Store
 from benchmarks.cost import accelerators_page as pages
-from benchmarks.cost.decoder import Sizes, make_decoder
+from benchmarks.cost.decoder import make_decoder, mixture
 from benchmarks.cost.flax_models import GptSizes, ResNetSizes, make_gpt, make_resnet
 from benchmarks.cost.gpu_fp8 import TransformerLayer, forward_and_backward
 from benchmarks.cost.training import Model, plain_step, scaled_step
@@ -52,10 +52,10 @@ OTHERS = ("flax", "qwix", "qwix-static")
 OURS = {"plain": "fp8_matmuls", "static": "in scalify, static", "dynamic": "in scalify, dynamic"}
 STEPS = ("plain", "float16", "fp8", "fp8-frozen")
 MODELS: dict[str, Callable[[int], Model]] = {
-    "llama": lambda devices: make_decoder(Sizes(), devices),
+    "llama": make_decoder,
     "gpt": lambda devices: make_gpt(GptSizes(), devices),
     "resnet": lambda devices: make_resnet(ResNetSizes(), devices),
-    "moe": lambda devices: make_decoder(Sizes(experts=8), devices),
+    "moe": lambda devices: make_decoder(devices, mixture(8)),
 }
 
 

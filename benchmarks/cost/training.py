@@ -103,14 +103,15 @@ def scaled_step(model: Model, devices: int = 1, *, fp8: bool = False, frozen: bo
 
 def rows_sharding(devices: int) -> NamedSharding | None:
     """How a batch is cut over the devices, if there are several."""
-    return NamedSharding(_mesh(devices), P("data")) if devices > 1 else None
+    return NamedSharding(mesh_of(devices), P("data")) if devices > 1 else None
 
 
 def _freeze(leaf: Any) -> Any:
     return jsa.ScaledArray(leaf.data, STATIC_SCALE) if isinstance(leaf, jsa.ScaledArray) else leaf
 
 
-def _mesh(devices: int) -> AbstractMesh:
+def mesh_of(devices: int) -> AbstractMesh:
+    """Devices that need not be there, in a row."""
     return AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
 
 
@@ -123,7 +124,7 @@ def _sharded(update: Callable, state: PyTree, batch: PyTree, devices: int) -> St
         axes = [a for a, n in enumerate(leaf.shape) if n % devices == 0 and leaf.size > SMALL]
         largest = max(axes, key=lambda a: leaf.shape[a], default=None)
         spec = P(*("data" if a == largest else None for a in range(leaf.ndim)))
-        sharding = NamedSharding(_mesh(devices), spec)
+        sharding = NamedSharding(mesh_of(devices), spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def give(leaf: Any) -> Any:

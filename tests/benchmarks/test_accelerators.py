@@ -12,9 +12,10 @@ pytest.importorskip("rich")
 
 import jax_scalify as jsa
 from benchmarks.cost import accelerators, decoder, flax_models, training
+from examples.llama.model import Sizes
 from tests.helpers import is_scaled
 
-TINY = decoder.Sizes(layers=2, width=32, heads=4, groups=2, vocabulary=64, sequences=2, tokens=8)
+TINY = Sizes(2, 32, 4, 2, hidden=64, vocabulary=64, context=8)
 TINY_GPT = flax_models.GptSizes(layers=1, width=32, vocabulary=64, sequences=2, tokens=8)
 TINY_RESNET = flax_models.ResNetSizes(widths=(8, 16), classes=5, images=4, pixels=16)
 full = pytest.mark.full
@@ -33,8 +34,8 @@ full = pytest.mark.full
 def test_a_step_of_shapes_is_one_that_trains(model, fp8):
     """The steps that are compiled for others run on this machine, and agree."""
     made = {
-        "llama": lambda: decoder.make_decoder(TINY),
-        "moe": lambda: decoder.make_decoder(dataclasses.replace(TINY, experts=4)),
+        "llama": lambda: decoder.make_decoder(sizes=TINY),
+        "moe": lambda: decoder.make_decoder(sizes=dataclasses.replace(TINY, experts=4)),
         "gpt": lambda: flax_models.make_gpt(TINY_GPT),
         "resnet": lambda: flax_models.make_resnet(TINY_RESNET),
     }[model]()
@@ -69,7 +70,7 @@ def test_a_step_of_shapes_is_one_that_trains(model, fp8):
 
 
 def test_a_state_is_cut_over_devices():
-    step = training.scaled_step(decoder.make_decoder(decoder.Sizes(), 8), 8, frozen=True)
+    step = training.scaled_step(decoder.make_decoder(8), 8, frozen=True)
     specs = {str(x.sharding.spec) for x in jax.tree.leaves(step.state)}
     assert {s for s in specs if "data" in s} and step.batch.shape == (16, 1025)
     assert all(isinstance(x.scale, float) for x in jsa.tree.leaves(step.state) if is_scaled(x))
@@ -78,7 +79,7 @@ def test_a_state_is_cut_over_devices():
 def test_a_run_is_stored_and_shown(tmp_path, monkeypatch, capsys):
     device = accelerators.Device(None, 1, (1e12, 2e12), 1e11, others=True)
     monkeypatch.setattr(accelerators, "DEVICES", {"here": device})
-    models = {"llama": lambda devices: decoder.make_decoder(TINY, devices)}
+    models = {"llama": lambda devices: decoder.make_decoder(devices, TINY)}
     monkeypatch.setattr(accelerators, "MODELS", models)
     monkeypatch.setattr(accelerators, "OTHERS", ("flax",))
     for name, number in (("WIDTH", 32), ("BATCH", 2), ("TOKENS", 16)):
