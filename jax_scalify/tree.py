@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from jax_scalify.arrays import conversions
 from jax_scalify.arrays import scaled_array as array_lib
+from jax_scalify.arrays.placement import check_shardings
 from jax_scalify.arrays.scaled_array import ScaledArray
 
 __all__ = [
     "all",
     "astype",
     "check_same_structure",
+    "check_shardings",
     "flatten",
     "leaves",
     "map",

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.interpreter import registry
+from tests import layouts
 
 DEVICES = 8
 CASES = {}
@@ -560,6 +561,37 @@ def constants_have_the_sharding_of_their_partner():
                     np.testing.assert_allclose(jsa.asarray(got), want, 1e-4, 1e-5, err_msg=name)
 
 
+@case
+def misplaced_scales_are_named():
+    x = put(scaled(0, (8, 16)), sharding("data"))
+    rows = jsa.as_scaled_array(x.data, "rms", axis=0)
+    good = {
+        "one": x,
+        "rows": ScaledArray(rows.data, jax.device_put(rows.scale, sharding("data"))),
+        "static": ScaledArray(x.data, 2.0),
+        "anywhere": ScaledArray(x.data, jnp.float32(2)),
+        "plain": jnp.ones(3),
+    }
+    assert jsa.tree.check_shardings(good) is good
+    del good["anywhere"]
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), good
+    )
+    assert jsa.tree.check_shardings(shapes) is shapes
+    elsewhere = jax.device_put(x.scale, jax.devices()[3])
+    along = ScaledArray(rows.data, jax.device_put(rows.scale, sharding("model")))
+    with pytest.raises(ValueError) as error:
+        jsa.tree.check_shardings({"a": along, "b": {"c": ScaledArray(x.data, elsewhere)}, **good})
+    message = str(error.value)
+    assert "['a']: along other axes: data P('data',)" in message and "P('model',)" in message
+    assert "['b']['c']: on other devices" in message and "'rows'" not in message
+    assert "jsa.tree.shardings(state" in message
+    with pytest.raises(ValueError, match="not found in mesh|not in mesh|not found"):
+        sharding("no_such_axis")
+
+
+CASES |= layouts.CASES
+
 # The process with eight devices, and the test that asks it.
 
 
@@ -579,16 +611,17 @@ def main():
 
 
 @pytest.fixture(scope="module")
-def failures():
+def failures(request):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    more = {"SHARDING_TESTS": "full"} if request.config.getoption("--full") else {}
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_sharding"],
-        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", **more},
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -598,6 +631,12 @@ def failures():
 def test_on_eight_devices(name, failures):
     if name in failures:
         pytest.fail(failures[name], pytrace=False)
+
+
+def test_cases_that_run_with_full_only(failures):
+    others = [text for name, text in failures.items() if name not in CASES]
+    if others:
+        pytest.fail("\n".join(others), pytrace=False)
 
 
 if __name__ == "__main__":

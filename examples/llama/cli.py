@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from examples.llama.step import RECIPES, Training
 from examples.llama.train import Run, perplexity
 from jax_scalify.numerics.targets import parse_target
 
+RESTART = "Start all of them again with --resume: they go on from the last checkpoint."
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, or compile only; return the exit status."""
@@ -35,6 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; go on with --resume and the same --out", file=sys.stderr)
         return 130
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(
+            f"error: process {jax.process_index()} of {jax.process_count()} cannot go on, since "
+            f"another one has ended or cannot be reached: {str(error).splitlines()[0]}\n{RESTART}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(3)  # an ordinary exit would wait for the others
     return 0
 
 
@@ -120,7 +133,15 @@ def compile_only(options: argparse.Namespace, console: Console) -> None:
 def train(options: argparse.Namespace, console: Console) -> None:
     """Train on the devices that are there, of this process or of several."""
     if options.coordinator is not None:
-        jax.distributed.initialize(options.coordinator, options.processes, options.process)
+        # Where a process has ended, the others get an error at their next collective; JAX aborts
+        # them where they only wait for it, as at the end of a checkpoint, after these seconds.
+        jax.distributed.initialize(
+            options.coordinator,
+            options.processes,
+            options.process,
+            heartbeat_timeout_seconds=10,
+            shutdown_timeout_seconds=10,
+        )
     if len(options.recipe) > 1:
         raise ValueError(f"`recipe` must be one unless `compile-only`, got {options.recipe}.")
     mesh = parse_mesh(options.mesh, jax.device_count())
@@ -140,6 +161,8 @@ def train(options: argparse.Namespace, console: Console) -> None:
     if jax.process_index():
         run.train(resume=options.resume)
         return
+    if jax.process_count() > 1:
+        console.print(f"{jax.process_count()} processes; if one ends, all do. {RESTART}")
     start = time.perf_counter()
     with ProgressLine(training.recipe, training.steps, console) as progress:
         losses = run.train(resume=options.resume, progress=progress)

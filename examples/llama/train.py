@@ -56,6 +56,7 @@ class Run:
         state = self._state(first)
         if first:
             state = self._checkpoints().restore(first, state)
+        jsa.tree.check_shardings(state)
         training, update = self.training, None
         writes = self.directory is not None and jax.process_index() == 0
         metrics = JsonLines(self.directory / "metrics.jsonl" if writes else None, first)

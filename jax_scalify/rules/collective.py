@@ -51,6 +51,12 @@ def _largest(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) 
     return ctx.table.atom(lax.pmax(scale.array, names, axis_index_groups=groups))
 
 
+def _collected(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> Scale:
+    """What a collective makes of scales, which may differ where the types say that data does."""
+    varying = _compat.varying_axes(data) & set(_axis_names(params))
+    return ctx.table.atom(ctx.bind(_compat.as_varying(scale.array, varying), **params))
+
+
 def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple[Any, Scale]:
     """Bring an array's data to the scale that all devices share, one for what is mixed."""
     x = x.as_pair(filled(x.data, ctx.in_avals[0]), x.scale)
@@ -92,8 +98,7 @@ def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale` = the largest of all devices, or, along the axis that is gathered, theirs."""
     if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
         data = filled(x.data, ctx.in_avals[0])
-        scale = ctx.table.atom(ctx.bind(x.scale.array, **params))
-        return ScaledArray(ctx.bind(data, **params), scale)
+        return ScaledArray(ctx.bind(data, **params), _collected(ctx, x.scale, data, params))
     data, scale = _at_one_scale(ctx, x, params)
     out = ctx.bind(dtypes.cast(data, ctx.out_dtype), **params)
     return ScaledArray(out, _moved(scale, params))
@@ -120,7 +125,7 @@ def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """The scale travels with the data, where it differs; where nothing arrives both are 0."""
     data, scale = filled(x.data, ctx.in_avals[0]), x.scale
     if not _is_shared(ctx, scale, data, params):
-        scale = ctx.table.atom(ctx.bind(scale.array, **params))
+        scale = _collected(ctx, scale, data, params)
     return ScaledArray(ctx.bind(data, **params), scale)
 
 
