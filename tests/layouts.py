@@ -151,6 +151,34 @@ def experts_on_devices_of_their_own():
         assert _scales(got) == _scales((value, grads))
 
 
+@case
+def fp8_matmuls_send_no_more_than_plain_ones():
+    """Columns, rows and sequences along `tensor`, the batch along `fsdp`, both passes."""
+    layout = Layout(make_mesh(parse_mesh("fsdp=4,tensor=2", 8)))
+
+    def loss(x, up, down):
+        hidden = jax.nn.relu(layout.rows(x) @ up)
+        return jnp.sum(layout.stream(hidden @ down).astype(jnp.float32) ** 2)
+
+    specs = {(4, 64, 32): (P(("data", "fsdp"), "tensor")), (32, 128): P("fsdp", "tensor")}
+    specs |= {(128, 32): P("tensor", "fsdp")}
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(layout.mesh, spec))
+        for shape, spec in specs.items()
+    ]
+
+    def sent(function, args):
+        report = jsa.numerics.compile_report(jax.jit(function), *args)
+        return sum(c.bytes for c in report.collectives)
+
+    plain = sent(jax.grad(loss, (0, 1, 2)), args)
+    fp8 = jax.grad(jsa.fp8_matmuls(loss), (0, 1, 2))
+    scaled = [jsa.ScaledArray(x, 1.0) for x in args]
+    # This compiler sends FP8 as float16.
+    assert 0 < sent(fp8, args) < plain
+    assert 0 < sent(jsa.scalify(fp8), scaled) < plain
+
+
 # By hand, in `shard_map`.
 
 

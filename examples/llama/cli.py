@@ -112,6 +112,7 @@ def compile_only(options: argparse.Namespace, console: Console) -> None:
     """Compile a step of each recipe, and print what it needs."""
     if options.target is None:
         raise ValueError("`compile-only` needs `target`, such as h100:8 or v5p:8x8x16.")
+    jax.config.update("jax_platforms", "cpu")  # no other device is looked for
     target = parse_target(options.target)
     mesh = parse_mesh(options.mesh, target.devices)
     layout, sizes = Layout(abstract_mesh(mesh)), find_sizes(options)

@@ -189,3 +189,20 @@ class Interpretation:
         for fact in facts[1:]:
             joined = self.join(joined, fact)
         return joined
+
+
+def depends(jaxpr: Any, on: Sequence[bool]) -> list[bool]:
+    """Tell which results of a jaxpr depend on some of its operands.
+
+    Example:
+        >>> closed = jax.make_jaxpr(lambda x, y: (x * y, y + 1))(1.0, 2.0)
+        >>> depends(closed, [True, False])
+        [True, False]
+    """
+    interpretation = Interpretation(
+        equation=lambda eqn, facts: [any(facts)] * len(eqn.outvars),
+        constant=lambda atom: False,
+        join=lambda a, b: a or b,
+        unknown=True,
+    )
+    return interpretation.results(jaxpr, on)

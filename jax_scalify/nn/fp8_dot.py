@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -107,9 +106,8 @@ def dot_general(
     """Multiply like `jax.lax.dot_general`, in one format forward and another backward.
 
     Operands are cast to `forward_dtype`, the cotangent to `backward_dtype` (saturating for FP8),
-    and all three matmuls take the cast operands, with one free and one contracting dim each: what
-    FP8 kernels want. The general linear layer of Balanca et al. 2024 (Algorithm 6) without its
-    bias. Fits the `dot_general=` argument of Flax layers.
+    and all three matmuls take the cast operands. The general linear layer of Balanca et al. 2024
+    (Algorithm 6) without its bias. Fits the `dot_general=` argument of Flax layers.
 
     Args:
         lhs: array of a floating dtype.
@@ -351,34 +349,7 @@ _dot.defvjp(_forward, _backward)
 
 
 def _narrow_dot(lhs: Any, rhs: Any, dims: Any, dot: _Dot, out: Any, out_sharding: Any) -> jax.Array:
-    """Multiply with one free and one contracting dim an operand, beside the batch dims."""
+    """Multiply, with dims as they are: merged ones would lose their places on a mesh."""
     accumulate = dot.formats.accumulate(out)
-    if out_sharding is not None or _sharding(lhs) or _sharding(rhs):  # merged dims would need one
-        total = lax.dot_general(
-            lhs, rhs, dims, dot.precision, accumulate, out_sharding=out_sharding
-        )
-        return cast(total, out)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-    lhs, lhs_free, lhs_dims = _merged(lhs, lhs_contract, lhs_batch)
-    rhs, rhs_free, rhs_dims = _merged(rhs, rhs_contract, rhs_batch)
-    batch = tuple(lhs.shape[a] for a in lhs_dims[1])
-    dims = (lhs_dims[0], rhs_dims[0]), (lhs_dims[1], rhs_dims[1])
-    total = lax.dot_general(lhs, rhs, dims, dot.precision, accumulate)
-    return cast(total.reshape(*batch, *lhs_free, *rhs_free), out)
-
-
-def _merged(x: Any, contract: Any, batch: Any) -> tuple[Any, tuple[int, ...], Any]:
-    """Merge several free or contracting dims into one: the array, free sizes, contract, batch."""
-    free = tuple(a for a in range(x.ndim) if a not in contract and a not in batch)
-    sizes = tuple(x.shape[a] for a in free)
-    if len(free) <= 1 and len(contract) <= 1:
-        return x, sizes, (contract, batch)
-    groups = [free, contract]
-    if contract and free and contract[0] < free[0]:  # as they lie
-        groups.reverse()
-    shape, axes = [x.shape[a] for a in batch], []
-    for group in groups:
-        axes.append(tuple(range(len(shape), len(shape) + bool(group))))
-        shape += [math.prod(x.shape[a] for a in group)] * bool(group)
-    x = lax.transpose(x, (*batch, *groups[0], *groups[1])).reshape(shape)
-    return x, sizes, (axes[groups.index(contract)], tuple(range(len(batch))))
+    total = lax.dot_general(lhs, rhs, dims, dot.precision, accumulate, out_sharding=out_sharding)
+    return cast(total, out)

@@ -53,8 +53,8 @@ def check_fp8(
     Returns:
         A report with a row for each matmul; `print` shows a table, `to_json` is for programs. A
         dot is eligible if its operands are E4M3 x E4M3 or E4M3 x E5M2 in either order (the formats
-        of NVIDIA), its result is bfloat16, float16 or float32, and each operand has one contracting
-        dim and one free dim beside batch dims.
+        of NVIDIA), its result is bfloat16, float16 or float32, and each operand has a contracting
+        dim and a free dim: XLA merges several.
 
     Raises:
         TypeError: if `fun` is not callable, or an argument of a function that is not jitted is
@@ -179,12 +179,11 @@ def _wrong_dtypes(lhs: str, rhs: str, out: str) -> Iterator[str]:
 
 
 def _wrong_dims(lhs_ndim: int, rhs_ndim: int, contract: Any, batch: Any) -> Iterator[str]:
-    if len(contract[0]) != 1:
-        yield f"{len(contract[0])} contracting dims: flatten them to one"
+    if not contract[0]:
+        yield "nothing is contracted"
     for name, ndim, i in (("lhs", lhs_ndim, 0), ("rhs", rhs_ndim, 1)):
-        free = ndim - len(contract[i]) - len(batch[i])
-        if free != 1:
-            yield f"{name} has {free} free dims: reshape it to have one"
+        if ndim == len(contract[i]) + len(batch[i]):
+            yield f"{name} has no free dim: it is a vector"
 
 
 def _conv_sizes(eqn: JaxprEqn) -> Sizes:

@@ -251,8 +251,8 @@ def test_formats_of_either_operand():
 @pytest.mark.parametrize(
     "shapes", [((2, 3, 8), (8, 5)), ((2, 3, 8), (8, 2, 4)), ((2, 4, 6), (4, 6, 5))]
 )
-def test_every_matmul_has_one_free_and_one_contracting_dim(shapes):
-    """What an FP8 kernel needs, in both passes."""
+def test_every_matmul_is_fp8_and_has_the_dims_that_were_given(shapes):
+    """In both passes. XLA merges dims, after it has cut arrays over devices."""
     lhs, rhs = (jnp.ones(s) for s in shapes)
     contract = len(lhs.shape) - 1 if rhs.shape[0] == 8 else 1
     axes = tuple(range(contract, lhs.ndim))
@@ -262,9 +262,10 @@ def test_every_matmul_has_one_free_and_one_contracting_dim(shapes):
     dots = [e for e in all_equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
     assert len(dots) == 3
     for eqn in dots:
-        assert [v.aval.ndim for v in eqn.invars] == [2, 2]
         assert all(v.aval.dtype in (E4M3, E5M2) for v in eqn.invars)
         assert eqn.params["preferred_element_type"] == jnp.float32
+    forward = dots[0]
+    assert [v.aval.shape for v in forward.invars] == list(shapes)
 
 
 def test_a_branch_without_the_matmul():

@@ -206,3 +206,36 @@ def test_a_loop_that_stops_at_different_times_for_each_example(condition):
     expected = jax.vmap(loop)(x.to_array(), n)
     np.testing.assert_array_equal(value(got[0]), expected[0])
     np.testing.assert_array_equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_steps_that_share_a_scale_stack_results_of_one(dtype):
+    """What a step's scale depends on is the same for all: a `lax.map` over blocks of an array."""
+    x = scaled(0, (6, 4), dtype=dtype)
+    w = scaled(1, (4, 3), dtype=dtype)
+
+    def blocks(x, w):
+        return lax.map(lambda rows: jnp.tanh(rows @ w) + rows[..., :3], x.reshape(3, 2, 4))
+
+    for function in (blocks, lambda x, w: jax.grad(lambda w: jnp.sum(blocks(x, w)))(w)):
+        out = jax.jit(jsa.scalify(function))(x, w)
+        assert out.scale.shape == ()
+        want = function(*jsa.asarray((x, w), jnp.float32))
+        np.testing.assert_allclose(jsa.asarray(out, jnp.float32), want, rtol=4e-3, atol=4e-3)
+    # Of results that depend on the carry, each step has its own scale.
+    def powers(x):
+        return lax.scan(lambda c, row: (c * 4, c * row), jnp.sum(x), x)[1]
+
+    out = jax.jit(jsa.scalify(powers))(x)
+    assert out.scale.shape == (6, 1)
+    np.testing.assert_allclose(
+        jsa.asarray(out, jnp.float32), powers(jsa.asarray(x, jnp.float32)), rtol=4e-3
+    )
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_shared_scale_of_few_steps(length):
+    x = ScaledArray(jnp.ones((length, 4)), jnp.float32(1))
+    out = jax.jit(jsa.scalify(lambda x: lax.map(lambda row: row * 3, x)))(x)
+    assert out.shape == (length, 4)
+    np.testing.assert_array_equal(jsa.asarray(out), np.full((length, 4), 3.0))

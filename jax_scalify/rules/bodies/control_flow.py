@@ -14,7 +14,7 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, rescale_data
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.base.jaxprs import all_equations, depends
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_body_rule, register_scale_rule
@@ -98,7 +98,7 @@ def scan_rule(
         dataclasses.replace(f, kind="plain") if f.kind == "uniform" else f
         for f in body.forms[num_carry:]
     ]
-    captured = pack(const_forms, consts, ctx.table)
+    captured, start = pack(const_forms, consts, ctx.table), pack(carry_forms, init, ctx.table)
     scanned, whole = [], []  # arrays that are sliced, and scales that all steps share
     for form, value in zip(stacked, xs, strict=True):
         arrays = form.pack(value, ctx.table)
@@ -113,26 +113,58 @@ def scan_rule(
             scanned += scales
             whole.append([None] * len(arrays))
 
+    sliced = [a is None for arrays in whole for a in arrays]
+    shared = _shared_scales(body, y_forms, [False] * len(captured) + [True] * len(start) + sliced)
+
     def step(carry: Any, sliced: Any) -> Any:
-        rest = iter(sliced)
+        rest, (before, _) = iter(sliced), carry
         x_arrays = [next(rest) if a is None else a for arrays in whole for a in arrays]
-        out = body([*captured, *carry, *x_arrays], [*carry_forms, *y_forms], ctx.table.dtype)
-        return _hold(carry_forms, carry, out[: len(carry)]), out[len(carry) :]
+        out = body([*captured, *before, *x_arrays], [*carry_forms, *y_forms], ctx.table.dtype)
+        after = _hold(carry_forms, before, out[: len(before)])
+        ys = _grouped(y_forms, out[len(before) :])
+        scales = [y[1] for y, is_shared in zip(ys, shared, strict=True) if is_shared]
+        own = [y[:1] if is_shared else y for y, is_shared in zip(ys, shared, strict=True)]
+        return (after, scales), own
 
-    start = pack(carry_forms, init, ctx.table)
-    carry, ys = lax.scan(step, start, scanned, length, reverse=reverse, unroll=unroll)
-    return [*unpack(carry_forms, carry, ctx.table), *_stacked(ctx, y_forms, ys, length)]
+    like = [f for f, is_shared in zip(y_forms, shared, strict=True) if is_shared]
+    scales = [
+        _compat.as_varying(jnp.zeros(f.scale_shape, ctx.table.dtype), f.varying) for f in like
+    ]
+    carry, ys = lax.scan(step, (start, scales), scanned, length, reverse=reverse, unroll=unroll)
+    values = unpack(carry_forms, carry[0], ctx.table)
+    return [*values, *_stacked(ctx, y_forms, ys, carry[1], length)]
 
 
-def _stacked(ctx: RuleContext, forms: list[Form], arrays: list[Any], length: int) -> list[Value]:
-    """The values of stacked results: each step keeps its scale."""
-    rest, values = iter(arrays), []
-    for form in forms:
+def _grouped(forms: list[Form], arrays: list[Any]) -> list[list[Any]]:
+    """The arrays of each form."""
+    rest = iter(arrays)
+    return [[next(rest) for _ in range(form.array_count)] for form in forms]
+
+
+def _shared_scales(body: Body, forms: list[Form], varies: list[bool]) -> list[bool]:
+    """Tell of which stacked results all steps have one scale: it depends on no step's values.
+
+    The blocks of a `lax.map` would have a scale each otherwise, and the axis that they are joined
+    to one for each of its elements.
+    """
+    arrays = sum(form.array_count for form in forms)
+    found = _grouped(forms, depends(body.jaxpr, varies)[-arrays or len(varies) :])
+    return [form.has_scale and not of_arrays[1] for form, of_arrays in zip(forms, found)]
+
+
+def _stacked(
+    ctx: RuleContext, forms: list[Form], ys: list[Any], shared: list[Any], length: int
+) -> list[Value]:
+    """The values of stacked results: each step keeps its scale, where they have not one."""
+    rest, values = iter(shared), []
+    for form, own in zip(forms, ys, strict=True):
         form = dataclasses.replace(form, shape=(length, *form.shape))
-        own = [next(rest) for _ in range(form.array_count)]
-        if form.has_scale:
+        if form.has_scale and len(own) == 1:
+            scale = next(rest)
+            own = [*own, scale.reshape((1, *scale.shape)) if scale.ndim else scale]
+        elif form.has_scale:
             shape = form.scale_shape or (1,) * (len(form.shape) - 1)
-            own[1] = jnp.reshape(own[1], (length, *shape))
+            own = [own[0], jnp.reshape(own[1], (length, *shape))]
         values.append(form.unpack(own, ctx.table))
     return values
 
