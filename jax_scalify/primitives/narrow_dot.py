@@ -22,16 +22,16 @@ from jax_scalify.base.pins import pin_constant
 
 # What does not fold the factor (Triton's matmuls, a sum over devices) rounds to float16 before it:
 # elements of up to 2**10 times the size that is expected have to be in range then. The rest of a
-# smaller factor is in front of the matmul. Elements of 2**-9, the smallest RMS that gradients come
-# with, are subnormal there, with as many digits as bfloat16 has.
+# smaller factor is in front of the matmul. There elements of 2**-7 have as many digits left as
+# bfloat16 has; the smallest RMS that gradients come with is 2**-9.
 _SMALLEST_BEHIND = -6
-SMALLEST_EXPONENT = _SMALLEST_BEHIND - 8
+SMALLEST_EXPONENT = _SMALLEST_BEHIND - 10
 
 narrow_dot_p = Primitive("narrow_dot_general")
 
 
 def narrow_dot_general(lhs: jax.Array, rhs: jax.Array, exponent: int, **params: Any) -> jax.Array:
-    """`dot_general(lhs, rhs) * 2**exponent` in float16, for an exponent from -14 to 0.
+    """`dot_general(lhs, rhs) * 2**exponent` in float16, for an exponent from -16 to 0.
 
     Args:
         lhs: array of float16.

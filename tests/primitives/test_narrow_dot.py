@@ -25,7 +25,7 @@ def exact(a, b, exponent):
     return np.asarray(a, np.float64) @ np.asarray(b, np.float64) * 2.0**exponent
 
 
-@pytest.mark.parametrize("exponent", [0, -1, -4, -6, -10, -14])
+@pytest.mark.parametrize("exponent", [0, -1, -4, -6, -10, -16])
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_both_lowerings_against_float64(lowering, exponent):
     """The factor is a power of two: rounding before it, as after it, is half an ulp."""
@@ -36,7 +36,7 @@ def test_both_lowerings_against_float64(lowering, exponent):
     ulp = np.spacing(np.abs(want).astype(np.float16)).astype(np.float64)
     error = np.abs(np.asarray(got, np.float64) - want)
     # A factor in front may leave an operand's smallest elements fewer digits.
-    rounded = 2e-6 if exponent >= narrow_dot._SMALLEST_BEHIND else 1e-4
+    rounded = 2e-6 if exponent >= narrow_dot._SMALLEST_BEHIND else 4e-4
     assert (error <= 0.5 * ulp + rounded * np.abs(want).max()).all()
 
 
@@ -85,7 +85,7 @@ def test_which_matmuls_are_asked_for_float16():
     assert not bound(jnp.matmul, scaled(a, 3, jnp.bfloat16), scaled(b, -5, jnp.bfloat16))
     assert not bound(jnp.matmul, scaled(a, 3, jnp.float32), scaled(b, -5))
     # So small a factor would leave an operand too few digits.
-    for k, count in ((2**18, 1), (2**20, 0)):
+    for k, count in ((2**20, 1), (2**23, 0)):
         long, other = operands(m=1, k=k, n=1)
         f = bound(lambda x, y: jnp.sin(x) @ jnp.sin(y), scaled(long, 0), scaled(other, 0))
         assert len(f) == count

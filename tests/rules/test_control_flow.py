@@ -222,6 +222,7 @@ def test_steps_that_share_a_scale_stack_results_of_one(dtype):
         assert out.scale.shape == ()
         want = function(*jsa.asarray((x, w), jnp.float32))
         np.testing.assert_allclose(jsa.asarray(out, jnp.float32), want, rtol=4e-3, atol=4e-3)
+
     # Of results that depend on the carry, each step has its own scale.
     def powers(x):
         return lax.scan(lambda c, row: (c * 4, c * row), jnp.sum(x), x)[1]
