@@ -34,7 +34,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: docs site package examples release-check demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators clean
+	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -120,6 +120,9 @@ gpu-fp8: $(VENV)/.installed  ## matmuls and transformer layers in bfloat16 and F
 # The compilers of GPUs and TPUs, 6 GB, in an environment of their own; no such device is needed.
 accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 and TPUs; docs/accelerators.md
 	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.accelerators --docs docs/accelerators.md
+
+scale-out: $(VENV_ACCELERATORS)/.installed  ## what Llamas of 8b to 405b ask of H100s and TPUs; docs/scale_out.md
+	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.scale_out --docs docs/scale_out.md
 
 # The newest JAX comes last: it writes the page from the results of both.
 coverage: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## JAX's own test harnesses, and docs/coverage.md

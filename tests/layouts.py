@@ -18,6 +18,7 @@ from examples.llama.layout import Layout, make_mesh, parse_mesh
 from examples.llama.model import Sizes, init, loss_fn
 from examples.llama.step import Training
 from tests.helpers import is_scaled
+from tests.test_doc_pages import run_page
 
 CASES = {}
 SIZES = Sizes(2, 32, 8, 4, hidden=64, vocabulary=64, context=16)
@@ -265,3 +266,8 @@ def a_pipeline_of_eight_stages():
     for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.float16, 1e-2)):
         got = jax.jit(jsa.scalify(gradients(mapped)))(*jsa.tree.astype(args, dtype))
         assert_near(got, want, tolerance)
+
+
+@case
+def the_page_on_many_devices():
+    run_page("scale_out", full=FULL)

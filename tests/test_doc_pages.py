@@ -16,7 +16,7 @@ from jax_scalify.interpreter import registry
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     "start how_it_works tutorial frameworks rules fp8 optimizers coming_from limits".split()
-)  # errors: test_error_pages
+)  # errors: test_error_pages; scale_out: test_sharding, on eight devices
 BLOCK = re.compile(
     r"(?P<full><!-- full -->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<output>.*?)```)?",
     re.DOTALL,
@@ -34,8 +34,12 @@ def test_the_code_of_a_page_runs(page, request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("_rules", "_infos", "_warned"):  # a page may register rules
         monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+    run_page(page, full=request.config.getoption("--full"))
+
+
+def run_page(page, *, full):
+    """Run the blocks of a page, and compare what they print with what it says."""
     text = (DOCS / f"{page}.md").read_text()
-    full = request.config.getoption("--full")
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == text.count("```python")
     namespace = {"__name__": page}
@@ -51,7 +55,7 @@ def test_the_code_of_a_page_runs(page, request, tmp_path, monkeypatch):
             assert without_numbers(printed.getvalue()) == without_numbers(block["output"])
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "scale_out"])
 def test_the_links_of_a_page_lead_to_files(page):
     text = (DOCS / f"{page}.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):

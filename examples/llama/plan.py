@@ -100,15 +100,16 @@ def plan_table(title: str, plans: dict[str, Plan]) -> Table:
         largest = sorted(plan.collectives.items(), key=lambda item: -item[1])
         table.add_row(
             recipe,
-            *map(_gigabytes, (plan.state, plan.temporary, plan.peak)),
+            *map(gigabytes, (plan.state, plan.temporary, plan.peak)),
             fits,
             f"{plan.fp8[0]} of {plan.fp8[1]}",
             f"{plan.seconds:.0f} s",
-            ", ".join(f"{_gigabytes(size)} {kind}" for kind, size in largest[:5]),
+            ", ".join(f"{gigabytes(size)} {kind}" for kind, size in largest[:5]),
         )
     return table
 
 
-def _gigabytes(size: float) -> str:
+def gigabytes(size: float) -> str:
+    """Three digits of an amount of bytes."""
     digits = max(0, 2 - math.floor(math.log10(max(size, 1e6) / 1e9)))
     return f"{size / 1e9:.{min(digits, 3)}f} GB"

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_scalify.numerics.hlo import Instruction, parse_instructions
+from jax_scalify.numerics.hlo_loops import Counter
 
 TINY = 4096  # bytes: a kernel that moves no more is all launch
 
@@ -110,14 +111,14 @@ def count_costs(text: str) -> Costs:
         >>> count_costs(compiled.as_text()).bytes_moved >= 8 * 128 * 4
         True
     """
-    program = _Program(text)
+    program = Program(text)
     kernels: dict[tuple[str, str], Kernel] = {}
     found: collections.Counter[tuple[str, str]] = collections.Counter()
     sizes: collections.Counter[tuple[str, str]] = collections.Counter()
     endless = 0
     for instruction, runs in program.executed(program.entry):
         if instruction.opcode == "while":
-            endless += _trip_count(instruction) is None
+            endless += program.trip_count(instruction) is None
             continue
         if not _is_launch(instruction):
             continue
@@ -171,12 +172,7 @@ def _is_launch(instruction: Instruction) -> bool:
     return not any(f'custom_call_target="{t}' in instruction.attributes for t in _NO_KERNEL_TARGETS)
 
 
-def _trip_count(instruction: Instruction) -> int | None:
-    found = re.search(r'"known_trip_count":\{"n":"?(\d+)', instruction.attributes)
-    return int(found[1]) if found else None
-
-
-class _Program:
+class Program:
     """The instructions of a program, by computation."""
 
     def __init__(self, text: str):
@@ -185,16 +181,24 @@ class _Program:
             self.computations.setdefault(instruction.computation, []).append(instruction)
         entry = re.search(r"^ENTRY %?([\w.\-]+) ", text, re.MULTILINE)
         self.entry = entry[1] if entry else ""
-        self._types = {
-            (i.computation, i.name): i.type for body in self.computations.values() for i in body
+        self.by_name = {
+            (i.computation, i.name): i for body in self.computations.values() for i in body
         }
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a loop runs; None if the text does not say.
+
+        XLA's compiler for GPUs notes it, that for TPUs leaves a comparison of a counter.
+        """
+        found = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes)
+        return int(found[1]) if found else Counter(self, loop).trip_count()
 
     def executed(self, computation: str, runs: int = 1) -> Iterator[tuple[Instruction, int]]:
         """The instructions that are executed, loops and branches included, and how often."""
         for instruction in self.computations.get(computation, ()):
             yield instruction, runs
             if instruction.opcode == "while":
-                inner = runs * (1 if (n := _trip_count(instruction)) is None else n)
+                inner = runs * (1 if (n := self.trip_count(instruction)) is None else n)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 inner = runs
             else:
@@ -219,7 +223,8 @@ class _Program:
         return given if given.total() > result.total() else result
 
     def _type(self, instruction: Instruction, operand: str) -> str:
-        return self._types.get((instruction.computation, operand), "")
+        found = self.by_name.get((instruction.computation, operand))
+        return found.type if found else ""
 
     def _operand_sizes(self, instruction: Instruction) -> list[int]:
         return [_size(self._type(instruction, operand)) for operand in instruction.operands]

@@ -136,6 +136,14 @@ def test_tpu():
     assert report.launches and report.memory.arguments == 2 * X.size * 2
 
 
+@needs("v5p:2x2x1")
+def test_loops_of_a_tpu_count_as_often_as_they_run():
+    stack = jax.ShapeDtypeStruct((12, *X.shape), X.dtype)
+    loop = jax.jit(lambda x, ws: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0])
+    report = compile_report(loop, X, stack, target="v5p:2x2x1")
+    assert report.unknown_loops == 0 and report.bytes_moved >= stack.size * 2
+
+
 def test_the_report_of_a_training_step_in_float16():
     rng = np.random.default_rng(0)
     params = jsa.as_scaled_array(jnp.float16(rng.normal(size=(64, 64))))
