@@ -25,9 +25,10 @@ def pytest_collection_modifyitems(config, items):
         return
     chosen, left_out = [], []
     for item in items:
-        marker = item.get_closest_marker("sampled")
-        one_in = config.getoption("--sample") * (marker.args[0] if marker else 1)
+        marker, sample = item.get_closest_marker("sampled"), config.getoption("--sample")
+        one_in = sample * (marker.args[0] if marker else 1)
         is_out = item.get_closest_marker("full") or zlib.crc32(item.nodeid.encode()) % one_in
+        is_out = is_out or (sample > 1 and item.get_closest_marker("newest"))
         (left_out if is_out else chosen).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=left_out)

@@ -27,6 +27,7 @@ from examples.llama.layout import Layout
 from examples.llama.step import Training
 from examples.llama.train import Run
 
+pytestmark = pytest.mark.newest
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 40, 10
 SIZE = ["--layers", "1", "--context", "64"]

@@ -590,7 +590,8 @@ def misplaced_scales_are_named():
         sharding("no_such_axis")
 
 
-CASES |= layouts.CASES
+# What is called with a mark runs on the newest JAX only.
+CASES_OF_LAYOUTS = [pytest.param(name, marks=pytest.mark.newest) for name in layouts.CASES]
 
 # The process with eight devices, and the test that asks it.
 
@@ -598,8 +599,11 @@ CASES |= layouts.CASES
 def main():
     """Run every case; print the traceback of each that fails, as JSON."""
     assert len(jax.devices()) == DEVICES
+    kind = os.environ.get("SHARDING_TESTS")
+    jax.config.update("jax_disable_most_optimizations", kind != "full")
     failures = {}
-    for name, fun in CASES.items():
+    cases = CASES | (layouts.CASES if kind else {})
+    for name, fun in cases.items():
         registry._warned.clear()
         try:
             with warnings.catch_warnings():
@@ -613,7 +617,11 @@ def main():
 @pytest.fixture(scope="module")
 def failures(request):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    more = {"SHARDING_TESTS": "full"} if request.config.getoption("--full") else {}
+    options = request.config
+    kind = (
+        "full" if options.getoption("--full") else "newest" * (options.getoption("--sample") == 1)
+    )
+    more = {"SHARDING_TESTS": kind}
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_sharding"],
@@ -627,14 +635,14 @@ def failures(request):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *CASES_OF_LAYOUTS])
 def test_on_eight_devices(name, failures):
     if name in failures:
         pytest.fail(failures[name], pytrace=False)
 
 
 def test_cases_that_run_with_full_only(failures):
-    others = [text for name, text in failures.items() if name not in CASES]
+    others = [text for name, text in failures.items() if name not in CASES | layouts.CASES]
     if others:
         pytest.fail("\n".join(others), pytrace=False)
 

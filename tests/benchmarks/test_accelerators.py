@@ -15,6 +15,8 @@ from benchmarks.cost import accelerators, decoder, flax_models, training
 from examples.llama.model import Sizes
 from tests.helpers import is_scaled
 
+pytestmark = pytest.mark.newest  # its command runs on the newest JAX
+
 TINY = Sizes(2, 32, 4, 2, hidden=64, vocabulary=64, context=8)
 TINY_GPT = flax_models.GptSizes(layers=1, width=32, vocabulary=64, sequences=2, tokens=8)
 TINY_RESNET = flax_models.ResNetSizes(widths=(8, 16), classes=5, images=4, pixels=16)
@@ -25,7 +27,7 @@ full = pytest.mark.full
     ("model", "fp8"),
     [
         pytest.param("llama", False, marks=full),
-        ("llama", True),
+        pytest.param("llama", True, marks=full),
         ("moe", True),
         pytest.param("gpt", True, marks=full),
         pytest.param("resnet", True, marks=full),

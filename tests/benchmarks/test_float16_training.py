@@ -9,6 +9,8 @@ from rich.console import Console
 
 from benchmarks.accuracy import float16_training, scale_models
 
+pytestmark = pytest.mark.newest  # its command runs on the newest JAX
+
 
 def test_a_short_run_is_stored_and_compared(tmp_path, capsys, monkeypatch):
     module = functools.partial(scale_models.LanguageModel, depth=1, llama=True)

@@ -14,6 +14,8 @@ from rich.console import Console
 from benchmarks.accuracy import fp8
 from examples.gpt import model
 
+pytestmark = pytest.mark.newest  # its command runs on the newest JAX
+
 
 def test_a_short_run_is_stored_and_compared(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fp8, "CONFIG", dataclasses.replace(fp8.CONFIG, layers=1))

@@ -13,6 +13,8 @@ pytest.importorskip("rich")
 
 from benchmarks.cost import gpu_fp8
 
+pytestmark = pytest.mark.newest  # its command runs on the newest JAX
+
 NO_GPU = pytest.mark.skipif(
     gpu_fp8.has_fp8_units(jax.devices()[0]), reason="there is a GPU with FP8 units"
 )

@@ -12,6 +12,8 @@ from jax_scalify.numerics.host_statistics import measure
 from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row
 
+pytestmark = pytest.mark.newest  # its command runs on the newest JAX
+
 SMALL, LARGE = [2.0**-30, 1.0], [2.0**-3, 1.0]
 
 

@@ -14,6 +14,8 @@ from benchmarks.accuracy import alternatives, optimizers
 from benchmarks.accuracy.small_problems import PROBLEMS
 from benchmarks.cells import Cells, Store
 
+pytestmark = pytest.mark.newest  # its command runs on the newest JAX
+
 
 def test_every_optimizer_of_optax_is_run_or_skipped_with_a_reason():
     found = optimizers.find_optimizers()

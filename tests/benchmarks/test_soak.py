@@ -13,6 +13,8 @@ import jax_scalify as jsa
 from benchmarks.accuracy import situations, soak
 from benchmarks.accuracy.small_problems import PROBLEMS, TrainState, scaled_state
 
+pytestmark = pytest.mark.newest  # its command runs on the newest JAX
+
 
 def test_a_short_run_is_stored_compared_and_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(soak, "EVERY", 4)

@@ -12,6 +12,8 @@ from rich.console import Console
 from benchmarks.transfer import figure4, umup
 from benchmarks.transfer import models as umup_models
 
+pytestmark = pytest.mark.newest  # its command runs on the newest JAX
+
 
 def printed(table, capsys):
     Console(width=200).print(table)
