@@ -34,7 +34,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: docs site package examples release-check demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training fp8 gpu-fp8 optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out clean
+	scale-quality float16-training fp8 gpu-fp8 gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -47,7 +47,7 @@ test-newest: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
 
 test-lowest: $(VENV_LOWEST)/.installed
-	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) --sample 3
+	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) --sample 4
 
 test-full: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## every test on both versions
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) --full
@@ -97,6 +97,9 @@ float16-training: $(VENV)/.installed  ## a GPT, a Llama and a BERT with everythi
 
 fp8: $(VENV)/.installed  ## FP8 matmuls: ours, Flax's and (if installed) Qwix's
 	$(VENV)/bin/python -m benchmarks.accuracy.fp8
+
+gradients: $(VENV)/.installed  ## a GPT on eight devices whose gradients travel in float32, float16, E5M2
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(VENV)/bin/python -m benchmarks.accuracy.gradients
 
 optimizers: $(VENV)/.installed  ## every optimizer of optax with float16 state, and the alternatives
 	$(VENV)/bin/python -m benchmarks.accuracy.optimizers

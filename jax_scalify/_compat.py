@@ -115,6 +115,15 @@ def name_stack(eqn: jex_core.JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def is_forward_pass() -> bool:
+    """Tell whether the equation that is interpreted is of a forward pass that has a backward pass.
+
+    What it lies in counts: inside of a loop or `shard_map` names begin anew.
+    """
+    path = "/".join(map(name_stack, _enclosing()))
+    return "jvp(" in path and "transpose(" not in path
+
+
 @contextlib.contextmanager
 def compile_with_names() -> Iterator[None]:
     """Keep XLA's persistent cache from returning a program in which things have other names."""
@@ -329,6 +338,33 @@ def resharded(x: Any, mesh: Any, spec: Any) -> Any:
     if current is not None and (*current, *[None] * (x.ndim - len(current))) == padded:
         return x
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+def _spec(x: Any) -> Any:
+    kind = jax.typeof(x) if isinstance(x, jax.Array) else x
+    return getattr(getattr(kind, "sharding", None), "spec", None)
+
+
+def _unreduced(x: Any) -> frozenset[Any]:
+    return getattr(_spec(x), "unreduced", frozenset())
+
+
+def is_partial_sum(x: Any) -> bool:
+    """Tell whether the type of an array says that devices have yet to add it up."""
+    return bool(_unreduced(x))
+
+
+def for_partial_sums(number: Any, data: Any) -> Any:
+    """A number that data may be multiplied by which devices have yet to add up.
+
+    Types say so on a mesh of explicit axes (`P(unreduced=...)`, in its backward pass `reduced`),
+    and a factor that all devices have is one whose own gradient is `reduced`, and the other way.
+    """
+    axes = _unreduced(data) or getattr(_spec(data), "reduced", frozenset())
+    if not axes:
+        return number
+    own = jax.typeof(number).sharding.spec
+    return jax.sharding.reshard(number, jax.sharding.PartitionSpec(*own, reduced=axes))
 
 
 def explicit_sharding(like: Any) -> Any:

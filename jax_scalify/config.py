@@ -21,6 +21,7 @@ class Pow2RoundMode(enum.Enum):
 
 
 _SUPPORTED_MODES = (Pow2RoundMode.DOWN, Pow2RoundMode.UP)
+_SUM_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float8_e5m2))
 _MISSING_RULE = ("warn", "error", "silent")
 
 # The value of a `jax.make_user_context` is part of every `jax.jit` cache key.
@@ -37,12 +38,15 @@ class ScalifyConfig:
         scale_dtype: dtype of every dynamic scale, float32 or float64.
         missing_rule: what happens at a primitive without a scale rule. "warn": evaluate it on
             dequantised values and warn once; "error": raise `MissingRuleError`; "silent".
-        sum_dtype: dtype in which matmuls hand on their sums, float32; by default 16 bits for
-            results in 16 bits where that is safe: less traffic through memory, and between
-            devices, on which gradients of bfloat16 and FP8 matmuls are summed in bfloat16.
+        sum_dtype: dtype in which sums are handed on, of matmuls and between devices. By default 16
+            bits for results in 16 bits where that is safe: less traffic through memory, and
+            between devices, on which gradients of bfloat16 and FP8 matmuls are summed in bfloat16.
+            float32: wherever 16 bits are the default. float8_e5m2: for the gradients that `psum`
+            and `psum_scatter` add up in a `shard_map`, as the sums of arrays of two axes or more
+            that are not of a forward pass: each device's part is rounded once and added in float32.
 
     Raises:
-        TypeError: if `scale_dtype` is not float32 or float64, or `sum_dtype` not float32.
+        TypeError: if `scale_dtype` is not float32 or float64, or `sum_dtype` not one of its dtypes.
         ValueError: for an unknown `missing_rule`, or a rounding mode that does not keep scales
             powers of two independently of a random key (`NONE`, `STOCHASTIC`).
 
@@ -75,9 +79,11 @@ class ScalifyConfig:
                 "and bfloat16 cannot hold the exponents that products of scales have."
             )
         if self.sum_dtype is not None:
-            if self.sum_dtype not in ("float32", jnp.float32, jnp.dtype(jnp.float32)):
-                raise TypeError(f"`sum_dtype` must be float32 or None, got {self.sum_dtype!r}.")
-            object.__setattr__(self, "sum_dtype", jnp.dtype(jnp.float32))
+            known = [d for d in _SUM_DTYPES if self.sum_dtype in (d, d.name, d.type)]
+            if not known:
+                names = " or ".join(d.name for d in _SUM_DTYPES)
+                raise TypeError(f"`sum_dtype` must be {names}, or None, got {self.sum_dtype!r}.")
+            object.__setattr__(self, "sum_dtype", known[0])
         object.__setattr__(self, "scale_dtype", jnp.dtype(self.scale_dtype))
 
     def __enter__(self) -> ScalifyConfig:

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config, items):
     chosen, left_out = [], []
     for item in items:
         marker, sample = item.get_closest_marker("sampled"), config.getoption("--sample")
-        one_in = sample * (marker.args[0] if marker else 1)
+        one_in = max(1, round(sample * (marker.args[0] if marker else 1)))
         is_out = item.get_closest_marker("full") or zlib.crc32(item.nodeid.encode()) % one_in
         is_out = is_out or (sample > 1 and item.get_closest_marker("newest"))
         (left_out if is_out else chosen).append(item)

@@ -11,6 +11,7 @@ import jax_scalify as jsa
 from tests.helpers import value
 from tests.programs import DTYPES, KINDS, all_outcomes, check, check_rows, outcomes, rows, scaled
 
+pytestmark = pytest.mark.sampled(2)
 MASK = np.array([True, True, False])
 
 

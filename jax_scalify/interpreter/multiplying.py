@@ -56,7 +56,7 @@ def _multiply(data: Any, factor: Scale) -> Any:
             data, number = jnp.broadcast_arrays(data, number)
     if jnp.issubdtype(compute, jnp.complexfloating):
         return dtypes.times(data, number)
-    return lax.mul(number, data)
+    return lax.mul(_compat.for_partial_sums(number, data), data)
 
 
 def moved(

@@ -55,7 +55,8 @@ def _embed_scale_vjp(
     table: Operand, ids: jax.Array, cotangent: Operand
 ) -> tuple[ScaledArray, None]:
     cotangent = uniform_over(cotangent)
-    rows = jnp.zeros(table.shape, dtypes.compute_dtype(table.dtype))
+    # Of its elements nothing is read: the type says where it lies on a mesh.
+    rows = table.data.astype(dtypes.compute_dtype(table.dtype))
     pull = jax.vjp(lambda rows: jnp.take(rows, ids, axis=0), rows)[1]
     raw, exponent = split(cotangent)
     (total,) = pull(raw.astype(rows.dtype))

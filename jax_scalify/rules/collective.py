@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import _compat
@@ -108,16 +109,88 @@ def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     *("psum", "psum_invariant", "reduce_scatter"), elements="new", nonnegative="keeps", degree=1
 )
 def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale` = the largest of all n devices `* pow2(n**p)`; p as of `reduce_sum`."""
+    """`scale` = the largest of all n devices `* pow2(n**p)`; p as of `reduce_sum`.
+
+    Data in 16 bits travels in 16 bits: in float16 behind its factor, so that no partial sum is
+    larger than the result may be, in bfloat16, which has the range for it, before. FP8 is for
+    gradients, where `ScalifyConfig(sum_dtype=...)` asks for it.
+    """
     data, scale = _at_one_scale(ctx, x, params)
-    total = ctx.bind(dtypes.cast(data, dtypes.compute_dtype(x.dtype)), **params)
     positional = [a for a in params.get("axes", ()) if isinstance(a, int)]
     groups = params.get("axis_index_groups")
     names = _axis_names(params)
-    count = lax.psum(1, names, axis_index_groups=groups) if names else 1
-    count *= math.prod(ctx.in_avals[0].shape[a] for a in positional)
+    devices = lax.psum(1, names, axis_index_groups=groups) if names else 1
+    count = devices * math.prod(ctx.in_avals[0].shape[a] for a in positional)
     factor = growth(ctx, count, Terms.of(x))
+    sum_dtype, out = ctx.config.sum_dtype, ctx.out_dtype
+    if sum_dtype == jnp.float8_e5m2 and not positional and _is_gradient(ctx, names):
+        total = _summed_in_fp8(ctx, data, params, devices)
+        result = finish(ctx, total, _moved(scale, params), factor)
+        return result if ctx.primitive.name == "reduce_scatter" else _gathered(ctx, result, params)
+    if sum_dtype == jnp.float32 or positional or dtypes.is_narrow_float(out):
+        travels = dtypes.compute_dtype(out)
+    else:
+        travels = out
+    if travels == jnp.float16:
+        data = multiply(data, Scale(0) / factor)
+        total = ctx.bind(dtypes.cast(data, travels), **params)
+        return ScaledArray(total, _moved(scale, params) * factor)
+    total = ctx.bind(dtypes.cast(data, travels), **params)
     return finish(ctx, total, _moved(scale, params), factor)
+
+
+def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:
+    """Tell whether a sum over devices is one of gradients: of matrices, and of no forward pass."""
+    is_forward = _compat.is_forward_pass()
+    is_real = jnp.issubdtype(ctx.out_dtype, jnp.floating)
+    return bool(names) and is_real and ctx.in_avals[0].ndim > 1 and not is_forward
+
+
+def _summed_in_fp8(ctx: RuleContext, data: Any, params: dict[str, Any], devices: int) -> Any:
+    """Each device's part of the sum, in float32 of data that travelled in E5M2.
+
+    Each term is rounded once: a reduction in E5M2 would round the partial sums as well, and a sum
+    of 8 equal terms does not grow beyond its fifth. Along the axis that is cut, the parts of the
+    result of `psum` are as long as they have to be.
+    """
+    axis, size = _cut_axis(ctx, params, devices)
+    if size * devices != data.shape[axis]:
+        padding = [(0, size * devices - n if a == axis else 0) for a, n in enumerate(data.shape)]
+        data = jnp.pad(data, padding)
+    # The cast saturates, but infinity has to remain what it is.
+    infinite = lax.convert_element_type(data, jnp.float8_e5m2)
+    parts = lax.select(jnp.isinf(data), infinite, dtypes.cast(data, jnp.float8_e5m2))
+    parts = parts.reshape(*data.shape[:axis], devices, size, *data.shape[axis + 1 :])
+    groups = params.get("axis_index_groups")
+    parts = lax.all_to_all(parts, _axis_names(params), axis, 0, axis_index_groups=groups)
+    total = jnp.sum(parts.astype(dtypes.compute_dtype(ctx.out_dtype)), 0)
+    return total if params.get("tiled", True) else jnp.squeeze(total, axis)
+
+
+def _cut_axis(ctx: RuleContext, params: dict[str, Any], devices: int) -> tuple[int, int]:
+    """The axis along which devices have parts of a sum, and the length of a part."""
+    shape = ctx.in_avals[0].shape
+    if "scatter_dimension" in params:
+        axis = params["scatter_dimension"]
+    else:
+        axis = next((a for a, n in enumerate(shape) if n % devices == 0), len(shape) - 1)
+    return axis, -(-shape[axis] // devices)
+
+
+def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any]) -> ScaledArray:
+    """The whole of a sum, of which each device has a part, in the dtype of the result."""
+    aval, names = ctx.out_avals[0], _axis_names(params)
+    devices = lax.psum(1, names, axis_index_groups=params.get("axis_index_groups"))
+    axis, size = _cut_axis(ctx, params, devices)
+    whole = lax.all_gather(
+        part.data,
+        names,
+        axis_index_groups=params.get("axis_index_groups"),
+        axis=axis,
+        tiled=True,
+        to="invarying" if ctx.primitive.name == "psum_invariant" else "varying",
+    )
+    return ScaledArray(lax.slice_in_dim(whole, 0, aval.shape[axis], axis=axis), part.scale)
 
 
 @register_scale_rule("ppermute", elements="taken")

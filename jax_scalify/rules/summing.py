@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Facts, Operand, split, split_product, with_scale
@@ -167,9 +168,10 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     if params.get("precision") in _OF_FLOAT16:  # it is what the sums' dtype says, everywhere
         params["precision"] = None
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
-    keeps_16_bits = ctx.config.sum_dtype is None
+    keeps_16_bits = ctx.config.sum_dtype != np.float32
     by = exponent - factor.exponent
-    if keeps_16_bits and kinds == {np.dtype("float16")} and SMALLEST_EXPONENT <= by <= 0:
+    narrow = keeps_16_bits and kinds == {np.dtype("float16")}
+    if narrow and SMALLEST_EXPONENT <= by <= 0 and not _compat.is_partial_sum(ctx.out_avals[0]):
         return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale * factor)
     keeps_16_bits &= all(dtypes.is_narrow_float(k) or k == jnp.bfloat16 for k in kinds)
     preferred = (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)

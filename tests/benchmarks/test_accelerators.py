@@ -26,9 +26,9 @@ full = pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "fp8"),
     [
-        pytest.param("llama", False, marks=full),
+        ("llama", False),
         pytest.param("llama", True, marks=full),
-        ("moe", True),
+        pytest.param("moe", True, marks=full),
         pytest.param("gpt", True, marks=full),
         pytest.param("resnet", True, marks=full),
     ],

@@ -146,10 +146,12 @@ def test_eager_and_with_batch_dims():
 
 
 def test_sum_dtype_is_checked_and_followed():
-    for wrong in (jnp.float16, "int8", "nonsense", 3):
-        with pytest.raises(TypeError, match="`sum_dtype` must be float32 or None"):
+    for wrong in (jnp.float16, "int8", "nonsense", 3, [jnp.float32]):
+        with pytest.raises(TypeError, match="`sum_dtype` must be float32 or float8_e5m2, or None"):
             jsa.ScalifyConfig(sum_dtype=wrong)
-    assert jsa.ScalifyConfig(sum_dtype="float32").sum_dtype == jnp.float32
+    for dtype in (jnp.float32, jnp.float8_e5m2):
+        for name in (dtype, jnp.dtype(dtype), jnp.dtype(dtype).name):
+            assert jsa.ScalifyConfig(sum_dtype=name).sum_dtype == dtype
     a, b = (scaled(x, 0, jnp.bfloat16) for x in operands())
 
     def asked(**options):
