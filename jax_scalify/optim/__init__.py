@@ -1,6 +1,7 @@
 """Optimizer state in float16, bfloat16 or FP8, around any optimizer in the form of optax."""
 
 from jax_scalify.optim.applying import apply_updates
+from jax_scalify.optim.averaging import EmaState, ema, incremental_update
 from jax_scalify.optim.low_precision import low_precision
 
-__all__ = ["apply_updates", "low_precision"]
+__all__ = ["EmaState", "apply_updates", "ema", "incremental_update", "low_precision"]

@@ -27,7 +27,8 @@ class Optimizer(NamedTuple):
     update: Any
 
 
-def _checked_dtype(dtype: Any, name: str) -> Any:
+def checked_dtype(dtype: Any, name: str) -> Any:
+    """Return the dtype of stored leaves; raise a `TypeError` for one that cannot be theirs."""
     names = [jnp.dtype(d).name for d in _DTYPES]
     given = getattr(dtype, "name", getattr(dtype, "__name__", dtype))
     if given not in names:
@@ -109,10 +110,10 @@ def low_precision(
             f"got {type(optimizer).__name__}."
         )
     check_policy(policy)
-    dtype = _checked_dtype(dtype, "dtype")
+    dtype = checked_dtype(dtype, "dtype")
     first, second = first_moment_dtype, second_moment_dtype
-    first = dtype if first is None else _checked_dtype(first, "first_moment_dtype")
-    second = dtype if second is None else _checked_dtype(second, "second_moment_dtype")
+    first = dtype if first is None else checked_dtype(first, "first_moment_dtype")
+    second = dtype if second is None else checked_dtype(second, "second_moment_dtype")
     find_roles = RoleFinder(optimizer.init, optimizer.update)
     inner = _LowPrecision(optimizer, find_roles, dtype, first, second, policy, round_updates)
 

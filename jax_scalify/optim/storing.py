@@ -56,10 +56,16 @@ def bits_of(x: jax.Array, salt: jax.Array) -> jax.Array:
     Rounded to nearest, the small steps of a moving average are lost or too large (0.999 x in
     float16, 0.9 x in E4M3). These bits need no key in the state, and a step repeats exactly.
 
-    Source: the last steps of MurmurHash3 by Austin Appleby.
     """
     first, second = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, salt))
-    bits = first * np.uint32(0x9E3779B1) + second
+    return mixed(first * np.uint32(0x9E3779B1) + second)
+
+
+def mixed(bits: jax.Array) -> jax.Array:
+    """Make numbers that look random of those that differ.
+
+    Source: the last steps of MurmurHash3 by Austin Appleby.
+    """
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
     return bits ^ (bits >> np.uint32(16))

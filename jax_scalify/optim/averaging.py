@@ -1,0 +1,236 @@
+"""Averages of parameters in few bits: exponential ones, Polyak's, of snapshots, target networks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import _compat
+from jax_scalify import tree as tree_lib
+from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.base import dtypes
+from jax_scalify.ops.scaling import stop_scaling
+from jax_scalify.optim.applying import statistic_scales, widen
+from jax_scalify.optim.low_precision import Optimizer, checked_dtype
+from jax_scalify.optim.storing import drawn, mixed, store_weight, stored
+
+
+class EmaState(NamedTuple):
+    """The state of `ema`.
+
+    Attributes:
+        count: how many values have been averaged, an `int32`.
+        ema: the average; with `debias` the unbiased one, to be used as it is.
+    """
+
+    count: Any
+    ema: Any
+
+
+def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Optimizer:
+    """Average parameters, or updates, exponentially: `optax.ema` with its state in few bits.
+
+    In float16 the small steps of a slow average are less than the spacing of its numbers: rounded
+    to nearest they are lost, and it stands still. Here they are computed in float32 and rounded
+    stochastically, so that they count on average at any decay. With `debias` the state is the
+    unbiased average `ema / (1 - decay**count)` itself, which moves by
+
+        ema += (1 - decay) / (1 - decay**count) * (x - ema)
+
+    and has the size of what is averaged from the first step on, so that static scales
+    (`freeze_scales`) fit it for ever. It works in a plain step and inside `scalify`.
+
+    The price of stochastic rounding is noise of mean 0: where `x` stays `d` away from the average,
+    its standard deviation is `sqrt(d * spacing / 2)`, at most, with the spacing of numbers of that
+    size, `2**-10` of them in float16. float32 has none, for two bytes more.
+
+    Args:
+        decay: of the weight of what is old; from 0 to less than 1.
+        dtype: of the state: float32, bfloat16, float16 or FP8.
+        debias: whether the average is that of the values seen, or starts from zero.
+
+    Returns:
+        `init(params)`, which makes an `EmaState`, and `update(params, state)`, which returns the
+        average in the dtypes of `params`, and the new state. Leaves that are not floating point
+        have their newest value.
+
+    Raises:
+        TypeError: for another dtype; when called, for complex leaves, naming the leaf.
+        ValueError: for a decay out of range; when called, for a state of another structure.
+
+    Example:
+        >>> average = jsa.optim.ema(0.999)
+        >>> params = {"w": jnp.ones(4, jnp.float16)}
+        >>> state = average.init(params)
+        >>> for _ in range(3):
+        ...     out, state = jax.jit(average.update)(params, state)
+        >>> print(out["w"], state.ema["w"].dtype, state.count)
+        [1. 1. 1. 1.] float16 3
+    """
+    if not isinstance(decay, (int, float, np.number)) or not 0 <= decay < 1:
+        raise ValueError(f"`decay` must be a number from 0 to less than 1, got {decay!r}.")
+    dtype, decay = checked_dtype(dtype, "dtype"), float(decay)
+
+    def init(params: Any) -> EmaState:
+        _check_real(params, "params")
+        new = jax.tree.map(lambda leaf: _zeros(leaf, dtype), params, is_leaf=is_scaled)
+        return EmaState(jnp.zeros((), jnp.int32), new)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaState]:
+        del params
+        count = jnp.minimum(state.count, np.int32(2**31 - 2)) + 1
+        weight = _weight(decay, count) if debias else 1 - decay
+        totals, olds, tree = _moved(updates, state.ema, weight, "updates", "state.ema")
+        bits = [_counted_bits(x, count, i) for i, x in enumerate(totals)]
+        new = _stored(totals, olds, bits)
+        given = jax.tree.leaves(updates, is_leaf=is_scaled)
+        return tree.unflatten(_stored(totals, given)), EmaState(count, tree.unflatten(new))
+
+    return Optimizer(init, update)
+
+
+def incremental_update(new_tensors: Any, old_tensors: Any, step_size: Any, *, key: Any = None):
+    """Move old tensors towards new ones: `optax.incremental_update`, right in few bits.
+
+    `old + step_size * (new - old)` in float32, rounded once to the dtypes of the old tensors,
+    stochastically, so that steps smaller than the spacing of the dtype count on average. That of
+    optax computes in float16, where they are lost.
+
+    =======================================  ==============================================
+    average                                  `step_size`
+    =======================================  ==============================================
+    exponential, with a decay                `1 - decay`
+    target networks                          theirs, as 0.005
+    Polyak-Ruppert, SWA: of all snapshots    `1 / (n + 1)`, for the snapshot of number `n`
+    slow weights of Lookahead                theirs, as 0.5, every few steps
+    =======================================  ==============================================
+
+    Args:
+        new_tensors: arrays, or outside `scalify` also of type `ScaledArray`.
+        old_tensors: of the same structure.
+        step_size: a number or an array of rank 0.
+        key: of `jax.random`, for the random bits. By default they are made of the numbers: where
+            the old and the new ones are the same at every call, so is the rounding, and the small
+            steps are lost after all. Give a key there, `jax.random.fold_in(key, step)`.
+
+    Returns:
+        A tree like `old_tensors`. Static scales stay, others are chosen by statistic.
+
+    Raises:
+        TypeError: for complex leaves, naming the leaf.
+        ValueError: for trees of different structures or shapes, or a `step_size` that has one.
+
+    Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
+
+    Example:
+        >>> old, new = jnp.ones(1000, jnp.float16), jnp.full(1000, 2, jnp.float16)
+        >>> moved = jsa.optim.incremental_update(new, old, 1e-4, key=jax.random.key(0))
+        >>> print(jnp.unique(moved))
+        [1.    1.001]
+    """
+    if jnp.ndim(step_size):
+        raise ValueError(f"`step_size` must be of rank 0, got the shape {jnp.shape(step_size)}.")
+    size = stop_scaling(jnp.asarray(step_size, jnp.float32))
+    totals, olds, tree = _moved(new_tensors, old_tensors, size, "new_tensors", "old_tensors")
+    if key is None:
+        salts = [widen(x) for x in tree.flatten_up_to(new_tensors)]
+        return tree.unflatten(_stored(totals, olds, salts=salts))
+    keys = jax.random.split(key, len(totals))
+    bits = [dtypes.random_bits(k, jnp.shape(x)) for k, x in zip(keys, totals, strict=True)]
+    return tree.unflatten(_stored(totals, olds, bits))
+
+
+def _is_averaged(leaf: Any) -> bool:
+    kind = leaf.dtype if is_scaled(leaf) else dtypes.leaf_dtype(leaf)
+    return kind is not None and jnp.issubdtype(kind, jnp.floating)
+
+
+def _check_real(tree: Any, name: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
+        kind = leaf.dtype if is_scaled(leaf) else dtypes.leaf_dtype(leaf)
+        if kind is not None and jnp.issubdtype(kind, jnp.complexfloating):
+            place = f"{name}{jax.tree_util.keystr(path)}"
+            raise TypeError(
+                f"`{place}` is {kind}: only real numbers are averaged. Give its real and "
+                "imaginary part."
+            )
+
+
+def _zeros(leaf: Any, dtype: Any) -> Any:
+    """What an average starts from: zeros without a scale, one for each scale of the leaf."""
+    if not _is_averaged(leaf):
+        return jnp.array(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
+    shape = jnp.shape(leaf.scale) if is_scaled(leaf) else ()
+    return ScaledArray(jnp.zeros(jnp.shape(leaf), dtype), jnp.zeros(shape, jnp.float32))
+
+
+def _weight(decay: float, count: jax.Array) -> jax.Array:
+    """The share of the newest of `count` values: 1 of the first, `1 - decay` in the end."""
+    steps = stop_scaling(count.astype(jnp.float32))
+    kept = jnp.expm1(steps * math.log(decay)) if decay else jnp.float32(-1)
+    return stop_scaling(jnp.where(count <= 1, 1.0, (decay - 1) / kept))
+
+
+def _moved(
+    new: Any, old: Any, weight: Any, new_name: str, old_name: str
+) -> tuple[list[Any], list[Any], Any]:
+    """Each leaf between its old and its new value, in float32; the old leaves; their structure.
+
+    What is not floating point is new. Inside `scalify` the numbers are plain: their scales are
+    found by statistic.
+    """
+    _check_real(new, new_name)
+    olds, tree = jax.tree.flatten(old, is_leaf=is_scaled)
+    news = tree_lib.flatten_like(tree, new, new_name, old_name)
+    totals = []
+    for x, y in zip(news, olds, strict=True):
+        if x is None or not _is_averaged(y):
+            totals.append(x)
+            continue
+        if jnp.shape(x) != jnp.shape(y):
+            raise ValueError(
+                f"`{new_name}` must have the shapes of `{old_name}`, got {jnp.shape(x)} for "
+                f"{jnp.shape(y)}."
+            )
+        start = widen(y, plain=True)
+        totals.append(start + weight * (widen(x, plain=True) - start))
+    return totals, olds, tree
+
+
+def _stored(
+    totals: list[Any], likes: list[Any], bits: list[Any] | None = None, *, salts: Any = None
+) -> list[Any]:
+    """Leaves as others are stored, rounded by bits, by bits made of salts, or to nearest."""
+    averaged = [i for i, y in enumerate(likes) if totals[i] is not None and _is_averaged(y)]
+    likes = [
+        y if is_scaled(y) or i not in averaged else jnp.asarray(y) for i, y in enumerate(likes)
+    ]
+    scales = statistic_scales([(totals[i], likes[i], False) for i in averaged])
+    new = list(totals)
+    for i, scale in zip(averaged, scales, strict=True):
+        total, like = totals[i], likes[i]
+        own = None if bits is None else bits[i]
+        salt = None if salts is None else salts[i]
+        if is_scaled(like):
+            new[i] = stored(total, like, bits=drawn(total, own, salt), scale=scale)
+        else:
+            new[i] = store_weight(total, like, own, salt, scale)
+    return new
+
+
+def _counted_bits(x: Any, count: jax.Array, number: int) -> jax.Array | None:
+    """Random bits for a leaf of a number, others at each count and place: no key is needed."""
+    if not _is_averaged(x):
+        return None
+    start = mixed(count.astype(jnp.uint32) * np.uint32(0x85EBCA6B) + np.uint32(number))
+    place, stride, sharding = start, 1, _compat.explicit_sharding(jax.typeof(x))
+    for axis in reversed(range(x.ndim)):
+        along = lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
+        place = place + along * np.uint32(0x9E3779B1 * stride % 2**32)
+        stride *= x.shape[axis]
+    return mixed(place)
