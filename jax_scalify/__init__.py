@@ -9,6 +9,7 @@ from jax_scalify.arrays.conversions import (
     freeze_scales,
     scaled_array,
     thaw_scales,
+    to_numbers,
 )
 from jax_scalify.arrays.packing import pack_scales, unpack_scales
 from jax_scalify.arrays.scaled_array import ScaledArray
@@ -68,6 +69,7 @@ __all__ = [
     "stop_scaling",
     "testing",
     "thaw_scales",
+    "to_numbers",
     "tree",
     "unit_scaling",
     "unpack_scales",

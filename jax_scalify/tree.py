@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "leaves",
     "map",
     "shardings",
+    "size",
     "structure",
     "unflatten",
 ]
@@ -90,6 +92,19 @@ def astype(tree: Any, dtype: Any) -> Any:
         return leaf.astype(dtype) if array_lib.is_scaled(leaf) else conversions.asarray(leaf, dtype)
 
     return map(cast, tree)
+
+
+def size(tree: Any) -> int:
+    """Count the elements of the arrays of a tree: the parameters of a model.
+
+    A scale is none. Of abstract arrays too, as `jax.eval_shape` returns them.
+
+    Example:
+        >>> params = jsa.as_scaled_array({"w": jnp.ones((3, 4)), "b": jnp.ones(4)})
+        >>> jsa.tree.size(params)
+        16
+    """
+    return sum(math.prod(jnp.shape(leaf)) for leaf in leaves(tree) if hasattr(leaf, "shape"))
 
 
 def shardings(tree: Any, data_shardings: Any) -> Any:

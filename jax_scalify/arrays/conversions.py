@@ -24,6 +24,7 @@ from jax_scalify.arrays.scaled_array import (
     is_scaled,
     rescale_data,
 )
+from jax_scalify.arrays.stored_names import is_key
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
 
@@ -235,6 +236,46 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
         return dtypes.cast(jnp.asarray(leaf), dtype)
 
     return _map_leaves(convert, tree)
+
+
+def to_numbers(tree: Any) -> Any:
+    """Turn the arrays of a tree into Python numbers and NumPy arrays: for logs, JSON and printing.
+
+    A value of rank 0 becomes a `float`, `int`, `bool` or `complex`, others a NumPy array, of at
+    least float32 if it is floating point, which NumPy and its readers know where they do not know
+    bfloat16. All of them are fetched at once, and waited for. Strings, `None` and Python numbers
+    stay; keys of `jax.random` become their data.
+
+    Raises:
+        TypeError: naming a leaf that is traced: under `jit` it has no value yet.
+
+    Example:
+        >>> import json
+        >>> metrics = {"loss": jsa.as_scaled_array(jnp.float16(0.5)), "step": jnp.int32(3)}
+        >>> metrics["classes"] = jnp.ones(2)
+        >>> print(json.dumps(jsa.to_numbers(metrics), default=np.ndarray.tolist))
+        {"classes": [1.0, 1.0], "loss": 0.5, "step": 3}
+    """
+    check_scaled(tree, any_scale=True)
+
+    def check(leaf: Any, path: tuple) -> Any:
+        if any(map(_compat.is_traced, jax.tree.leaves(leaf))):
+            raise TypeError(
+                f"`tree{tree_util.keystr(path)}` is traced and has no value yet: call `to_numbers` "
+                "on what a jitted function returns, or inside of it in a function for "
+                "`jax.debug.callback`."
+            )
+        return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+    def convert(leaf: Any, path: tuple) -> Any:
+        kind = leaf.dtype if is_scaled(leaf) else getattr(leaf, "dtype", None)
+        if kind is None or np.dtype(kind).kind in "OUS":
+            return leaf
+        wide = dtypes.compute_dtype(kind) if dtypes.is_scalable(kind) else kind
+        values = leaf.__array__(wide) if is_scaled(leaf) else np.asarray(leaf).astype(wide)
+        return values if values.ndim else values.item()
+
+    return _map_leaves(convert, jax.device_get(_map_leaves(check, tree)))
 
 
 def freeze_scales(tree: Any) -> Any:

@@ -96,6 +96,10 @@ class ScaledArray:
             return dtypes.cast(jnp.asarray(self.data), dtype)
         return rescale_data(self.data, align_scale(self.scale, self.ndim), dtype)
 
+    def block_until_ready(self) -> ScaledArray:
+        """Wait until data and scale are computed, and return the array."""
+        return jax.block_until_ready(self)
+
     def item(self) -> float | complex:
         """Return the only element as a Python number."""
         return np.asarray(self).item()
