@@ -24,6 +24,7 @@ from jax import tree_util
 
 from jax_scalify import _compat
 from jax_scalify.arrays import packing as storage
+from jax_scalify.arrays.finite import check_finite as refuse_nonfinite
 from jax_scalify.arrays.scaled_array import (
     PACKED,
     ScaledArray,
@@ -53,7 +54,12 @@ _PYTHON_DTYPES = tuple(map(np.dtype, (np.bool_, np.int64, np.uint64, np.float64,
 
 
 def save(
-    path: str | os.PathLike[str], state: Any, *, pack: bool = True, overwrite: bool = False
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    pack: bool = True,
+    overwrite: bool = False,
+    check_finite: bool = False,
 ) -> None:
     """Write a state to a directory, with orbax: all of it is there, or nothing.
 
@@ -67,11 +73,15 @@ def save(
         pack: store dynamic scales in one byte each (`pack_scales`).
         overwrite: replace a checkpoint at `path`. The new one is complete before the old one is
             moved to `path` + ".old", and removed.
+        check_finite: refuse a state with nan or infinities, so that one that can be gone on from
+            is not replaced by one that cannot. Leave it out where infinity is a value, as of the
+            best loss so far before the first.
 
     Raises:
         FileExistsError: if there is something at `path`; with `overwrite`, if it is no checkpoint.
         ImportError: if orbax is not installed.
-        TypeError, ValueError: as `to_storable` does. Nothing is written then.
+        TypeError, ValueError: as `to_storable` does; with `check_finite`, listing every leaf that
+            is not finite. Nothing is written then.
 
     Example:
         >>> import tempfile
@@ -85,6 +95,8 @@ def save(
         {'step': 100, 'w': Array([9.536743e-07, 9.536743e-07], dtype=float32)}
     """
     ocp = _orbax()
+    if check_finite:
+        refuse_nonfinite(state, "state", "and nothing was saved")
     stored = to_storable(state, pack=pack)
     if not stored:
         raise ValueError("`state` must have an array with elements, or a number: there is none.")
@@ -106,7 +118,9 @@ def save(
         shutil.rmtree(old)
 
 
-def restore(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> Any:
+def restore(
+    path: str | os.PathLike[str], like: Any, *, dtype: Any = None, partial: bool = False
+) -> Any:
     """Read a checkpoint into a state like another one; `from_storable` says how.
 
     Every array is read onto the devices of its partner, if that has a sharding. Checkpoints of
@@ -116,6 +130,8 @@ def restore(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> An
         path: a directory that `save` or a checkpoint manager has written.
         like: a state, or its shapes from `jax.eval_shape`.
         dtype: of the data, instead of those of `like`.
+        partial: leave out what has no place in `like`, as optimizer state in `{"params": ...}`:
+            it is not read.
 
     Raises:
         FileNotFoundError: if there is no checkpoint at `path`.
@@ -126,11 +142,13 @@ def restore(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> An
     path = Path(path).absolute()
     if not _is_checkpoint(path):
         raise FileNotFoundError(f"`path`: there is no checkpoint at {str(path)!r}.")
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         metadata = checkpointer.metadata(path).item_metadata.tree
+        found = match(flatten(metadata), like, partial)
+        wanted = {name for _, names in found for name in names.values()}
         shardings = {
             stored_data(names): _sharding(leaf.data if is_scaled(leaf) else leaf)
-            for leaf, names in match(flatten(metadata), like)
+            for leaf, names in found
             if not is_key(leaf)
         }
 
@@ -140,9 +158,16 @@ def restore(path: str | os.PathLike[str], like: Any, *, dtype: Any = None) -> An
                 return np.empty(leaf.shape, leaf.dtype)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        args = ocp.args.StandardRestore(tree_util.tree_map_with_path(target, metadata))
+        def read(keys: tuple, leaf: Any) -> Any:
+            return leaf if name_of(keys) in wanted else ocp.PLACEHOLDER
+
+        item = tree_util.tree_map_with_path(target, metadata)
+        args = ocp.args.PyTreeRestore(
+            tree_util.tree_map_with_path(read, item),
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        )
         stored = checkpointer.restore(path, args=args)
-    return from_storable(stored, like, dtype=dtype)
+    return from_storable(stored, like, dtype=dtype, partial=partial)
 
 
 def to_storable(state: Any, *, pack: bool = True) -> dict[str, Any]:
@@ -180,7 +205,7 @@ def to_storable(state: Any, *, pack: bool = True) -> dict[str, Any]:
     return stored
 
 
-def from_storable(stored: Any, like: Any, *, dtype: Any = None) -> Any:
+def from_storable(stored: Any, like: Any, *, dtype: Any = None, partial: bool = False) -> Any:
     """Build a state like another one from stored arrays.
 
     Each leaf takes its kind, dtype and sharding from `like`, and its value from `stored`:
@@ -199,6 +224,7 @@ def from_storable(stored: Any, like: Any, *, dtype: Any = None) -> Any:
         stored: what `to_storable` returned, or any pytree.
         like: a state, or its shapes from `jax.eval_shape`.
         dtype: of scaled data and real floating arrays, instead of those of `like`.
+        partial: leave out what has no place in `like`.
 
     Raises:
         TypeError: if `dtype` is not a real floating dtype.
@@ -216,7 +242,7 @@ def from_storable(stored: Any, like: Any, *, dtype: Any = None) -> Any:
     flat = flatten(stored)
     leaves = [
         _load({part: flat[name] for part, name in names.items()}, leaf, dtype)
-        for leaf, names in match(flat, like)
+        for leaf, names in match(flat, like, partial)
     ]
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_scaled), leaves)
 

@@ -676,3 +676,58 @@ def write():
 
 if __name__ == "__main__":
     write()
+
+
+# Parts, and what should not be saved
+
+
+def test_a_part_of_a_checkpoint(tmp_path, monkeypatch):
+    whole = {"params": array_state().params, "opt_state": array_state(1).rest, "step": 3}
+    save(tmp_path / "x", whole)
+    part = {"params": array_state(1).params}
+    with pytest.raises(ValueError, match="'opt_state/0/0/count' .* has no place in `like`"):
+        restore(tmp_path / "x", part)
+    assert_same(restore(tmp_path / "x", part, partial=True), {"params": whole["params"]})
+    assert_same(from_storable(to_storable(whole), part, partial=True), {"params": whole["params"]})
+    narrow = {"params": {"plain": ScaledArray(jnp.zeros(4, jnp.float16), 1.0)}}
+    restored = restore(tmp_path / "x", narrow, partial=True)["params"]["plain"]
+    np.testing.assert_array_equal(jsa.asarray(restored, jnp.float32), whole["params"]["plain"])
+    with pytest.raises(ValueError, match="'params/w' is missing"):
+        restore(tmp_path / "x", {"params": {"w": jnp.zeros(2)}}, partial=True)
+    # The rest is not read: its files may be gone.
+    read = []
+    original = ocp.PyTreeCheckpointHandler.restore
+    monkeypatch.setattr(
+        ocp.PyTreeCheckpointHandler,
+        "restore",
+        lambda self, *args, **kwargs: (
+            read.append(kwargs["args"]) or original(self, *args, **kwargs)
+        ),
+    )
+    restore(tmp_path / "x", part, partial=True)
+    leaves = jax.tree_util.tree_leaves_with_path(read[0].item)
+    assert all((leaf is ocp.PLACEHOLDER) != ("params" in str(path)) for path, leaf in leaves)
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    good = state()
+    save(tmp_path / "x", good, check_finite=True)
+    bad = {
+        "params": {"w": ScaledArray(jnp.asarray([1, np.inf, np.nan, -np.inf], jnp.float16), 2.0)},
+        "narrow": jnp.asarray([np.nan, 1], jnp.float8_e4m3fn),
+        "number": np.float64(np.inf),
+        "complex": jnp.complex64(complex(1, np.nan)),
+        "scale": ScaledArray(jnp.ones(1), jnp.float32(np.inf)),
+        "fine": jnp.ones(3),
+    }
+    with pytest.raises(ValueError, match="is not finite, and nothing was saved") as error:
+        save(tmp_path / "x", bad, check_finite=True, overwrite=True)
+    assert str(error.value).splitlines()[1:-1] == [
+        "  'complex': 1 nan of 1 elements",
+        "  'narrow': 1 nan of 2 elements",
+        "  'number': 1 inf of 1 elements",
+        "  'params/w': 1 nan and 2 inf of 4 elements",
+        "  'scale', its scale: 1 inf of 1 elements",
+    ]
+    assert_same(restore(tmp_path / "x", state(1)), good)
+    save(tmp_path / "y", {"best": jnp.float32(np.inf)})  # is a value, where one says nothing

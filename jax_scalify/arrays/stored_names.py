@@ -59,8 +59,13 @@ def _find(flat: dict[str, Any], name: str, leaf: Any) -> dict[str, str]:
     return next((form for form in forms if flat.keys() >= set(form.values())), {})
 
 
-def match(flat: dict[str, Any], like: Any) -> list[tuple[Any, dict[str, str]]]:
-    """Each leaf of `like` and the names under which it is stored, if everything fits."""
+def match(
+    flat: dict[str, Any], like: Any, partial: bool = False
+) -> list[tuple[Any, dict[str, str]]]:
+    """Each leaf of `like` and the names under which it is stored, if everything fits.
+
+    With `partial` there may be more than `like` has.
+    """
     found, problems, left = [], [], dict(flat)
     for path, leaf in tree_util.tree_leaves_with_path(like, is_leaf=is_scaled):
         name, wanted, names = name_of(path), stored_shape(leaf), {}
@@ -72,6 +77,7 @@ def match(flat: dict[str, Any], like: Any) -> list[tuple[Any, dict[str, str]]]:
             elif parts and (difference := _difference(parts, leaf, wanted)):
                 problems.append(f"{name!r} {difference}")
         found.append((leaf, names))
+    left = {} if partial else left
     problems += [f"{name!r} ({_text(leaf)}) has no place in `like`" for name, leaf in left.items()]
     if problems:
         raise ValueError("The checkpoint differs from `like`:\n  " + "\n  ".join(problems))
