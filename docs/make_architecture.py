@@ -46,8 +46,8 @@ LAYERS = (  # the lowest first
     Layer("Networks", "functions with rules for both passes", ("nn",)),
     Layer(
         "Around training",
-        "FP8, optimizers, diagnostics, checks",
-        ("fp8", "optim", "numerics", "unit_scaling"),
+        "FP8, optimizers, diagnostics, files",
+        ("fp8", "optim", "numerics", "serving", "unit_scaling"),
     ),
     Layer(
         "Flax and optax",

@@ -2,7 +2,19 @@
 
 from importlib import metadata as _metadata
 
-from jax_scalify import checkpoint, fp8, lax, nn, numerics, ops, optim, testing, tree, unit_scaling
+from jax_scalify import (
+    checkpoint,
+    fp8,
+    lax,
+    nn,
+    numerics,
+    ops,
+    optim,
+    serving,
+    testing,
+    tree,
+    unit_scaling,
+)
 from jax_scalify.arrays.conversions import (
     as_scaled_array,
     asarray,
@@ -65,6 +77,7 @@ __all__ = [
     "register_scale_rule",
     "scaled_array",
     "scalify",
+    "serving",
     "set_scaling",
     "stop_scaling",
     "testing",

@@ -1,0 +1,287 @@
+"""Weights to files that others serve: plain, FP8 with scales, or data and scales as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib import metadata as versions
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_scalify import _compat
+from jax_scalify import tree as tree_lib
+from jax_scalify.arrays.conversions import as_scaled_array
+from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, check_scaled, is_scaled
+from jax_scalify.arrays.stored_names import is_key, name_of
+from jax_scalify.base import dtypes
+from jax_scalify.serving import safetensors
+from jax_scalify.serving.names import LAYOUTS, Layout, Place, place_of
+
+FORMATS = ("float32", "bfloat16", "float16", "fp8", "scaled")
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+CARD = "jax_scalify"  # the card's name in the file's metadata
+
+Select = Callable[[str, Any], bool]
+_KERNEL = re.compile(r"(^|/)(kernel|weight|w)$")
+_HEAD = re.compile(r"(^|/)(lm_?head|head|logits|embed\w*|\w*router|gate)/\w+$", re.IGNORECASE)
+
+
+def linear_kernels(path: str, leaf: Any) -> bool:
+    """Tell whether a leaf is the weight of a linear layer that is neither head nor embedding.
+
+    It is of rank 2, its last name `kernel`, `weight` or `w`, and that before it no `head`,
+    `lm_head`, `logits`, `embed…`, `router` or `gate`.
+
+    Example:
+        >>> jsa.serving.linear_kernels("block_0/up/kernel", jnp.ones((4, 8)))
+        True
+    """
+    return leaf.ndim == 2 and bool(_KERNEL.search(path)) and not _HEAD.search(path)
+
+
+def to_fp8(params: Any, select: Select = linear_kernels) -> Any:
+    """Cast the data of some weights to E4M3, as FP8 matmuls do; scales stay as they are.
+
+    A weight without a scale gets one by RMS. What is E4M3 already stays, bit for bit. Data out of
+    range saturates.
+
+    Args:
+        params: any tree.
+        select: tells of a path, joined with "/", and a leaf whether it is cast.
+
+    Raises:
+        ValueError: if nothing is selected.
+
+    Example:
+        >>> params = {"up": {"kernel": jnp.full((2, 2), 0.03), "bias": jnp.zeros(2)}}
+        >>> small = jsa.serving.to_fp8(params)["up"]
+        >>> print(small["kernel"].dtype, small["kernel"].scale, small["bias"].dtype)
+        float8_e4m3fn 0.015625 float32
+    """
+    check_scaled(params, "params")
+    chosen = []
+
+    def convert(path: tuple, leaf: Any) -> Any:
+        if not _is_floating(leaf) or not select(name_of(path), leaf):
+            return leaf
+        chosen.append(path)
+        scaled = leaf if is_scaled(leaf) else as_scaled_array(leaf, scale="rms")
+        return scaled.astype(E4M3)
+
+    new = jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_scaled)
+    if not chosen:
+        paths = [name_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params, is_scaled)]
+        raise ValueError(f"`select` must choose at least one leaf; there are {paths}.")
+    return new
+
+
+def export(
+    params: Any,
+    path: str | os.PathLike[str],
+    *,
+    format: Literal["float32", "bfloat16", "float16", "fp8", "scaled"] = "float32",
+    dtype: Any = jnp.bfloat16,
+    select: Select = linear_kernels,
+    layout: Layout = "jax",
+    rename: Callable[[str], str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write weights to one file of the format safetensors, for other programs to serve.
+
+    ============================================  ================================================
+    `format`                                      what is written of a floating leaf
+    ============================================  ================================================
+    `"float32"`, `"bfloat16"`, `"float16"`        `data * scale`, rounded once
+    `"fp8"`                                       of those that are selected: data in E4M3, and
+                                                  `…_scale` in float32, as compressed-tensors and
+                                                  vLLM read it: one of shape `(1,)`, or one for each
+                                                  output channel; the others in `dtype`
+    `"scaled"`                                    data as it is, and `…_scale`: every bit is kept
+    ============================================  ================================================
+
+    Names are paths joined with ".". With `layout="torch"` those of Flax's layers become PyTorch's:
+    a `kernel` is the `weight` of shape `(out, in)`, its scales `(out, 1)`. A file of FP8 weights
+    has, in its card, the `quantization_config` for the `config.json` of a Hugging Face model.
+
+    Args:
+        params: any tree; what is no array (functions, strings) is left out.
+        path: of the file, usually `model.safetensors`.
+        format: see above.
+        dtype: with `"fp8"`, of what is not FP8.
+        select: with `"fp8"`, which leaves are cast, as in `to_fp8`.
+        layout: "jax", or "torch".
+        rename: makes the name in the file of that which it would have.
+        metadata: of your own, for the card; what JSON holds.
+        overwrite: whether to replace a file at `path`.
+
+    Returns:
+        The card, which is in the file's metadata too: format, versions, number of parameters, and
+        of each tensor its path in `params`, dtype and scale, and how many elements were
+        `saturated`, or `flushed` to zero.
+
+    Raises:
+        FileExistsError: if there is a file at `path`.
+        TypeError: naming a leaf that is traced, a key, or of a dtype that the format has not.
+        ValueError: for an unknown format or layout; naming a leaf that float16 does not hold, or
+            whose scales a reader of FP8 does not know; for two leaves of one name.
+
+    Source: safetensors, https://huggingface.co/docs/safetensors; compressed-tensors,
+    https://github.com/vllm-project/compressed-tensors.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> params = {"up": {"kernel": jsa.as_scaled_array(jnp.ones((2, 3)), scale=4.0)}}
+        >>> card = jsa.serving.export(params, path, format="fp8", layout="torch")
+        >>> print(card["tensors"]["up.weight"]["dtype"], card["parameters"])
+        float8_e4m3fn 6
+        >>> print(jsa.serving.load(path)["up"]["kernel"].scale)
+        4.0
+    """
+    if format not in FORMATS:
+        raise ValueError(f"`format` must be one of {', '.join(FORMATS)}, got {format!r}.")
+    if layout not in LAYOUTS:
+        raise ValueError(f"`layout` must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"`path`: {str(path)!r} exists; `overwrite=True` replaces it.")
+    check_scaled(params, "params")
+    narrow = to_fp8(params, select) if format == "fp8" else params
+    arrays: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    before = jax.tree.leaves(params, is_leaf=is_scaled)
+    after = jax.tree_util.tree_leaves_with_path(narrow, is_leaf=is_scaled)
+    for (keys, leaf), old in zip(after, before, strict=True):
+        if dtypes.leaf_dtype(leaf.data if is_scaled(leaf) else leaf) is None:
+            continue
+        place = place_of(name_of(keys) or "array", np.ndim(leaf), layout)
+        if rename is not None:
+            place = Place(place.path, rename(place.name), place.axes)
+        found, entry = _tensor(leaf, old, place, format, dtypes.as_floating(dtype, "dtype"))
+        twice = arrays.keys() & found.keys()
+        if twice:
+            raise ValueError(f"Two tensors have the name {min(twice)!r}: `rename` one of them.")
+        arrays |= found
+        tensors[place.name] = entry
+    card = {
+        "format": format,
+        "layout": layout,
+        "versions": _versions(),
+        "parameters": tree_lib.size(params),
+        "tensors": tensors,
+    }
+    if format == "fp8":
+        ranks = {name: np.ndim(array) for name, array in arrays.items()}
+        card["quantization_config"] = _quantization_config(tensors, ranks)
+    if metadata:
+        card["metadata"] = dict(metadata)
+    kind = "pt" if layout == "torch" else "np"
+    safetensors.write(path, arrays, {"format": kind, CARD: json.dumps(card)})
+    return card
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("jax-scalify", "jax", "ml_dtypes", "numpy"):
+        try:
+            found[name] = versions.version(name)
+        except versions.PackageNotFoundError:  # a source tree that was not installed
+            found[name] = "unknown"
+    return found
+
+
+def _is_floating(leaf: Any) -> bool:
+    kind = leaf.dtype if is_scaled(leaf) else dtypes.leaf_dtype(leaf)
+    return kind is not None and jnp.issubdtype(kind, jnp.floating)
+
+
+def _tensor(
+    leaf: Any, old: Any, place: Place, format: str, dtype: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a leaf by their names in the file, and what the card says of it."""
+    if is_key(leaf) or any(map(_compat.is_traced, jax.tree.leaves(leaf))):
+        raise TypeError(f"{place.path!r} must be a concrete array of numbers, got {leaf!r}.")
+    data = leaf.data if is_scaled(leaf) else leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    kept = format == "scaled" or (format == "fp8" and is_scaled(leaf) and data.dtype == E4M3)
+    entry: dict[str, Any] = {"path": place.path}
+    scales = {}
+    if kept and is_scaled(leaf):
+        entry["scale"] = "static" if leaf.is_static else "dynamic"
+        scale, entry["strategy"] = _scale(leaf, place, format)
+        scales[f"{place.name}_scale"] = scale
+        if old is not leaf and format == "fp8":
+            entry["saturated"] = int(jnp.sum(jnp.abs(_data(old)) > float(jnp.finfo(E4M3).max)))
+    elif format != "scaled" and _is_floating(leaf):
+        target = dtype if format == "fp8" else jnp.dtype(format)
+        wide = leaf.to_array(dtypes.compute_dtype(leaf.dtype)) if is_scaled(leaf) else data
+        data = dtypes.cast(jnp.asarray(wide), target)
+        entry["flushed"] = int(jnp.sum((data == 0) & (wide != 0)))
+        if bool(jnp.any(jnp.isinf(data) & jnp.isfinite(wide))):
+            largest = float(jnp.max(jnp.abs(jnp.where(jnp.isfinite(wide), wide, 0))))
+            raise ValueError(
+                f"{place.path!r} has elements up to {largest:.3g}, which {target} does not hold "
+                f"(largest {float(jnp.finfo(target).max):g}): take bfloat16 or float32, or "
+                '`format="scaled"`.'
+            )
+    if safetensors.name_of_dtype(data.dtype) is None:
+        raise TypeError(f"{place.path!r} is {data.dtype}, which safetensors does not have.")
+    entry["dtype"] = np.dtype(data.dtype).name
+    if place.axes is not None:
+        entry["axes"] = list(place.axes)
+    return {place.name: place.transposed(data), **scales}, entry
+
+
+def _data(leaf: Any) -> jax.Array:
+    """The data that was cast to FP8, in float32."""
+    scaled = leaf if is_scaled(leaf) else as_scaled_array(leaf, scale="rms")
+    return jnp.asarray(scaled.data, jnp.float32)
+
+
+def _scale(leaf: ScaledArray, place: Place, format: str) -> tuple[np.ndarray, str]:
+    """The scale of a leaf as it lies in the file, and whether of the tensor or of channels."""
+    if format == "scaled":
+        return np.asarray(leaf.scale, np.float32 if leaf.is_static else None), "as it is"
+    scale = np.asarray(align_scale(jnp.asarray(leaf.scale, jnp.float32), leaf.ndim))
+    scale = np.where(scale == 0, np.float32(1), scale)  # some readers divide by it
+    if scale.size == 1:
+        return scale.reshape(1), "tensor"
+    if any(n > 1 for n in scale.shape[:-1]):
+        raise ValueError(
+            f"{place.path!r} has scales of shape {scale.shape}: readers of FP8 know one a tensor, "
+            "or one for each output channel, its last axis, as `as_scaled_array(asarray(x), 'rms', "
+            "axis=-1)` makes them."
+        )
+    return place.transposed(scale), "channel"
+
+
+def _quantization_config(tensors: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, Any]:
+    """What compressed-tensors has to be told: which modules are FP8, and which linear ones not."""
+    strategies = {entry["strategy"] for entry in tensors.values() if "strategy" in entry}
+    others = [n for n, entry in tensors.items() if "strategy" not in entry and ranks[n] == 2]
+    groups = {}
+    for number, strategy in enumerate(sorted(strategies)):
+        names = [n for n, e in tensors.items() if e.get("strategy") == strategy]
+        groups[f"group_{number}"] = {
+            "targets": ["Linear"]
+            if len(strategies) == 1
+            else [n.rpartition(".")[0] for n in names],
+            "weights": {
+                **{"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False},
+                "strategy": strategy,
+            },
+            "input_activations": None,
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": sorted(n.rpartition(".")[0] for n in others),
+    }
