@@ -45,7 +45,8 @@ class Operand:
             return text
         counts = {"zero": m.zeros, "nan": m.nans, "inf": m.infs, "masked": m.masks}
         counted = "".join(f", {count} {name}" for name, count in counts.items() if count)
-        sizes = f", {m.smallest:.3g} to {m.largest:.3g}" if m.largest else ""
+        of = "data of " if self.scale is not None else ""
+        sizes = f", {of}{m.smallest:.3g} to {m.largest:.3g}" if m.largest else ""
         return f"{text}: {m.size} elements{counted}{sizes}"
 
 

@@ -8,12 +8,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jax_scalify.arrays.scaled_array import along_leading_axes
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import is_var
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.numerics.interpreting import Step
 
-_EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
+# Of each the factor by which its result is less than that of its base, and the base.
+_EXPONENTIALS = {
+    "exp": (1, np.e),
+    "exp2": (1, 2),
+    "expm1": (1, np.e),
+    "sinh": (2, np.e),
+    "cosh": (2, np.e),
+}
 _LOGARITHMS = ("log", "log2", "log1p")
 _ROOTS = ("sqrt", "rsqrt", "cbrt")
 # How far back from a zero an epsilon is looked for, through these.
@@ -34,7 +42,7 @@ def remedy(step: Step, operands: Sequence[Any], argument: str | None, constant: 
     if argument:
         return f"look at the data in `{argument}`: everything that it meets becomes nan."
     if constant:
-        return "replace the constant by a finite one, or mask what it meets."
+        return _constant(operands)
     if any(o.measure is not None and (o.measure.infs or o.measure.nans) for o in operands):
         return (
             "infinities of masks cancel: a row is masked entirely. Use the `where` argument of "
@@ -48,11 +56,35 @@ def remedy(step: Step, operands: Sequence[Any], argument: str | None, constant: 
     return _overflow(step, operands)
 
 
-def _exponential(step: Step, operands: Sequence[Any]) -> str:
-    dtype = step.results[0].dtype
-    limit = float(np.log(float(jnp.finfo(dtype).max)))
+def _constant(operands: Sequence[Any]) -> str:
+    """Of a constant that is inf: a dtype of few bits may have made it of a finite number."""
+    advice = "replace the constant by a finite one, or mask what it meets."
+    dtypes_of_inf = [o.dtype for o in operands if o.measure is not None and o.measure.infs]
+    narrow = [d for d in dtypes_of_inf if dtypes.has_short_range(d)]
+    if not narrow:
+        return advice
     return (
-        f"the exponential of {operands[0].measure.largest:.3g} overflows {dtype} (at {limit:.3g}): "
+        f"if the code says a finite number there, {narrow[0]} (largest "
+        f"{float(jnp.finfo(narrow[0]).max):g}) has made it infinite, before jsa.scalify could see "
+        f"it: write it as an array of float32. If it says inf, {advice}"
+    )
+
+
+def _largest_value(data: Any, scale: Any) -> float:
+    """The largest finite number of a value, not of its data."""
+    sizes = np.abs(np.asarray(data)).astype(np.float64)
+    if scale is not None:
+        sizes = sizes * along_leading_axes(np.asarray(scale, np.float64), sizes.ndim)
+    return float(np.max(sizes, where=np.isfinite(sizes), initial=0))
+
+
+def _exponential(step: Step, operands: Sequence[Any]) -> str:
+    dtype, (factor, base) = step.results[0].dtype, _EXPONENTIALS[step.eqn.primitive.name]
+    largest = _largest_value(step.operands[0], step.operand_scales[0])
+    scale = 1.0 if step.result_scales[0] is None else float(np.max(step.result_scales[0]))
+    limit = (np.log(float(jnp.finfo(dtype).max)) + np.log(factor * scale)) / np.log(base)
+    return (
+        f"the exponential of {largest:.3g} overflows {dtype} (at {limit:.3g}): "
         "subtract the maximum first, as jax.nn.softmax and jax.nn.logsumexp do."
     )
 
@@ -113,6 +145,13 @@ def _cast(step: Step, operands: Sequence[Any]) -> str | None:
     if largest <= top:
         return None
     becomes = "nan" if dtypes.is_narrow_float(to) else "inf"
+    scale = step.operand_scales[0]
+    if scale is not None:
+        value = _largest_value(step.operands[0], scale)
+        return (
+            f"the data of {value:.3g} is {largest:.3g} at its scale, beyond {to} (largest {top:g}):"
+            f" it becomes {becomes}. Rescale it before the cast (jsa.dynamic_rescale), or clip it."
+        )
     return (
         f"{largest:.3g} is beyond {to} (largest {top:g}), and becomes {becomes}: scale it first "
         "(jsa.as_scaled_array with 'max', jsa.fp8_matmuls), or clip it to the range."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax_scalify.numerics.rows import Row
 
 _SHARE = 0.01  # of the elements, that is worth a word
 _OCTAVES = 3  # that the RMS of data may be away from 1
+_NAMED = 6  # places of the same cause
 # Functions of `jsa.nn` whose scales are better than those of what they are made of.
 _BETTER = {
     "exp": "jsa.nn.softmax",
@@ -26,14 +28,15 @@ _BETTER = {
 def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
     """Say which tensors are badly scaled for a dtype, and what to do about each.
 
-    Tensors of one module, pass and line are taken together. Numbers that are not finite come
-    first, then what loses most.
+    Tensors of one module, pass and line are taken together, and so are places of one cause: of
+    those that have no scale, say, the worst is described, and the others are named behind it.
+    Numbers that are not finite come first, then what loses most.
 
     Args:
         report: what `report` returned.
         dtype: to fit into; by default the first of the report's `formats`, or else each value's
             own dtype.
-        limit: of the number of sentences.
+        limit: of the number of places that are looked at.
 
     Returns:
         Sentences, the most important first; a single one if nothing is lost.
@@ -61,10 +64,35 @@ def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
     if not groups:
         return [f"Nothing is lost in {name or 'the dtypes that values have'}: no value needs care."]
     worst = sorted((_worst(rows, name) for rows in groups.values()), key=lambda r: _order(r, name))
-    found = [_sentence(row, name) for row in worst[:limit]]
+    causes: dict[Any, list[Row]] = {}
+    for row in worst[:limit]:
+        causes.setdefault(_cause(row, name), []).append(row)
+    found = []
+    for first, *others in causes.values():
+        found.append(_sentence(first, name))
+        if others:
+            found[-1] += f" The same at {_named(others)}."
     if len(worst) > limit:
         found.append(f"{len(worst) - limit} more places lose more than {_SHARE:.0%}.")
     return found
+
+
+def _cause(row: Row, dtype: str | None) -> Any:
+    """What is the same of rows that have one remedy."""
+    if row.nonfinite:
+        return "not finite"
+    return re.sub(r"-?\d+", "#", _remedy(row, dtype)), row.scale is None or row.phase
+
+
+def _named(rows: Sequence[Row]) -> str:
+    """The first places and, where it is known, the exponent of the RMS of each."""
+    named = [
+        f"{_place(row)} (2^{row.log2_rms:.0f})" if math.isfinite(row.log2_rms) else _place(row)
+        for row in rows[:_NAMED]
+    ]
+    if len(rows) > _NAMED:
+        named.append(f"and {len(rows) - _NAMED} more")
+    return "; ".join(named)
 
 
 def _order(row: Row, dtype: str | None) -> tuple:
@@ -75,11 +103,15 @@ def _worst(rows: Sequence[Row], dtype: str | None) -> Row:
     return min(rows, key=lambda row: _order(row, dtype))
 
 
-def _sentence(row: Row, dtype: str | None) -> str:
+def _place(row: Row) -> str:
     place = f"{row.phase} pass" if row.phase != "input" else "input"
     place += f" of `{row.name}`" if row.name else ""
     place += f", {row.primitive}" if row.phase != "input" else ""
-    place += f" at {row.line.rpartition('/')[2].partition(' ')[0]}" if row.line else ""
+    return place + (f" at {row.line.rpartition('/')[2].partition(' ')[0]}" if row.line else "")
+
+
+def _sentence(row: Row, dtype: str | None) -> str:
+    place = _place(row)
     if row.nonfinite:
         return (
             f"{place}: {row.nonfinite} of {row.size} elements are nan or infinite; "

@@ -221,3 +221,31 @@ def test_what_is_no_function():
 def test_functions_with_static_arguments():
     fun = functools.partial(lambda x, mode: x / 0 if mode == "bad" else x, mode="bad")
     assert find_nonfinite(fun)(X).primitive == "div"
+
+
+def test_remedies_speak_of_values():
+    """At a scale of 2^1 the data of 13.2 is 6.6: it is 13.2 that overflows."""
+    x = jsa.ScaledArray(jnp.float16([6.6, 0.5]), jnp.float32(2))
+    found = find_nonfinite(jsa.scalify(jnp.exp))(x)
+    assert "the exponential of 13.2 overflows float16 (at 11.1)" in found.remedy
+    assert "scale 2^1: 2 elements, data of 0.5 to 6.6" in str(found)
+    rows = jsa.ScaledArray(jnp.float16([[1, 1], [2, 8]]), jnp.float32([[64], [2]]))
+    assert "exponential of 64 " in find_nonfinite(jsa.scalify(jnp.exp))(rows).remedy
+    for fun, limit in ((jnp.exp2, 16), (jnp.sinh, 11.8), (jnp.expm1, 11.1)):
+        assert f"(at {limit})" in find_nonfinite(fun)(F16([20])).remedy
+    cast = find_nonfinite(jsa.scalify(lambda x: x.astype(F16)))
+    found = cast(jsa.ScaledArray(jnp.float32([2.5e5]), jnp.float32(4)))
+    assert "the data of 1e+06 is 2.5e+05 at its scale, beyond float16" in found.remedy
+
+
+def test_a_constant_that_the_dtype_makes_infinite():
+    table = np.float32([1, 2])
+
+    def fun(x):
+        return x * F16(70000)
+
+    with np.errstate(over="ignore"):
+        found = find_nonfinite(fun)(F16(table))
+    assert found.constant and "float16 (largest 65504) has made it infinite" in found.remedy
+    wide = find_nonfinite(lambda x: x * np.float32(np.inf))(table)
+    assert wide.remedy == "replace the constant by a finite one, or mask what it meets."

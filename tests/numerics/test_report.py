@@ -337,6 +337,31 @@ def test_suggestions_for_scales_that_are_off():
     assert "should be 2^-16" in first and "dynamic_rescale" in first and "args[0]" in first
 
 
+def test_a_cause_is_said_once():
+    """Of a plain step whose values all want a scale the worst is described, the others named."""
+    small = W * np.float32(2.0**-40)
+
+    def fun(w):
+        for i in range(8):
+            with jax.named_scope(f"layer_{i}"):
+                w = jnp.tanh(w) * 0.5
+        return w
+
+    found = suggest(report(fun, formats=["float16"])(small))
+    assert len(found) <= 3
+    (scales,) = (s for s in found if "It needs a scale of 2^" in s)
+    assert scales.count("jsa.scalify gives it one") == 1
+    rest = scales.partition("The same at ")[2]
+    assert rest.count("(2^-") == 6 and rest.endswith("; and 2 more.")
+
+    def logarithm(x):
+        x = jnp.log(x)
+        return jnp.exp(x)
+
+    bad = suggest(report(logarithm)(np.float32([-1.0, 1.0])))
+    assert len([s for s in bad if "find_nonfinite" in s]) == 1 and "The same at" in bad[0]
+
+
 def test_suggestions_where_no_scale_helps():
     wide = np.float32(2.0 ** RNG.integers(-40, 40, 1000))
     wide /= np.sqrt(np.mean(np.float64(wide) ** 2)).astype(np.float32)
