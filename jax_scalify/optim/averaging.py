@@ -32,7 +32,7 @@ class EmaState(NamedTuple):
     ema: Any
 
 
-def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Optimizer:
+def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Any:
     """Average parameters, or updates, exponentially: `optax.ema` with its state in few bits.
 
     In float16 the small steps of a slow average are less than the spacing of its numbers: rounded

@@ -2,7 +2,7 @@
 
 A file is the length of a header (eight bytes, little-endian), the header (JSON: of each tensor its
 dtype, shape, and where its bytes begin and end), and the bytes. The package of the same name would
-be one more dependency, and gives NumPy arrays of neither bfloat16 nor FP8.
+be one more dependency, whose part for NumPy reads no FP8 (version 0.8.0).
 
 Source: https://huggingface.co/docs/safetensors
 """
