@@ -17,7 +17,13 @@ from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import stop_scaling
 from jax_scalify.optim.applying import statistic_scales, widen
 from jax_scalify.optim.low_precision import Optimizer, checked_dtype
-from jax_scalify.optim.storing import drawn, mixed, store_weight, stored
+from jax_scalify.optim.storing import (
+    add_stochastically,
+    drawn,
+    mixed,
+    store_weight,
+    stored,
+)
 
 
 class EmaState(NamedTuple):
@@ -84,9 +90,10 @@ def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Any:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaState]:
         del params
         count = jnp.minimum(state.count, np.int32(2**31 - 2)) + 1
-        weight = _weight(decay, count) if debias else 1 - decay
-        totals, olds, tree = _moved(updates, state.ema, weight, "updates", "state.ema")
-        bits = [_counted_bits(x, count, i) for i, x in enumerate(totals)]
+        weight = _weight(decay, count) if debias else stop_scaling(jnp.float32(1 - decay))
+        olds, tree = jax.tree.flatten(state.ema, is_leaf=is_scaled)
+        bits = [_counted_bits(x, count, i) for i, x in enumerate(olds)]
+        totals = _moved(updates, (olds, tree), weight, ("updates", "state.ema"), bits)
         new = _stored(totals, olds, bits)
         given = jax.tree.leaves(updates, is_leaf=is_scaled)
         return tree.unflatten(_stored(totals, given)), EmaState(count, tree.unflatten(new))
@@ -136,13 +143,17 @@ def incremental_update(new_tensors: Any, old_tensors: Any, step_size: Any, *, ke
     if jnp.ndim(step_size):
         raise ValueError(f"`step_size` must be of rank 0, got the shape {jnp.shape(step_size)}.")
     size = stop_scaling(jnp.asarray(step_size, jnp.float32))
-    totals, olds, tree = _moved(new_tensors, old_tensors, size, "new_tensors", "old_tensors")
+    olds, tree = jax.tree.flatten(old_tensors, is_leaf=is_scaled)
+    names = "new_tensors", "old_tensors"
     if key is None:
-        salts = [widen(x) for x in tree.flatten_up_to(new_tensors)]
-        return tree.unflatten(_stored(totals, olds, salts=salts))
-    keys = jax.random.split(key, len(totals))
-    bits = [dtypes.random_bits(k, jnp.shape(x)) for k, x in zip(keys, totals, strict=True)]
-    return tree.unflatten(_stored(totals, olds, bits))
+        bits = [None] * len(olds)
+        salts = [widen(x) for x in tree_lib.flatten_like(tree, new_tensors, *names)]
+    else:
+        keys = jax.random.split(key, len(olds))
+        bits = [dtypes.random_bits(k, jnp.shape(x)) for k, x in zip(keys, olds, strict=True)]
+        salts = [None] * len(olds)
+    totals = _moved(new_tensors, (olds, tree), size, names, bits, salts)
+    return tree.unflatten(_stored(totals, olds, bits, salts))
 
 
 def _is_averaged(leaf: Any) -> bool:
@@ -177,39 +188,43 @@ def _weight(decay: float, count: jax.Array) -> jax.Array:
 
 
 def _moved(
-    new: Any, old: Any, weight: Any, new_name: str, old_name: str
-) -> tuple[list[Any], list[Any], Any]:
-    """Each leaf between its old and its new value, in float32; the old leaves; their structure.
+    new: Any,
+    old: tuple[list[Any], Any],
+    weight: Any,
+    names: tuple[str, str],
+    bits: list[Any],
+    salts: list[Any] | None = None,
+) -> list[Any]:
+    """Each leaf between its old and its new value, in float32.
 
     What is not floating point is new. Inside `scalify` the numbers are plain: their scales are
     found by statistic.
     """
-    _check_real(new, new_name)
-    olds, tree = jax.tree.flatten(old, is_leaf=is_scaled)
-    news = tree_lib.flatten_like(tree, new, new_name, old_name)
-    totals = []
-    for x, y in zip(news, olds, strict=True):
+    _check_real(new, names[0])
+    olds, tree = old
+    totals = tree_lib.flatten_like(tree, new, *names)
+    for i, (x, y) in enumerate(zip(totals, olds, strict=True)):
         if x is None or not _is_averaged(y):
-            totals.append(x)
             continue
         if jnp.shape(x) != jnp.shape(y):
             raise ValueError(
-                f"`{new_name}` must have the shapes of `{old_name}`, got {jnp.shape(x)} for "
+                f"`{names[0]}` must have the shapes of `{names[1]}`, got {jnp.shape(x)} for "
                 f"{jnp.shape(y)}."
             )
         start = widen(y, plain=True)
-        totals.append(start + weight * (widen(x, plain=True) - start))
-    return totals, olds, tree
+        step = weight * (widen(x, plain=True) - start)
+        totals[i] = add_stochastically(start, step, bits[i], None if salts is None else salts[i])
+    return totals
 
 
 def _stored(
-    totals: list[Any], likes: list[Any], bits: list[Any] | None = None, *, salts: Any = None
+    totals: list[Any], likes: list[Any], bits: list[Any] | None = None, salts: Any = None
 ) -> list[Any]:
     """Leaves as others are stored, rounded by bits, by bits made of salts, or to nearest."""
     averaged = [i for i, y in enumerate(likes) if totals[i] is not None and _is_averaged(y)]
-    likes = [
-        y if is_scaled(y) or i not in averaged else jnp.asarray(y) for i, y in enumerate(likes)
-    ]
+    likes = list(likes)
+    for i in averaged:
+        likes[i] = likes[i] if is_scaled(likes[i]) else jnp.asarray(likes[i])
     scales = statistic_scales([(totals[i], likes[i], False) for i in averaged])
     new = list(totals)
     for i, scale in zip(averaged, scales, strict=True):
@@ -227,10 +242,11 @@ def _counted_bits(x: Any, count: jax.Array, number: int) -> jax.Array | None:
     """Random bits for a leaf of a number, others at each count and place: no key is needed."""
     if not _is_averaged(x):
         return None
+    like = jax.typeof(x.data if is_scaled(x) else jnp.asarray(x))
     start = mixed(count.astype(jnp.uint32) * np.uint32(0x85EBCA6B) + np.uint32(number))
-    place, stride, sharding = start, 1, _compat.explicit_sharding(jax.typeof(x))
-    for axis in reversed(range(x.ndim)):
-        along = lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
+    place, stride, sharding = start, 1, _compat.explicit_sharding(like)
+    for axis in reversed(range(like.ndim)):
+        along = lax.broadcasted_iota(jnp.uint32, like.shape, axis, out_sharding=sharding)
         place = place + along * np.uint32(0x9E3779B1 * stride % 2**32)
-        stride *= x.shape[axis]
+        stride *= like.shape[axis]
     return mixed(place)
