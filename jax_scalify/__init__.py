@@ -32,6 +32,8 @@ from jax_scalify.interpreter.registry import (
     MissingRuleError,
     register_scale_rule,
 )
+from jax_scalify.numerics.calibrating import calibrate
+from jax_scalify.numerics.calibration import Calibration
 from jax_scalify.ops.delayed import delayed_rescale, init_delayed_rescale
 from jax_scalify.ops.scaling import (
     dynamic_rescale,
@@ -50,6 +52,7 @@ except _metadata.PackageNotFoundError:  # a source tree that was not installed
     __version__ = "0.0.0"
 
 __all__ = [
+    "Calibration",
     "DequantisedWarning",
     "MissingRuleError",
     "Pow2RoundMode",
@@ -57,6 +60,7 @@ __all__ = [
     "ScalifyConfig",
     "as_scaled_array",
     "asarray",
+    "calibrate",
     "checkpoint",
     "custom_scale",
     "delayed_rescale",

@@ -25,11 +25,12 @@ from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.interpreter import observing
 from jax_scalify.interpreter.constants import promote
+from jax_scalify.interpreter.corrections import Calibrated, Corrections
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.interpreter.evaluation import evaluate
 from jax_scalify.interpreter.multiplying import within_range
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.tracing import trace
+from jax_scalify.interpreter.tracing import argument_name, trace
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.scales import algebra
@@ -37,7 +38,12 @@ from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable, trace_with_table
 
 
-def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
+def scalify(
+    fun: Callable,
+    *,
+    config: ScalifyConfig | None = None,
+    calibration: Calibrated | None = None,
+) -> Callable:
     """Transform a function so that every floating-point value flows as `data * scale`.
 
     Forward pass, derivatives and optimizer inside `fun` are rewritten in one go, by one rule a
@@ -50,6 +56,8 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
             static. What it writes into Flax NNX modules, optimizers and streams of random numbers
             comes back, as under `nnx.jit`, which goes around.
         config: options; by default those of the enclosing `with ScalifyConfig(...)`.
+        calibration: what `jsa.calibrate` has measured of `fun`: where data would leave its band,
+            a power of two that is known while tracing moves between data and scale.
 
     Returns:
         A function of the same arguments. An output that depends on a scaled value is a
@@ -59,11 +67,12 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
         Strings, callables and Python ints among them, as an Equinox model has, stay as they are.
 
     Raises:
-        TypeError: if `fun` is not callable or `config` not a `ScalifyConfig`; when called, for a
-            `ScaledArray` of integers or lists, or whose scale is packed for storage.
+        TypeError: if `fun` is not callable, `config` not a `ScalifyConfig` or `calibration` no
+            `Calibration`; when called, for a `ScaledArray` of integers or lists, or whose scale is
+            packed for storage.
         ValueError: when called, for a scale that does not fit its data or is no power of two
             (which cannot be seen of a dynamic one under `jit`); if `fun` changes the structure of
-            an NNX object.
+            an NNX object; for a calibration of another function.
         MissingRuleError: when called, for a primitive without a rule, if so configured.
 
     Source: Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
@@ -83,6 +92,11 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
     if config is not None and not isinstance(config, ScalifyConfig):
         raise TypeError(f"`config` must be a ScalifyConfig, got {type(config).__name__}.")
+    if calibration is not None and not callable(getattr(calibration, "corrections", None)):
+        raise TypeError(
+            f"`calibration` must be a `jsa.Calibration`, got {type(calibration).__name__}: "
+            "`jsa.calibrate` and `jsa.Calibration.load` return one."
+        )
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +109,10 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
         if not any(map(is_scaled, operands)) and primitives.set_scaling_p not in used:
             out = jex_core.jaxpr_as_fun(closed)(*operands)
         else:
-            call = functools.partial(_scale_call, config=active)
+            plan = None
+            if calibration is not None:
+                plan = calibration.corrections(closed, list(map(argument_name, traced.paths)))
+            call = functools.partial(_scale_call, config=active, corrections=plan)
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
         out = [_typed(x, aval) for x, aval in zip(out, closed.out_avals, strict=True)]
         if not _compat.is_staging():
@@ -105,7 +122,12 @@ def scalify(fun: Callable, *, config: ScalifyConfig | None = None) -> Callable:
     return scalified
 
 
-def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> list[Any]:
+def _scale_call(
+    closed: Any,
+    operands: Sequence[Any],
+    config: ScalifyConfig,
+    corrections: Corrections | None = None,
+) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
     keep_static = not any(is_scaled(x) and not x.is_static for x in operands)
     found = [e.outvars[0] for e in closed.jaxpr.eqns if e.primitive is primitives.match_scale_p]
@@ -113,7 +135,7 @@ def _scale_call(closed: Any, operands: Sequence[Any], config: ScalifyConfig) -> 
 
     def interpret(table: ScaleTable, operands: Sequence[Any]) -> list[Any]:
         inputs = [_enter(x, table) for x in operands]
-        outputs = evaluate(closed, inputs, table, config)
+        outputs = evaluate(closed, inputs, table, config, corrections)
         return [
             _leave(value, table, keep_static or is_matched)
             for value, is_matched in zip(outputs, matched, strict=True)

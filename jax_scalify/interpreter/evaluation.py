@@ -20,6 +20,7 @@ from jax_scalify.base.jaxprs import is_var, live_equations, makers, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter import chains, observing
 from jax_scalify.interpreter.constants import captured, promote
+from jax_scalify.interpreter.corrections import Corrections
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.multiplying import at_one_choice, in_reach
@@ -42,7 +43,11 @@ from jax_scalify.scales.table import ScaleTable
 
 
 def evaluate(
-    closed: Any, inputs: Sequence[Value], table: ScaleTable, config: ScalifyConfig
+    closed: Any,
+    inputs: Sequence[Value],
+    table: ScaleTable,
+    config: ScalifyConfig,
+    corrections: Corrections | None = None,
 ) -> list[Value]:
     """Interpret a closed jaxpr, equation by equation, in scaled mode."""
     jaxpr = closed.jaxpr
@@ -60,13 +65,20 @@ def evaluate(
     for eqn in equations:
         with _compat.equation_context(eqn):
             operands = [read(v) for v in eqn.invars]
-            outputs = _equation(eqn, operands, table, config)
+            names: tuple[str, ...] = ()
+            if corrections is None:
+                outputs = _equation(eqn, operands, table, config)
+            else:
+                names = corrections.names(eqn)
+                operands = corrections.of_operands(eqn, operands)
+                outputs = _equation(eqn, operands, table, config, corrections.inside(eqn))
+                outputs = corrections.of_results(eqn, outputs)
             outputs = [
                 chains.cut(value) if uses[var] > 1 else value
                 for var, value in zip(eqn.outvars, outputs, strict=True)
             ]
             if made_by:
-                outputs = observing.observed(eqn, operands, outputs, table, made_by)
+                outputs = observing.observed(eqn, operands, outputs, table, made_by, names)
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [_at_one_choice(read(v)) for v in jaxpr.outvars]
 
@@ -79,7 +91,9 @@ def _typed_literal(literal: Any) -> Any:
     return np.asarray(literal.val, literal.aval.dtype)
 
 
-def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> list[Value]:
+def _equation(
+    eqn: Any, inputs: list[Value], table: ScaleTable, config: Any, inside: Corrections | None = None
+) -> list[Value]:
     number = uniform(eqn, inputs)
     if number is not None:
         return [number]
@@ -94,7 +108,8 @@ def _equation(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> 
         inputs = [_at_one_choice(v) for v in inputs]
     else:
         inputs = _with_result_shape(eqn, inputs)
-    out = _apply(rule, _context(eqn, inputs, table, config), _arguments(rule, inputs, table, full))
+    ctx = _context(eqn, inputs, table, config, inside)
+    out = _apply(rule, ctx, _arguments(rule, inputs, table, full))
     return out if gives_values(rule) else _wrap(eqn, out, inputs, table)
 
 
@@ -131,7 +146,9 @@ def _arguments(rule: Any, inputs: list[Value], table: ScaleTable, full: bool) ->
     return [promote(v, table, full) if v.is_scalable else v.whole() for v in inputs]
 
 
-def _context(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> RuleContext:
+def _context(
+    eqn: Any, inputs: list[Value], table: ScaleTable, config: Any, inside: Corrections | None
+) -> RuleContext:
     return RuleContext(
         primitive=eqn.primitive,
         in_avals=tuple(
@@ -144,6 +161,7 @@ def _context(eqn: Any, inputs: list[Value], table: ScaleTable, config: Any) -> R
         config=config,
         eqn=eqn,
         evaluate=evaluate,
+        corrections=inside,
     )
 
 

@@ -17,6 +17,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from jax_scalify.base.jaxprs import sub_jaxprs
+from jax_scalify.interpreter.corrections import rounds
 from jax_scalify.interpreter.operand import Operand, settled
 from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.custom_scale import custom_scale_p
@@ -49,12 +50,19 @@ class Observed:
         scaled: for each result, then for each operand of the equation, whether it has a scale,
             which then follows it.
         makers: of each variable of the same jaxpr the equation that makes it.
+        names: of the equation's results, in a function with a calibration.
     """
 
     eqn: Any
     results: tuple[int, ...]
     scaled: tuple[bool, ...]
     makers: Mapping[Any, Any]
+    names: tuple[str, ...] = ()
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is a cast, known by name, whose operand tells what is lost."""
+        return bool(self.names) and rounds(self.eqn)
 
     def pairs(self, arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return results and operands as pairs of data and scale; None for no scale."""
@@ -92,6 +100,7 @@ def observed(
     outputs: Sequence[Value],
     table: ScaleTable,
     makers: Mapping[Any, Any],
+    names: tuple[str, ...] = (),
 ) -> list[Value]:
     """Return an equation's results, as `observe` gives them back."""
     results = tuple(i for i, value in enumerate(outputs) if _is_array(value))
@@ -100,7 +109,7 @@ def observed(
     if inside or not results:
         return list(outputs)
     pairs = [_pair(outputs[i], table) for i in results] + [_pair(v, table) for v in inputs]
-    info = Observed(eqn, results, tuple(scale is not None for _, scale in pairs), makers)
+    info = Observed(eqn, results, tuple(scale is not None for _, scale in pairs), makers, names)
     arrays = [jnp.asarray(a) for pair in pairs for a in pair if a is not None]
     values = list(outputs)
     for i, data in zip(results, observe_p.bind(*arrays, observed=info), strict=True):

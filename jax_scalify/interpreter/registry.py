@@ -15,6 +15,7 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.config import ScalifyConfig
+from jax_scalify.interpreter.corrections import Corrections
 from jax_scalify.interpreter.multiplying import to_plain
 from jax_scalify.interpreter.traits import Traits, declare
 from jax_scalify.interpreter.value import Value
@@ -201,7 +202,8 @@ class RuleContext:
     table: ScaleTable
     config: ScalifyConfig
     eqn: JaxprEqn
-    evaluate: Callable[[Any, list[Value], ScaleTable, ScalifyConfig], list[Value]]
+    evaluate: Callable[..., list[Value]]
+    corrections: Corrections | None = None
 
     @property
     def out_dtype(self) -> Any:
@@ -228,7 +230,8 @@ class RuleContext:
         self, closed_jaxpr: Any, inputs: list[Value], table: ScaleTable | None = None
     ) -> list[Value]:
         """Interpret a sub-jaxpr of the equation, in place or, in a new trace, with its table."""
-        return self.evaluate(closed_jaxpr, inputs, table or self.table, self.config)
+        table = table or self.table
+        return self.evaluate(closed_jaxpr, inputs, table, self.config, self.corrections)
 
 
 def describe(eqn: JaxprEqn, inputs: list[Value] | tuple[Value, ...]) -> str:

@@ -109,6 +109,12 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
     return Traced(closed, operands, paths, out_tree, static_results, call.finish)
 
 
+def argument_name(path: tuple) -> str:
+    """The key path of an argument as code: `args[0].params['w']`."""
+    root = ("args", "kwargs")[path[0].idx]
+    return root + jax.tree_util.keystr(path[1:])
+
+
 def flat_function(
     call: PureCall, is_dynamic: Callable[[Any], bool]
 ) -> tuple[Callable[..., list[Any]], list[tuple[Any, Any]]]:

@@ -80,9 +80,10 @@ class _Finder:
         primitive, avals, tags = _observed(eqn, tags)
         phase, results = self._phases.of(path), [v.aval for v in eqn.outvars]
         arguments = [updated(avals, tags, aval) for aval in results]
+        known = _known_names(eqn)
         for i, aval in enumerate(results):
             if not has_same_elements(primitive) and dtypes.is_scalable(aval.dtype):
-                name = self._name(path, primitive, phase, arguments[i])
+                name = known[i] if known else self._name(path, primitive, phase, arguments[i])
                 self.places.append(Place(name, position, i))
         return arguments
 
@@ -107,8 +108,17 @@ def _observed(eqn: Any, tags: list[Any]) -> tuple[str, list[Any], list[Any]]:
     return observed.eqn.primitive.name, [aval for aval, _ in given], [tag for _, tag in given]
 
 
+def _known_names(eqn: Any) -> list[str]:
+    """The names that a calibration gives to what is observed; none without one."""
+    observed = eqn.params["observed"] if eqn.primitive is observe_p else None
+    return [observed.names[i] for i in observed.results] if observed and observed.names else []
+
+
 class Watcher:
     """Evaluates a jaxpr inside of a trace, with statistics of the values at some places."""
+
+    absent = staticmethod(device_statistics.absent)
+    combine = staticmethod(device_statistics.combine)
 
     def __init__(self, places: Sequence[Place], dtype: Any):
         """Take the places to look at, and the dtype whose limits count (None: their own)."""
@@ -137,15 +147,26 @@ class Watcher:
             seen.update(zip(self._inside(here), found, strict=True))
             return results
         if eqn.primitive is observe_p:
-            observed = eqn.params["observed"]
-            pairs = observed.pairs(values)[: len(observed.results)]
+            observed, all_pairs = eqn.params["observed"], eqn.params["observed"].pairs(values)
+            pairs, given = all_pairs[: len(observed.results)], all_pairs[len(observed.results) :]
+            is_rounding = observed.is_rounding
         else:
             out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
             pairs = [(x, None) for x in (out if eqn.primitive.multiple_results else [out])]
+            given, is_rounding = pairs, False
         for i, (data, scale) in enumerate(pairs):
-            if (here, i) in self._keys:
-                seen[here, i] = device_statistics.observe(data, scale, self._dtype)
+            if (here, i) not in self._keys:
+                continue
+            if is_rounding:  # what it rounds, by the limits of what it rounds to
+                (wide, own), limits = given[0], self._dtype or data.dtype
+                seen[here, i] = self.observe(wide, own, limits)
+            else:
+                seen[here, i] = self.observe(data, scale, self._dtype)
         return [data for data, _ in pairs]
+
+    def observe(self, data: jax.Array, scale: Any, dtype: Any) -> jax.Array:
+        """The statistics of a value, of its scale or None, by the limits of a dtype."""
+        return device_statistics.observe(data, scale, dtype)
 
     def _inside(self, here: tuple[int, ...]) -> list[Any]:
         """The values to look at in the bodies of an equation."""
@@ -157,9 +178,7 @@ class Watcher:
 
         def body(*operands: Any) -> tuple[list[Any], list[jax.Array]]:
             results, seen = self.run(jaxpr, operands, (*here, index))
-            return results, [
-                seen[key] if key in seen else device_statistics.absent() for key in keys
-            ]
+            return results, [seen[key] if key in seen else self.absent() for key in keys]
 
         return body
 
@@ -204,7 +223,7 @@ class Watcher:
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        return [*carry, *ys], [device_statistics.combine(rows) for rows in found]
+        return [*carry, *ys], [self.combine(rows) for rows in found]
 
 
 def _branch(

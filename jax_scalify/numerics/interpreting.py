@@ -18,7 +18,7 @@ from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base.jaxprs import applied, evaluate, makers, scan_operands, while_operands
 from jax_scalify.interpreter import observing
 from jax_scalify.interpreter.observing import Observed, observe_p
-from jax_scalify.interpreter.tracing import flat_function
+from jax_scalify.interpreter.tracing import argument_name, flat_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def trace(call: PureCall, *, observe: bool = True) -> tuple[Any, list[Any], list
         closed = jax.make_jaxpr(flat)(*arrays)
     arguments = scaled_arguments(call.args, call.kwargs)
     scaled = {name for name, _, scale in arguments if scale is not None}
-    names = [_name(path) for path, _ in found]
+    names = [argument_name(path) for path, _ in found]
     whole = [name.rpartition(".")[0] for name in names]
     return closed, arrays, [w if w in scaled else n for n, w in zip(names, whole, strict=True)]
 
@@ -82,17 +82,13 @@ def is_array(leaf: Any) -> bool:
     )
 
 
-def _name(path: tuple) -> str:
-    """The key path of an argument as code: `args[0].params['w']`."""
-    root = ("args", "kwargs")[path[0].idx]
-    return root + jax.tree_util.keystr(path[1:])
-
-
 def scaled_arguments(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return name, data and scale (or None) of each array among some arguments."""
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_scaled)
     return [
-        (_name(path), leaf.data, leaf.scale) if is_scaled(leaf) else (_name(path), leaf, None)
+        (argument_name(path), leaf.data, leaf.scale)
+        if is_scaled(leaf)
+        else (argument_name(path), leaf, None)
         for path, leaf in leaves
         if is_scaled(leaf) or is_array(leaf)
     ]

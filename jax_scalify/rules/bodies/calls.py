@@ -188,8 +188,9 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
 
 def _settings(ctx: RuleContext) -> tuple[Any, ...]:
     """What an interpretation depends on beside its operands."""
-    table = ctx.table
-    return ctx.config, table.splits_scalars, table.narrow, is_observing(), rules_version()
+    table, corrections = ctx.table, ctx.corrections and ctx.corrections.key
+    known = table.splits_scalars, table.narrow, is_observing(), rules_version()
+    return ctx.config, corrections, *known
 
 
 def _take_in(

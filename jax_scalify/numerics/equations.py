@@ -1,0 +1,203 @@
+"""The equations of a user's function by name, and what their results are in training.
+
+A name is made of the scopes, the pass, the primitive and a number: it is the same for another batch
+size, on another mesh, and when the function is traced again.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_scalify import _compat
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import evaluate
+from jax_scalify.interpreter.corrections import Chooser, Corrections, Place
+from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.numerics.interpreting import bodies
+from jax_scalify.numerics.naming import Phases, has_same_elements, scopes_of, updated
+from jax_scalify.primitives.custom_scale import custom_scale_p
+
+_MATMULS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
+
+
+@dataclasses.dataclass
+class Result:
+    """A floating result of an equation.
+
+    Attributes:
+        name: no other result has it.
+        line: where the user's code makes it: `file:line (function)`.
+        dtype: of the result.
+        is_array: whether it has several elements.
+        sources: names of the results that it is computed from.
+        runs: how often the loops around it compute it.
+        keeps_scale: whether the user, or the optimizer for its state, has asked for its scale.
+        is_operand: of a matmul.
+        is_gradient: made by the backward pass for the update, or for the caller.
+    """
+
+    name: str
+    line: str
+    dtype: Any
+    is_array: bool
+    sources: tuple[str, ...]
+    runs: int
+    keeps_scale: bool
+    is_operand: bool = False
+    is_gradient: bool = False
+
+    @property
+    def can_be_corrected(self) -> bool:
+        """Whether its data may leave a range, and nothing else decides about its scale."""
+        narrow = jnp.issubdtype(self.dtype, jnp.floating) and dtypes.has_short_range(self.dtype)
+        return narrow and self.is_array and not self.keeps_scale
+
+    @property
+    def role(self) -> str:
+        """What a calibration calls it."""
+        if self.is_operand:
+            return "operand"
+        return "gradient" if self.is_gradient else "value"
+
+
+class _Tag(NamedTuple):
+    """Of a value: the argument that it is an update of, and the result that it is."""
+
+    argument: str | None = None
+    maker: str | None = None
+    phase: str = ""
+
+
+class Equations:
+    """The named equations of a traced function.
+
+    Attributes:
+        results: by name.
+    """
+
+    def __init__(self, closed: Any, arguments: Sequence[str]):
+        """Walk through a jaxpr, given the names of its arguments."""
+        self.results: dict[str, Result] = {}
+        self._phases = Phases()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._closed = closed  # kept, so that no other equation has the id of one
+        self._places, out = self._walk(closed, [_Tag(name) for name in arguments], "", "", 1)
+        for tag in out:
+            if tag.phase == "backward" and tag.maker:
+                self.results[tag.maker].is_gradient = True
+
+    def corrections(
+        self,
+        exponents: Mapping[str, int],
+        *,
+        named: bool = False,
+        choose: Chooser | None = None,
+    ) -> Corrections | None:
+        """The corrections of the equations, given exponents by name; None if there are none.
+
+        Args:
+            exponents: of some results.
+            named: whether values are to be found by these names where they are observed.
+            choose: chooses exponents, instead.
+        """
+        places = _planned(self._places, exponents, named or choose is not None)
+        return Corrections(places, choose) if places else None
+
+    def _walk(
+        self, closed: Any, tags: Sequence[_Tag], path: str, line: str, runs: int
+    ) -> tuple[dict[int, Place], list[_Tag]]:
+        places: dict[int, Place] = {}
+
+        def equation(eqn: Any, found: list[_Tag]) -> list[_Tag]:
+            inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
+            own = _compat.own_line(eqn) or line
+            held = [] if eqn.primitive is custom_scale_p else bodies(eqn)
+            if not held:
+                names, out = self._results(eqn, found, inner, own, runs)
+                places[id(eqn)] = Place(eqn, names)
+                return out
+            inside: dict[int, Place] = {}
+            outs = []
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for body, first in held:
+                of_body, out = self._walk(body, found[first:], inner, own, runs * times)
+                inside |= of_body
+                outs.append(out)
+            places[id(eqn)] = Place(eqn, inside=inside)
+            return outs[0]
+
+        return places, evaluate(closed, tags, equation, lambda _: _Tag(), lambda *_: _Tag())
+
+    def _results(
+        self, eqn: Any, tags: list[_Tag], path: str, line: str, runs: int
+    ) -> tuple[tuple[str, ...], list[_Tag]]:
+        primitive, avals = eqn.primitive.name, [v.aval for v in eqn.invars]
+        phase = self._phases.of(path)
+        for tag in tags:
+            if tag.maker and primitive in _MATMULS:
+                self.results[tag.maker].is_operand = True
+            if tag.maker and phase == "update" and tag.phase == "backward":
+                self.results[tag.maker].is_gradient = True
+        names, out = [], []
+        for var in eqn.outvars:
+            aval = var.aval
+            argument = updated(avals, [tag.argument for tag in tags], aval)
+            if has_same_elements(primitive) or not dtypes.is_scalable(getattr(aval, "dtype", bool)):
+                same = tags[0] if tags and has_same_elements(primitive) else _Tag()
+                names.append("")
+                out.append(same._replace(argument=argument))
+                continue
+            name = self._name(scopes_of(path, primitive, phase, argument), primitive, phase)
+            is_array = any(size != 1 for size in aval.shape)
+            sources = tuple(tag.maker for tag in tags if tag.maker)
+            keeps_scale = phase == "update" or traits_of(primitive).elements == "rescaled"
+            known = name, line, aval.dtype, is_array, sources, runs, keeps_scale
+            self.results[name] = Result(*known)
+            names.append(name)
+            out.append(_Tag(argument, name, phase))
+        return tuple(names), out
+
+    def _name(self, scopes: str, primitive: str, phase: str) -> str:
+        name = f"{scopes}:{primitive}" if scopes else primitive
+        name = name if phase == "forward" else f"{phase}/{name}"
+        self._counts[name] += 1
+        return f"{name}#{self._counts[name]}" if self._counts[name] > 1 else name
+
+
+def _planned(
+    places: Mapping[int, Place], exponents: Mapping[str, int], named: bool
+) -> dict[int, Place]:
+    """The places that have something to do, with their exponents; with their names if asked."""
+    plan = {}
+    for number, place in places.items():
+        found = tuple(exponents.get(name, 0) for name in place.names)
+        found = found if any(found) else ()
+        inside = _planned(place.inside, exponents, named)
+        names = place.names if named else ()
+        if found or inside or any(names):
+            plan[number] = Place(place.eqn, names, found, inside)
+    return plan
+
+
+class Planner:
+    """A calibration in the making: it names values, and corrects some of them.
+
+    Attributes:
+        equations: of the function, when it has been traced.
+    """
+
+    def __init__(self, exponents: Mapping[str, int], make_chooser: Callable | None = None):
+        """Take exponents by name, or what makes of the equations a function that chooses them."""
+        self._exponents, self._make_chooser = exponents, make_chooser
+        self.equations: Equations | None = None
+
+    def corrections(self, closed: Any, arguments: Sequence[str]) -> Corrections | None:
+        """The corrections of a traced function; see `Calibrated`."""
+        self.equations = Equations(closed, arguments)
+        choose = None if self._make_chooser is None else self._make_chooser(self.equations)
+        return self.equations.corrections(self._exponents, named=True, choose=choose)

@@ -1,0 +1,199 @@
+"""What a calibration knows of a tensor, and how it is measured on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_scalify.base import dtypes
+from jax_scalify.base.pow2 import MAX_EXPONENT
+from jax_scalify.numerics import device_statistics
+from jax_scalify.numerics.host_statistics import mask_limit
+from jax_scalify.numerics.instrumenting import Watcher
+from jax_scalify.numerics.interpreting import scaled_arguments
+
+ROLES = ("operand", "gradient", "value", "state")
+# How many octaves the RMS of data may be away from 1. FP8 has room for little else than its digits;
+# float16 has normal numbers for eight octaves below, and its squares have, for ten above.
+_BANDS = {8: 2, 16: 6}
+_LOWEST = -6  # exponent of the largest element of state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured of a tensor, with its correction.
+
+    Attributes:
+        role: "operand" of a matmul, "gradient" of the state, another "value" or "state".
+        dtype: that it is stored in, or that a cast stores it in.
+        log2_rms: `log2` of the root mean square of the finite data; -inf if all is zero.
+        log2_max: `log2` of the largest finite element.
+        scale: exponent of its largest scale; None for a plain value, and for scale 0.
+        underflow: share of the elements that are not zero, and subnormal or zero in `dtype`.
+        overflow: share at or beyond its largest finite value: a cast to FP8 saturates them.
+        nonfinite: share that is nan or infinite.
+        correction: exponent of the power of two that moves from the data to the scale.
+        line: where the user's code makes it; empty for state.
+    """
+
+    role: str
+    dtype: str
+    log2_rms: float
+    log2_max: float
+    scale: int | None = None
+    underflow: float = 0.0
+    overflow: float = 0.0
+    nonfinite: float = 0.0
+    correction: int = 0
+    line: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain values, `None` for what is not finite."""
+        fields = dataclasses.asdict(self)
+        numbers = {n: round(x, 6) for n, x in fields.items() if isinstance(x, float)}
+        return fields | {n: x if math.isfinite(x) else None for n, x in numbers.items()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Measured:
+        """Make it of what `as_dict` returns."""
+        missing = {n: -math.inf for n in ("log2_rms", "log2_max") if fields.get(n) is None}
+        return cls(**{**fields, **missing})
+
+
+def excess(log2_rms: float, log2_max: float, dtype: Any) -> int:
+    """The exponent by which data should be divided: 0 for data within the band of its dtype.
+
+    The band: the RMS is within some octaves of 1, and the largest element an octave below the
+    largest number. Data outside is brought to RMS 1 or, where its largest element would be less
+    than two octaves from the top then, to that.
+    """
+    dtype = jnp.dtype(dtype)
+    if not dtypes.has_short_range(dtype) or not math.isfinite(log2_rms):
+        return 0
+    top = math.log2(float(jnp.finfo(dtype).max))
+    if abs(log2_rms) <= _BANDS[jnp.finfo(dtype).bits] and log2_max <= top - 1:
+        return 0
+    exponent = round(log2_rms)
+    return max(exponent, math.ceil(log2_max - top + 2)) if math.isfinite(log2_max) else exponent
+
+
+def excess_of_state(log2_rms: float, log2_max: float, dtype: Any) -> int:
+    """The same of state, whose band is where its largest element is: squares fill the range.
+
+    What is stored in float16 may grow by three octaves; in FP8, which saturates, by one.
+    """
+    dtype = jnp.dtype(dtype)
+    if not dtypes.has_short_range(dtype) or not math.isfinite(log2_max):
+        return 0
+    finfo = jnp.finfo(dtype)
+    highest = math.log2(float(finfo.max)) - (1 if finfo.bits <= 8 else 3)
+    least = math.ceil(log2_max - highest + 1)
+    if log2_max > highest:
+        return least
+    return max(round(log2_rms), least) if log2_max < _LOWEST else 0
+
+
+def at_frozen_scale(m: Measured) -> Measured:
+    """A leaf of state at the static scale that it will get."""
+    exponent = excess_of_state(m.log2_rms, m.log2_max, m.dtype)
+    if m.scale is None or not exponent:
+        return m
+    exponent = max(-MAX_EXPONENT, min(MAX_EXPONENT, m.scale + exponent)) - m.scale
+    moved = dict(log2_rms=m.log2_rms - exponent, log2_max=m.log2_max - exponent)
+    return dataclasses.replace(m, scale=m.scale + exponent, **moved)
+
+
+def observe(data: jax.Array, scale: Any = None, dtype: Any = None) -> jax.Array:
+    """What `device_statistics.observe` returns, and the largest size of an element, not masks."""
+    row = device_statistics.observe(data, scale, dtype)
+    size = jnp.abs(data).astype(jnp.float32)
+    limit = mask_limit(data.dtype)
+    ordinary = jnp.isfinite(size)
+    if limit is not None and jnp.issubdtype(data.dtype, jnp.floating):
+        ordinary &= data > np.array(-limit, data.dtype)
+    return jnp.append(row, jnp.max(jnp.where(ordinary, size, 0), initial=0))
+
+
+def combine(rows: jax.Array) -> jax.Array:
+    """What `observe` would return of several arrays together."""
+    return jnp.append(device_statistics.combine(rows[:, :-1]), jnp.max(rows[:, -1]))
+
+
+def absent() -> jax.Array:
+    """What `observe` would return of no array."""
+    return jnp.append(device_statistics.absent(), 0)
+
+
+class StatisticsWatcher(Watcher):
+    """A `Watcher` that keeps the largest element as well."""
+
+    absent = staticmethod(absent)
+    combine = staticmethod(combine)
+
+    def observe(self, data: jax.Array, scale: Any, dtype: Any) -> jax.Array:
+        """The statistics of a value; see `observe`."""
+        return observe(data, scale, dtype)
+
+
+@jax.jit
+def _finish(rows: jax.Array) -> dict[str, jax.Array]:
+    largest = rows[:, -1]
+    return device_statistics.finish(rows[:, :-1]) | {"log2_max": jnp.log2(largest)}
+
+
+def finish(rows: jax.Array, known: Sequence[dict[str, Any]]) -> list[Measured | None]:
+    """Make of rows what they tell; None of a value that was never computed.
+
+    Args:
+        rows: of `observe` or `combine`, one for each value.
+        known: of each value its role, dtype, correction and line.
+    """
+    found = {name: np.asarray(x, np.float64) for name, x in _finish(rows).items()}
+    shares = ("underflow", "overflow", "nonfinite")
+    out = []
+    for i, fields in enumerate(known):
+        if math.isnan(found["log2_rms"][i]):
+            out.append(None)
+            continue
+        scale = found["scale_exponent"][i]
+        numbers = {n: float(found[n][i]) for n in ("log2_rms", "log2_max", *shares)}
+        exponent = int(scale) if math.isfinite(scale) else None
+        out.append(Measured(**{**fields, **numbers, "scale": exponent}))
+    return out
+
+
+def state_leaves(state: Any) -> dict[str, tuple[Any, Any]]:
+    """Data and scale of the floating leaves of a step's first argument, by its names."""
+    found = ((name, jnp.asarray(x), scale) for name, x, scale in scaled_arguments((state,), {}))
+    return {n: (x, scale) for n, x, scale in found if dtypes.is_scalable(x.dtype)}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _observe_all(arrays: list[Any], static: tuple[float | None, ...]) -> jax.Array:
+    rows = [
+        observe(data, scale if s is None else s)
+        for (data, scale), s in zip(arrays, static, strict=True)
+    ]
+    return jnp.stack(rows)
+
+
+def measure_state(state: Any) -> dict[str, Measured]:
+    """Measure the floating leaves of a state, in one program."""
+    leaves = state_leaves(state)
+    if not leaves:
+        return {}
+    static = tuple(s if isinstance(s, float) else None for _, s in leaves.values())
+    arrays = [
+        (x, None if s is not None else scale)
+        for (x, scale), s in zip(leaves.values(), static, strict=True)
+    ]
+    known = [{"role": "state", "dtype": jnp.dtype(x.dtype).name} for x, _ in leaves.values()]
+    found = finish(_observe_all(arrays, static), known)
+    return {name: m for name, m in zip(leaves, found, strict=True) if m is not None}

@@ -1,0 +1,417 @@
+"""`jsa.calibrate`: what is measured, what is corrected, and what is left in the step."""
+
+import collections
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_scalify as jsa
+from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.numerics.equations import Equations
+from jax_scalify.numerics.measuring import (
+    Measured,
+    at_frozen_scale,
+    excess,
+    excess_of_state,
+    measure_state,
+)
+
+STATISTICS = ("reduce_max", "reduce_min", "is_finite", "reduce_sum", "argmax", "while", "cond")
+
+
+def corrected_by(exponents, *, role="value"):
+    """A calibration with these corrections and nothing else."""
+    known = dict(role=role, dtype="float16", log2_rms=0.0, log2_max=1.0)
+    values = {name: Measured(**known, correction=k) for name, k in exponents.items()}
+    return jsa.Calibration(values, {})
+
+
+def names_of(fun, *args):
+    """The names of all values of a function."""
+    leaves = jax.tree_util.tree_leaves_with_path(args)
+    closed = jax.make_jaxpr(fun)(*args)
+    return list(
+        Equations(closed, [f"args{jax.tree_util.keystr(path)}" for path, _ in leaves]).results
+    )
+
+
+def counts(fun, *args):
+    return collections.Counter(
+        e.primitive.name for e in all_equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    )
+
+
+def scaled(data, scale=1.0, dtype=np.float16):
+    """Data with a dynamic scale."""
+    return jsa.ScaledArray(jnp.asarray(data, dtype), jnp.float32(scale))
+
+
+X = np.float16([[1.0, -2.5, 0.0], [0.125, 3.0, -7.0]])
+W = np.float16([[0.5, 2.0, -1.0], [1.0, -0.25, 4.0], [3.0, 1.5, 0.0]])
+
+
+# The correction itself: a power of two, which changes no value.
+
+
+def product(x, w):
+    return jnp.tanh(x @ w) * 2
+
+
+def in_scan(x, w):
+    return jax.lax.scan(lambda c, _: ((c @ w) * jnp.float16(0.25), c), x, None, 3)
+
+
+def in_remat(x, w):
+    return jax.value_and_grad(lambda w: jnp.sum(jax.checkpoint(product)(x, w)))(w)
+
+
+def in_jit(x, w):
+    inner = jax.jit(product)
+    return inner(inner(x, w), w)
+
+
+def in_cond(x, w):
+    return jax.lax.cond(x[0, 0] > 0, product, lambda x, w: x @ w, x, w)
+
+
+def in_vmap(x, w):
+    return jax.vmap(product, (0, None))(x, w)
+
+
+def in_custom_rules(x, w):
+    return jax.grad(lambda w: jnp.sum(jax.nn.relu(x @ w) ** 2))(w)
+
+
+FUNCTIONS = (product, in_scan, in_remat, in_jit, in_cond, in_vmap, in_custom_rules)
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS)
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_correction_moves_a_power_of_two_and_changes_no_value(fun, kind):
+    x, w = scaled(X, 0.25), scaled(W, 0.5)
+    x, w = jsa.freeze_scales((x, w)) if kind == "static" else (x, w)
+    plain = jsa.asarray(jax.jit(jsa.scalify(fun))(x, w), jnp.float32)
+    names = names_of(fun, X, W)
+    assert names
+    for exponent in (1, -1):  # of all values: more would leave float16
+        c = corrected_by(dict.fromkeys(names, exponent))
+        found = jax.jit(jsa.scalify(fun, calibration=c))(x, w)
+        jax.tree.map(np.testing.assert_array_equal, jsa.asarray(found, jnp.float32), plain)
+
+
+def test_calls_of_one_function_have_corrections_of_their_own():
+    x, w = scaled(X), scaled(W)
+    names = [name for name in names_of(in_jit, X, W) if "dot_general" in name]
+    assert names == ["dot_general", "dot_general#2"]
+
+    def scale_of(*corrected):
+        call = jsa.scalify(
+            lambda x, w: jax.jit(jnp.matmul)(jax.jit(jnp.matmul)(x, w), w),
+            calibration=corrected_by(dict.fromkeys(names, 0) | dict.fromkeys(corrected, 5)),
+        )
+        return float(jax.jit(call)(x, w).scale)
+
+    one, two = names
+    assert [scale_of(*c) / scale_of() for c in ((one,), (two,), (one, two))] == [32, 32, 1024]
+
+
+def test_an_fp8_operand_is_multiplied_before_it_is_rounded():
+    data = np.float16([[1000.0, -3.0], [2.0, 500.0]])  # E4M3 ends at 448
+    eye = jsa.as_scaled_array(jnp.eye(2, dtype=jnp.float16))
+
+    def fun(x, w):
+        return jsa.nn.matmul(x, w)
+
+    x = scaled(data)
+    names = [name for name in names_of(fun, data, np.eye(2, dtype=np.float16)) if "cast" in name]
+    saturated = jsa.asarray(jsa.scalify(fun)(x, eye), jnp.float32)
+    assert saturated.max() == 448
+    exponents = {name: 0 for name in names_of(fun, data, W[:2, :2])} | {names[0]: 3}
+    found = jsa.asarray(jsa.scalify(fun, calibration=corrected_by(exponents))(x, eye), jnp.float32)
+    expected = 8 * (data / 8).astype(jnp.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(found, expected)
+    assert found.max() == 1024  # to three bits of mantissa
+
+
+def test_special_numbers_keep_their_values():
+    x = scaled(np.float16([0.0, -0.0, 2.0**-24, 65504.0, np.inf, np.nan, -1.0]))
+    for exponent in (4, -4):
+        c = corrected_by({"neg": exponent})
+        found = np.asarray(jsa.asarray(jsa.scalify(jnp.negative, calibration=c)(x), jnp.float32))
+        small = 0.0 if exponent > 0 else -(2.0**-24)
+        large = -65504.0 if exponent > 0 else -np.inf  # as any rescale of data
+        wanted = np.float32([0.0, 0.0, small, large, -np.inf, np.nan, 1.0])
+        np.testing.assert_array_equal(found, wanted)
+    for shape in ((), (0, 3)):
+        c = corrected_by({"neg": 4})
+        assert jsa.scalify(jnp.negative, calibration=c)(scaled(np.ones(shape))).shape == shape
+
+
+def test_scales_at_the_ends_and_per_axis():
+    for exponent in (-40, 40):
+        x = scaled(X, 2.0**exponent)
+        y = jsa.scalify(jnp.negative, calibration=corrected_by({"neg": 5}))(x)
+        assert float(y.scale) == float(x.scale) * 32
+        np.testing.assert_array_equal(jsa.asarray(y, jnp.float32), -jsa.asarray(x, jnp.float32))
+    rows = scaled(X, [[2.0], [8.0]])
+    y = jsa.scalify(jnp.negative, calibration=corrected_by({"neg": 1}))(rows)
+    np.testing.assert_array_equal(y.scale, 2 * np.asarray(rows.scale))
+    zero = jsa.as_scaled_array(jnp.zeros(3, jnp.float16))
+    y = jsa.scalify(jnp.negative, calibration=corrected_by({"neg": 1}))(zero)
+    np.testing.assert_array_equal(jsa.asarray(y), 0)
+
+
+def test_without_corrections_the_jaxpr_is_that_of_scalify():
+    x, w = jsa.freeze_scales((scaled(X), scaled(W)))
+    for fun in (product, in_scan, in_jit):
+        c = corrected_by(dict.fromkeys(names_of(fun, X, W), 0))
+        texts = [
+            str(jax.make_jaxpr(call)(x, w))
+            for call in (jsa.scalify(fun), jsa.scalify(fun, calibration=c))
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_a_correction_is_one_multiplication_by_a_constant():
+    x, w = jsa.freeze_scales((scaled(X), scaled(W)))
+    fun = jnp.negative
+    plain = counts(jsa.scalify(fun), x)
+    found = counts(jsa.scalify(fun, calibration=corrected_by({"neg": 3})), x)
+    more = {name: found[name] - plain[name] for name in found | plain}
+    assert more["mul"] == 1 and all(more.get(name, 0) == 0 for name in STATISTICS)
+
+
+# What is measured and chosen.
+
+
+def test_the_band_of_a_dtype():
+    for dtype, width, top in (
+        ("float16", 6, 16),
+        ("float8_e4m3fn", 2, 8.8),
+        ("float8_e5m2", 2, 15.8),
+    ):
+        assert excess(0.0, 2.0, dtype) == excess(width, top - 1.1, dtype) == 0
+        assert excess(width + 1, top - 2.5, dtype) == width + 1
+        assert excess(-width - 1, 0.0, dtype) == -width - 1
+        exact = math.log2(float(jnp.finfo(dtype).max))
+        for exponent, room in (
+            (excess(0.0, top, dtype), 2),
+            (excess_of_state(0.0, top, dtype), 4 if dtype == "float16" else 2),
+        ):
+            assert exact - room - 1 < top - exponent <= exact - room
+        assert excess(-math.inf, -math.inf, dtype) == 0
+        assert excess_of_state(-width - 1, 0.0, dtype) == 0
+        assert excess_of_state(-9.0, -7.0, dtype) == -9
+    for dtype in ("float32", "bfloat16", "float64"):
+        assert excess(60.0, 100.0, dtype) == excess_of_state(60.0, 100.0, dtype) == 0
+
+
+def test_state_is_measured_leaf_by_leaf():
+    state = {
+        "w": jsa.scaled_array(np.float16([3.0, -4.0, 0.0, 0.0]), 2.0**-3),
+        "frozen": jsa.ScaledArray(jnp.float16([65504.0, 1.0]), 4.0),
+        "zero": jsa.as_scaled_array(jnp.zeros(2, jnp.float16)),
+        "fp8": jsa.ScaledArray(jnp.asarray([448.0, 2.0**-9], jnp.float8_e4m3fn), jnp.float32(1.0)),
+        "plain": jnp.float32([1.0, np.inf]),
+        "count": jnp.int32(3),
+        "none": None,
+    }
+    found = measure_state(state)
+    assert list(found) == [f"args[0]['{n}']" for n in ("fp8", "frozen", "plain", "w", "zero")]
+    fp8, frozen, plain, w, zero = found.values()
+    assert (w.scale, w.log2_rms, w.log2_max) == pytest.approx((-3, math.log2(2.5), 2))
+    assert (frozen.scale, frozen.overflow) == (2, 0.5)
+    assert (zero.scale, zero.log2_rms, zero.log2_max) == (None, -math.inf, -math.inf)
+    assert (fp8.overflow, fp8.underflow) == (0.5, 0.5)
+    assert (plain.scale, plain.nonfinite, plain.log2_max) == (None, 0.5, 0)
+    moved = at_frozen_scale(frozen)
+    assert (moved.scale, moved.log2_max) == (
+        2 + 4,
+        pytest.approx(12, abs=1e-3),
+    ) and at_frozen_scale(w) == w
+    assert at_frozen_scale(zero) == zero and at_frozen_scale(plain) == plain
+
+
+def chain(w, x, dot=jnp.matmul):
+    for _ in range(20):
+        x = dot(x, w)
+    return w, x
+
+
+def grown():
+    w = 1.9 * np.random.default_rng(0).normal(size=(32, 32)) / math.sqrt(32)
+    return jsa.as_scaled_array(jnp.float32(w), scale="rms", dtype="float16"), np.ones(
+        (1, 32), np.float16
+    )
+
+
+def test_a_chain_that_leaves_float16_is_brought_back():
+    w, x = grown()
+    c = jsa.calibrate(chain, w, x, steps=1)
+    true = np.float64(x)
+    for _ in range(20):
+        true = true @ np.float64(jsa.asarray(w, jnp.float32))
+    assert not jnp.isfinite(jsa.scalify(chain)(w, x)[1].data).all()
+    assert 1 <= len(c.exponents) <= 6
+    for state in (w, c.freeze(w)):  # dynamic and static scales
+        y = jax.jit(jsa.scalify(chain, calibration=c))(state, x)[1]
+        np.testing.assert_allclose(
+            jsa.asarray(y, jnp.float32), true, rtol=0.02, atol=0.02 * true.std()
+        )
+    again = jsa.calibrate(chain, w, np.ones((7, 32), np.float16), steps=1)  # another batch size
+    assert again.exponents == c.exponents and list(again) == list(c)
+    assert not c.diff(again)
+    wide = jsa.tree.astype(w, jnp.bfloat16)
+    assert jsa.calibrate(chain, wide, x.astype(jnp.bfloat16), steps=1).exponents == {}
+
+
+@pytest.mark.parametrize("dot", [jnp.matmul, jsa.nn.matmul], ids=["float16", "fp8"])
+def test_a_loop_has_one_correction_for_all_steps(dot):
+    def step(w, x):
+        y, _ = jax.lax.scan(jax.checkpoint(lambda c, _: (dot(c, w), None)), x, None, 20)
+        return w, y
+
+    w, x = grown()
+    c = jsa.calibrate(step, w, x, steps=1)
+    assert list(c.exponents.values()) == [1]
+    true = np.float64(x)
+    for _ in range(20):
+        true = true @ np.float64(jsa.asarray(w, jnp.float32))
+    y = jax.jit(jsa.scalify(step, calibration=c))(c.freeze(w), x)[1]
+    error = np.linalg.norm(jsa.asarray(y, jnp.float32) - true) / np.linalg.norm(true)
+    assert error < (0.01 if dot is jnp.matmul else 0.4)  # 20 products of E4M3
+
+
+# Files, and calibrations that do not fit.
+
+
+def some_calibration():
+    known = dict(role="operand", dtype="float16", log2_rms=-0.25, log2_max=3.0)
+    values = {"a": Measured(**known, correction=2, line="m.py:3"), "b": Measured(**known, scale=-4)}
+    state = {"args[0]['w']": Measured(**known | {"role": "state"}, scale=3, overflow=0.25)}
+    state["args[0]['z']"] = Measured(
+        role="state", dtype="float16", log2_rms=-math.inf, log2_max=-math.inf
+    )
+    return jsa.Calibration(values, state, steps=7)
+
+
+def test_it_is_json_and_prints(tmp_path):
+    c = some_calibration()
+    assert jsa.Calibration.from_json(c.to_json()) == c
+    for path in (tmp_path / "c.json", tmp_path):
+        c.save(path)
+        assert jsa.Calibration.load(path) == c
+    assert "args[0]['w']" in str(c) and "1 corrected" in c.summary and "0.00% / 25.00%" in repr(c)
+    assert c["a"].correction == 2 and len(c) == 4 and list(c)[2:] == ["a", "b"]
+    with pytest.raises(KeyError, match=r"'aa' was not calibrated. There are 'a'"):
+        c["aa"]
+    for text in (
+        "",
+        "{}",
+        '{"version": 9}',
+        '{"version": 1, "steps": 1, "values": {"a": {"x": 1}}}',
+    ):
+        with pytest.raises(ValueError, match="no calibration of `to_json`"):
+            jsa.Calibration.from_json(text)
+    with pytest.raises(FileNotFoundError):
+        jsa.Calibration.load(tmp_path / "missing")
+
+
+def test_it_lies_beside_a_checkpoint(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    c, state = some_calibration(), {"w": scaled(X, 4.0)}
+    jsa.checkpoint.save(tmp_path / "step-1", state)
+    c.save(tmp_path / "step-1")
+    restored = jsa.checkpoint.restore(tmp_path / "step-1", like=state)
+    np.testing.assert_array_equal(restored["w"].data, state["w"].data)
+    assert jsa.Calibration.load(tmp_path / "step-1") == c
+
+
+def test_differences_are_said():
+    c = some_calibration()
+    values = dict(c.values, new=c.values["a"])
+    values["a"] = dataclasses.replace(c.values["a"], correction=0, log2_rms=2.0)
+    del values["b"]
+    state = {n: dataclasses.replace(m, scale=5, dtype="bfloat16") for n, m in c.state.items()}
+    lines = c.diff(jsa.Calibration(values, state))
+    text = "\n".join(lines)
+    assert "a: correction 2^2, 0 in the other; RMS 2^-0.2, 2^2.0 in the other" in lines
+    assert "b: not in the other" in lines and "new: only in the other" in lines
+    assert "args[0]['w']: dtype float16, bfloat16 in the other; scale 2^3, 5 in the other" in lines
+    assert len(lines) == 5 and "None" in text and not c.diff(c)
+
+
+def test_the_calibration_of_another_step_is_refused():
+    x, w = scaled(X), scaled(W)
+    c = corrected_by({f"other/layer_{i}:dot_general": 3 for i in range(8)}, role="operand")
+    with pytest.raises(
+        ValueError, match=r"8 of its 8 values .* other/layer_0:dot_general"
+    ) as error:
+        jsa.scalify(product, calibration=c)(x, w)
+    assert "3 more" in str(error.value)
+    names = dict.fromkeys(names_of(product, X, W), 0)
+    with pytest.warns(UserWarning, match=r"1 of its \d values are not in the step, as gone"):
+        jsa.scalify(product, calibration=corrected_by(names | {"gone": 1}))(x, w)
+
+    def two(x, w):
+        y = x @ w
+        return jax.nn.relu(y @ w)
+
+    c = corrected_by({name: 0 for name in names_of(two, X, W) if name != "dot_general"})
+    with pytest.warns(
+        UserWarning, match=r"1 matmul operands .* dot_general at test_calibration.py:\d+"
+    ):
+        jsa.scalify(two, calibration=c)(x, w)
+
+
+def test_bad_arguments_are_refused():
+    w, x = scaled(W), X
+
+    def step(w, x):
+        return w, x @ w
+
+    with pytest.raises(TypeError, match="`calibration` must be a `jsa.Calibration`, got dict"):
+        jsa.scalify(step, calibration={})
+    with pytest.raises(TypeError, match="`step` must be callable"):
+        jsa.calibrate(None, w, x)
+    with pytest.raises(ValueError, match="`steps` must be at least 1, got 0"):
+        jsa.calibrate(step, w, x, steps=0)
+    with pytest.raises(TypeError, match="`state` has no `ScaledArray`"):
+        jsa.calibrate(step, W, x)
+    with pytest.raises(ValueError, match="`step` must return the new state"):
+        jsa.calibrate(lambda w, x: (x @ w["w"], w), {"w": w}, x, steps=1)
+
+
+# Frozen state.
+
+
+def test_freezing_gives_the_calibrated_scales():
+    like = dict(role="state", dtype="float16")
+    c = jsa.Calibration(
+        {},
+        {
+            "args[0]['m']": Measured(**like, log2_rms=0.0, log2_max=2.0, scale=-5),
+            "args[0]['rows']": Measured(**like, log2_rms=0.0, log2_max=2.0, scale=1),
+            "args[0]['w']": Measured(**like, log2_rms=0.0, log2_max=13.5, scale=2),
+        },
+    )
+    rows = scaled(X, [[2.0], [8.0]])
+    state = {"m": scaled(np.zeros(3)), "rows": rows, "w": scaled([48000.0, 1.0]), "count": 3}
+    frozen = c.freeze(state)
+    assert frozen["m"].scale == 2.0**-5 and not frozen["m"].data.any()
+    assert frozen["w"].scale == 4.0 and list(frozen["w"].data) == [12000, 0.25]
+    assert frozen["rows"] is rows and frozen["count"] == 3
+    np.testing.assert_array_equal(c.freeze(frozen)["w"].data, frozen["w"].data)
+    large = dict(state, m=scaled([3e4, 0, 0], 2.0**5))
+    with pytest.raises(ValueError, match=r"args\[0\]\['m'\] has grown beyond the scale 2\^-5"):
+        c.freeze(large)
+    with pytest.raises(
+        ValueError, match=r"args\[0\]\['v'\] was not calibrated; .*'w'\] is missing"
+    ):
+        c.freeze({"m": state["m"], "rows": rows, "v": state["w"]})
+    with pytest.raises(TypeError, match="outside of `jit`"):
+        jax.jit(c.freeze)({"m": state["m"], "rows": rows, "w": state["w"]})
