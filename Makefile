@@ -34,7 +34,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: docs site package examples release-check demo test test-full test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training fp8 gpu-fp8 gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out clean
+	scale-quality float16-training parity fp8 gpu-fp8 gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo
@@ -94,6 +94,9 @@ scale-quality: $(VENV)/.installed  ## RMS of every activation and gradient's dat
 
 float16-training: $(VENV)/.installed  ## a GPT, a Llama and a BERT with everything in float16, and with FP8
 	$(VENV)/bin/python -m benchmarks.accuracy.float16_training
+
+parity: $(VENV)/.installed  ## float16 and FP8 against float32: dynamic, calibrated and frozen scales
+	$(VENV)/bin/python -m benchmarks.accuracy.parity
 
 fp8: $(VENV)/.installed  ## FP8 matmuls: ours, Flax's and (if installed) Qwix's
 	$(VENV)/bin/python -m benchmarks.accuracy.fp8

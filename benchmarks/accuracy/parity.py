@@ -1,0 +1,324 @@
+"""Do float16 and FP8 end where float32 ends, with dynamic, calibrated and frozen scales?
+
+    python -m benchmarks.accuracy.parity  # 7 models, 5 variants, 3 modes, 3 seeds, 1,000 steps
+    python -m benchmarks.accuracy.parity --models vit --variants float32 fp8 --seeds 0 --steps 100
+
+Variants: `float32`; `bfloat16`, the model in bfloat16 with weights and AdamW in float32; `float16`,
+weights, activations, gradients and both moments; `fp8`, and all linear layers in E4M3 and E5M2;
+`fp8-moment`, and the first moment in E4M3. Experts are grouped matmuls, which stay in float16.
+
+Modes, of those that are scalified: `dynamic`; `calibrated`, `jsa.calibrate` after the first tenth
+of the steps, and its corrections from then on; `frozen`, and the state at static scales. A guard
+looks at the state 20 times and calibrates again where it says so; how often that was is stored.
+
+The loss is that of the same held-out text or images, computed as in training. Every finished cell
+(model, variant, mode, seed) is kept in `benchmarks/results/parity-jax<version>.json` with its
+settings, the commit and the time that it took: a run that was stopped goes on with the next one.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import itertools
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import jax_scalify as jsa
+from benchmarks.accuracy.scale_models import (
+    CONTEXT,
+    IMAGE_BATCH,
+    LSTM,
+    LSTM_CONTEXT,
+    MODELS,
+    PLAIN,
+    Model,
+    ResNet,
+    ViT,
+    digits,
+    make_model,
+    next_byte_batch,
+)
+from benchmarks.cells import Cells, Store
+from benchmarks.paths import RESULTS, ROOT
+from examples.gpt.step import first_bad_step
+from examples.llama.model import Sizes, init, loss_fn
+
+PyTree = Any
+
+VARIANTS = ("float32", "bfloat16", "float16", "fp8", "fp8-moment")
+MODES = ("dynamic", "calibrated", "frozen")
+# Peaks of the schedules, chosen in float32.
+LEARNING_RATES = {
+    "vit": 2e-3,
+    "resnet": 2e-3,
+    "bert": 7e-4,
+    "moe": 3e-3,
+    "llama": 6e-3,
+    "gpt4": 6e-3,
+    "lstm": 6e-3,
+}
+GOALS = {"float16": 0.05, "fp8": 0.15, "fp8-moment": 0.15}  # how far the loss may be, in %
+HELD_OUT_BATCHES = 32
+TRAINING_IMAGES = 1400  # of 1,797 digits; the others are held out
+LOOKS = 20
+CALIBRATION_STEPS = 4
+EXPERTS = Sizes(
+    layers=2, width=64, heads=4, groups=2, hidden=96, vocabulary=256, context=CONTEXT, experts=4
+)
+
+
+# Models, the quickest first
+
+
+def image_batch(seed: int, step: int, held_out: bool = False) -> dict:
+    """Return images and labels, of those that nothing is trained on if so asked."""
+    images, labels = digits()
+    part = slice(TRAINING_IMAGES, None) if held_out else slice(0, TRAINING_IMAGES)
+    images, labels = images[part], labels[part]
+    rng = np.random.default_rng((seed, step, held_out))
+    chosen = rng.integers(len(images), size=IMAGE_BATCH)
+    return {"inputs": images[chosen], "labels": labels[chosen]}
+
+
+def make_experts() -> Model:
+    """The Llama of the examples with experts: its layers are scanned and rematerialised."""
+
+    def loss(params: PyTree, other: PyTree, batch: dict, layers: Any, dtype: Any) -> Any:
+        tokens = jnp.concatenate([batch["inputs"], batch["labels"][:, -1:]], axis=1)
+        weights = jax.tree.map(lambda w: w.astype(dtype), params)
+        return loss_fn(weights, tokens, EXPERTS), other
+
+    return Model(
+        "moe", lambda seed: (init(EXPERTS, jax.random.key(seed)), {}), loss, next_byte_batch
+    )
+
+
+def find_models() -> dict[str, Model]:
+    """Return the models by name."""
+    return {
+        "vit": make_model("vit", functools.partial(ViT, depth=4), image_batch),
+        "resnet": make_model("resnet", ResNet, image_batch),
+        "bert": MODELS["bert"],
+        "moe": make_experts(),
+        "llama": MODELS["llama"],
+        "gpt4": MODELS["gpt4"],
+        "lstm": make_model("lstm", LSTM, functools.partial(next_byte_batch, context=LSTM_CONTEXT)),
+    }
+
+
+# The step
+
+
+def make_optimizer(rate: float, steps: int) -> optax.GradientTransformation:
+    """AdamW behind clipping, with a warm-up and a cosine decay."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, rate, math.ceil(steps / 10), steps + 1, rate / 10
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.1)
+    )
+
+
+def make_step(model: Model, variant: str, steps: int, rate: float) -> tuple[Callable, Callable]:
+    """Return `first_state(seed)` and `update(state, batch) -> (state, loss)`."""
+    optimizer = make_optimizer(rate, steps)
+    narrow = variant not in ("float32", "bfloat16")
+    moment = {"first_moment_dtype": jnp.float8_e4m3fn} if variant == "fp8-moment" else {}
+    optimizer = jsa.optim.low_precision(optimizer, **moment) if narrow else optimizer
+    dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+    dtype = dtypes.get(variant, jnp.float16)
+
+    def loss_of(params: PyTree, other: PyTree, batch: dict) -> tuple[jax.Array, PyTree]:
+        if variant == "bfloat16":
+            params = jax.tree.map(lambda w: w.astype(dtype), params)
+        loss, other = model.loss(params, other, batch, PLAIN, dtype)
+        return loss.astype(jnp.float32), other
+
+    loss_of = jsa.fp8_matmuls(loss_of) if variant.startswith("fp8") else loss_of
+
+    def update(state: PyTree, batch: dict) -> tuple[PyTree, jax.Array]:
+        params, other, opt_state = state
+        grad = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, new_other), grads = grad(params, other, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        apply_updates = jsa.optim.apply_updates if narrow else optax.apply_updates
+        new_other = jsa.match_scales(new_other, other) if narrow else new_other
+        return (apply_updates(params, updates), new_other, opt_state), loss
+
+    def first_state(seed: int) -> PyTree:
+        params, other = model.init(seed)
+        opt_state = optimizer.init(params)
+        if not narrow:
+            return params, other, opt_state
+        params = jsa.as_scaled_array(params, scale="rms", dtype=jnp.float16)
+        return params, *jsa.as_scaled_array((other, opt_state))
+
+    return first_state, update
+
+
+class Scales:
+    """A scalified step that is calibrated once, and again when the guard says so."""
+
+    def __init__(self, update: Callable, mode: str, batch: Callable[[int], dict]):
+        self._update, self._mode, self._batch = update, mode, batch
+        self._calibration: jsa.Calibration | None = None
+        self.step = jax.jit(jsa.scalify(update))
+        self.calibrations = 0
+
+    def look(self, state: PyTree, step: int) -> PyTree:
+        """Return the state with the scales that the next step takes."""
+        if self._mode == "dynamic":
+            return state
+        if self._calibration is not None and not self._calibration.guard(state):
+            return state
+        batches = (self._batch(step + i) for i in range(CALIBRATION_STEPS))
+        found = jsa.calibrate(self._update, state, batches, steps=CALIBRATION_STEPS)
+        self.calibrations += 1
+        self._calibration = found
+        self.step = jax.jit(jsa.scalify(self._update, calibration=found))
+        return found.freeze(state) if self._mode == "frozen" else state
+
+
+def train(model: Model, variant: str, mode: str, seed: int, steps: int, rate: float) -> dict:
+    """Train one cell: its held-out loss, the first step whose state was not finite, or -1."""
+    started = time.monotonic()
+    first_state, update = make_step(model, variant, steps, rate)
+    state, bad = first_state(seed), jnp.int32(-1)
+    narrow = variant not in ("float32", "bfloat16")
+    scales = Scales(update, mode, lambda step: model.batch(seed, step)) if narrow else None
+    step_of = jax.jit(update)
+    every = max(steps // LOOKS, 1)
+    for step in range(steps):
+        if scales is not None:
+            if step >= max(steps // 10, 1) and step % every == 0:
+                state = scales.look(state, step)
+            step_of = scales.step
+        state, _ = step_of(state, model.batch(seed, step))
+        bad = first_bad_step(bad, state, step)
+    held_out = (model.batch(0, i, held_out=True) for i in range(HELD_OUT_BATCHES))
+    losses = [float(step_of(state, batch)[1]) for batch in held_out]
+    return {
+        "loss": statistics.fmean(losses),
+        "first_bad_step": int(bad),
+        "calibrations": 0 if scales is None else scales.calibrations,
+        "seconds": round(time.monotonic() - started, 1),
+        "commit": commit(),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "optax", "flax")},
+    }
+
+
+@functools.cache
+def commit() -> str:
+    """Return the commit that is measured, marked if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+# The table
+
+
+def keys_of(model: str, variant: str, mode: str, seeds: Sequence[int]) -> list[str]:
+    """Return the keys of some cells, one a seed; without scales there is no mode."""
+    mode = "plain" if variant in ("float32", "bfloat16") else mode
+    return [f"{model}/{variant}/{mode}/{seed}" for seed in seeds]
+
+
+def find_gaps(cells: dict[str, dict], model: str, variant: str, mode: str) -> list[float]:
+    """Return how far the loss is from float32 in percent, of each seed that both were run with."""
+    gaps = []
+    for key in cells:
+        seed = key.rpartition("/")[2]
+        if key == keys_of(model, variant, mode, [int(seed)])[0]:
+            reference = cells.get(f"{model}/float32/plain/{seed}")
+            if reference is not None:
+                gaps.append(100 * (cells[key]["loss"] / reference["loss"] - 1))
+    return gaps
+
+
+def summarise(cells: dict[str, dict]) -> Table:
+    """Compare each variant and mode with float32, seed by seed, for the cells that there are."""
+    table = Table(box=box.SIMPLE)
+    names = ("model", "variant", "mode", "seeds", "loss", "gap", "error", "worst", "goal", "times")
+    for name in names:
+        table.add_column(name, justify="left" if name in names[:3] else "right")
+    for model, variant in itertools.product(LEARNING_RATES, VARIANTS):
+        narrow = variant in GOALS
+        for mode in MODES if narrow else ("plain",):
+            gaps = find_gaps(cells, model, variant, mode)
+            if not gaps:
+                continue
+            found = [c for k, c in cells.items() if k.startswith(f"{model}/{variant}/{mode}/")]
+            mean = statistics.fmean(gaps)
+            error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+            finite = all(cell["first_bad_step"] < 0 for cell in found)
+            goal = GOALS.get(variant)
+            table.add_row(
+                *(model, variant, mode if narrow else "-", str(len(gaps))),
+                f"{statistics.fmean(cell['loss'] for cell in found):.4f}",
+                f"{mean:+.2f}%",
+                "-" if math.isnan(error) else f"{error:.2f}",
+                f"{max(gaps):+.2f}%" if finite else "NOT FINITE",
+                "" if goal is None else f"{goal}% {'ok' if mean <= goal + 0.05 else 'MISSED'}",
+                str(max(cell["calibrations"] for cell in found)) if narrow else "",
+            )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing, store it and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    models = list(LEARNING_RATES)
+    add("--models", nargs="+", choices=models, default=models)
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    add("--modes", nargs="+", choices=MODES, default=list(MODES))
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--steps", type=int, default=1000, help="(default: %(default)s)")
+    add("--fresh", action="store_true", help="train what was trained before again")
+    add("--table", action="store_true", help="print the table of what there is, and train nothing")
+    add("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps must be positive, got {options.steps}")
+
+    console = Console()
+    options.out.mkdir(parents=True, exist_ok=True)
+    store = Store(options.out / f"parity-jax{jax.__version__}.json")
+    cells = Cells(store, options.fresh, console)
+    found, settings = {}, {name: settings_of(name, options.steps) for name in models}
+    known = find_models()
+    each = itertools.product(options.models, options.seeds, options.variants, options.modes)
+    for name, seed, variant, mode in each:
+        (key,) = keys_of(name, variant, mode, [seed])
+        rate = LEARNING_RATES[name]
+        task = functools.partial(train, known[name], variant, mode, seed, options.steps, rate)
+        cell = store.get(key, settings[name])
+        if cell is not None:
+            found[key] = cell
+        cells.add({key: task}, settings[name])
+    table = summarise(found if options.table else cells.run())
+    wide = console if console.is_terminal else Console(width=110)  # it would be 80
+    wide.print(table)
+
+
+def settings_of(model: str, steps: int) -> dict:
+    """Return what the result of a cell depends on, beside its key."""
+    return {"steps": steps, "learning_rate": LEARNING_RATES[model]}
+
+
+if __name__ == "__main__":
+    main()

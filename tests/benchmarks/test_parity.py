@@ -1,0 +1,87 @@
+"""One short run of `benchmarks/accuracy/parity.py`, and what its table says."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks.accuracy import parity, scale_models
+
+pytestmark = pytest.mark.newest  # its command runs on the newest JAX
+
+
+@pytest.mark.full
+def test_a_short_run_ends_where_float32_does():
+    module = functools.partial(scale_models.ResMLP, depth=1)
+    model = scale_models.make_model("vit", module, parity.image_batch)
+    plain = parity.train(model, "float32", "plain", 0, 3, 2e-3)
+    frozen = parity.train(model, "fp8", "frozen", 0, 3, 2e-3)
+    assert frozen["loss"] == pytest.approx(plain["loss"], rel=0.02)
+    assert (plain["calibrations"], frozen["calibrations"]) == (0, 1)
+    assert frozen["first_bad_step"] == -1
+
+
+def test_what_is_finished_is_stored_and_not_run_again(tmp_path, capsys, monkeypatch):
+    ran = []
+
+    def train(model, variant, mode, seed, steps, rate):
+        ran.append((variant, mode))
+        loss = 1.0 if variant == "float32" else 1.001
+        return {"loss": loss, "first_bad_step": -1, "calibrations": 1, "commit": parity.commit()}
+
+    monkeypatch.setattr(parity, "train", train)
+    arguments = ["--models", "vit", "--seeds", "0", "--steps", "3", "--out", str(tmp_path)]
+    for variants in (["float32"], ["float32", "fp8"], ["float32", "fp8"]):
+        parity.main([*arguments, "--variants", *variants])
+    assert ran[0][0] == "float32" and ran[1:] == [("fp8", mode) for mode in parity.MODES]
+    stored = json.loads((tmp_path / f"parity-jax{jax.__version__}.json").read_text())
+    assert list(stored)[:2] == ["vit/float32/plain/0", "vit/fp8/calibrated/0"]
+    assert all(cell["result"]["commit"] for cell in stored.values())
+    capsys.readouterr()
+    parity.main([*arguments, "--variants", "float32", "fp8", "bfloat16", "--table"])
+    assert capsys.readouterr().out.count("+0.10%") == 2 * len(parity.MODES)
+    assert len(ran) == 4
+
+
+def test_training_and_held_out_images_differ():
+    images = parity.digits()[0]
+    for held_out in (False, True):
+        batch = parity.image_batch(0, 1, held_out)
+        part = images[: parity.TRAINING_IMAGES] if held_out else images[parity.TRAINING_IMAGES :]
+        same = (batch["inputs"][:, None] == part).all((2, 3, 4)).any()
+        assert batch["inputs"].shape == (32, 8, 8, 1) and not same
+    assert np.array_equal(parity.image_batch(0, 1)["labels"], parity.image_batch(0, 1)["labels"])
+
+
+def test_the_table_says_what_misses_and_what_is_not_finite(capsys):
+    fine = {"first_bad_step": -1, "calibrations": 1}
+    cells = {
+        "bert/float32/plain/0": fine | {"loss": 2.0, "calibrations": 0},
+        "bert/float32/plain/1": fine | {"loss": 1.0, "calibrations": 0},
+        "bert/fp8/frozen/0": fine | {"loss": 2.02},
+        "bert/fp8/frozen/1": fine | {"loss": 1.03, "first_bad_step": 7},
+        "bert/float16/dynamic/0": fine | {"loss": 2.001},
+        "vit/fp8/frozen/0": fine | {"loss": 2.001},  # nothing to compare it with
+    }
+    Console(width=140).print(parity.summarise(cells))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "bert" in line]
+    assert [line[:4] for line in lines] == [
+        ["bert", "float32", "-", "2"],
+        ["bert", "float16", "dynamic", "1"],
+        ["bert", "fp8", "frozen", "2"],
+    ]
+    assert lines[1][5:7] == ["+0.05%", "-"] and lines[1][-2] == "ok"
+    assert lines[2][5:7] == ["+2.00%", "1.00"] and "MISSED" in lines[2] and "FINITE" in lines[2]
+
+
+def test_bad_arguments_are_refused(capsys):
+    for arguments, message in (
+        (["--steps", "0"], "--steps must be positive, got 0"),
+        (["--models", "gpt12"], "invalid choice: 'gpt12'"),
+    ):
+        with pytest.raises(SystemExit):
+            parity.main(arguments)
+        assert message in capsys.readouterr().err
