@@ -237,7 +237,7 @@ class Calibration:
 
     @property
     def summary(self) -> str:
-        """One sentence: how many tensors there are, what is corrected, and what still loses."""
+        """How many tensors there are, how many are corrected, and how many still lose."""
         every = [*self.state.values(), *self.values.values()]
         lossy = sum(max(m.underflow, m.overflow, m.nonfinite) > 0.01 for m in every)
         operands = sum(m.role == "operand" for m in every)
