@@ -205,6 +205,13 @@ def live_jaxpr(closed: Any) -> jex_core.Jaxpr:
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
+def live_closed_jaxpr(closed: Any) -> Any:
+    """Return a closed jaxpr, with all of its operands, without the equations that nothing needs."""
+    jaxpr = closed.jaxpr
+    live = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)[0]
+    return close_jaxpr(live, closed.consts)
+
+
 def is_staging() -> bool:
     """Tell whether what is computed now becomes an equation of a jaxpr."""
     return isinstance(core.trace_ctx.trace, DynamicJaxprTrace)

@@ -30,6 +30,7 @@ from jax_scalify.interpreter.derivatives import constant_scales, with_user_deriv
 from jax_scalify.interpreter.evaluation import evaluate
 from jax_scalify.interpreter.multiplying import within_range
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.pruning import pruned
 from jax_scalify.interpreter.tracing import argument_name, trace
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.primitives import definitions as primitives
@@ -111,8 +112,8 @@ def scalify(
         else:
             plan = None
             if calibration is not None:
-                plan = calibration.corrections(closed, list(map(argument_name, traced.paths)))
-            call = functools.partial(_scale_call, config=active, corrections=plan)
+                plan = _Plan(closed.jaxpr, calibration, list(map(argument_name, traced.paths)))
+            call = functools.partial(_scale_call, config=active, plan=plan)
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
         out = [_typed(x, aval) for x, aval in zip(out, closed.out_avals, strict=True)]
         if not _compat.is_staging():
@@ -122,13 +123,26 @@ def scalify(
     return scalified
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A calibration of one traced function; what its derivatives interpret besides has none."""
+
+    jaxpr: Any
+    calibration: Calibrated
+    arguments: list[str]
+
+    def corrections(self, jaxpr: Any, live: Any) -> Corrections | None:
+        """The corrections of what is left of a jaxpr, if it is that of the function."""
+        return self.calibration.corrections(live, self.arguments) if jaxpr is self.jaxpr else None
+
+
 def _scale_call(
-    closed: Any,
-    operands: Sequence[Any],
-    config: ScalifyConfig,
-    corrections: Corrections | None = None,
+    closed: Any, operands: Sequence[Any], config: ScalifyConfig, plan: _Plan | None = None
 ) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
+    live = pruned(closed)
+    corrections = None if plan is None else plan.corrections(closed.jaxpr, live)
+    closed = live
     keep_static = not any(is_scaled(x) and not x.is_static for x in operands)
     found = [e.outvars[0] for e in closed.jaxpr.eqns if e.primitive is primitives.match_scale_p]
     matched = [any(var is other for other in found) for var in closed.jaxpr.outvars]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
-from jax_scalify.ops.scaling import cast
+from jax_scalify.nn._products import Form, Matmul, Operand, multiply, sharding_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,13 +67,43 @@ class DotGeneral:
         """Multiply like `jax.lax.dot_general`."""
         dtypes.as_floating(lhs.dtype, "lhs", real=True)
         dtypes.as_floating(rhs.dtype, "rhs", real=True)
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        dims = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
+        form = Form.of(dimension_numbers)
         out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-        explicit = _sharding(lhs) or _sharding(rhs)
-        operands = _Operand.of(lhs), _Operand.of(rhs)
+        return self._multiply(lhs, rhs, None, form, precision, out, out_sharding)
+
+    def ragged(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        dimension_numbers: lax.RaggedDotDimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Multiply like `jax.lax.ragged_dot_general`: see `jsa.nn.ragged_dot_general`."""
+        dtypes.as_floating(lhs.dtype, "lhs", real=True)
+        dtypes.as_floating(rhs.dtype, "rhs", real=True)
+        out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
+        form = Form.of_groups(dimension_numbers, lhs, rhs, group_sizes)
+        return self._multiply(lhs, rhs, group_sizes, form, precision, out, out_sharding)
+
+    def _multiply(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: Any,
+        form: Form,
+        precision: Any,
+        out: Any,
+        out_sharding: Any,
+    ) -> jax.Array:
+        explicit = sharding_of(lhs) or sharding_of(rhs)
+        operands = Operand.of(lhs), Operand.of(rhs)
         own = out_sharding if explicit else None
-        result = _dot(lhs, rhs, _Dot(self, dims, precision, out, own, *operands))
+        matmul = Matmul(self, form, precision, out, own, operands)
+        result = multiply(lhs, rhs, group_sizes, matmul)
         if out_sharding is None or explicit:
             return result
         return lax.with_sharding_constraint(result, out_sharding)
@@ -124,7 +153,6 @@ def dot_general(
 
     Raises:
         TypeError: if an operand or a format is not floating point.
-        NotImplementedError: if it is differentiated twice.
 
     Example:
         >>> x = jnp.full((2, 4), 1.1)
@@ -251,105 +279,3 @@ def linear(
     types = {"precision": precision, "preferred_element_type": preferred_element_type}
     out = matmul(x, kernel, **types, **formats)
     return out if bias is None else out + bias.astype(out.dtype)
-
-
-# The rules for the two passes
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operand:
-    """What a gradient has to look like."""
-
-    dtype: Any
-    sharding: Any
-
-    @classmethod
-    def of(cls, x: Any) -> _Operand:
-        return cls(x.dtype, _sharding(x))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dot:
-    """All that a dot and its backward pass need to know besides the operands."""
-
-    formats: DotGeneral
-    dims: Any
-    precision: Any
-    out: Any
-    out_sharding: Any
-    lhs: _Operand
-    rhs: _Operand
-
-
-def _sharding(x: Any) -> Any:
-    """The sharding that is part of an array's type, on a mesh of explicit axes."""
-    sharding = jax.typeof(x).sharding
-    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-    return sharding if explicit else None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _dot(lhs: Any, rhs: Any, dot: _Dot) -> jax.Array:
-    return _forward(lhs, rhs, dot)[0]
-
-
-def _forward(lhs: Any, rhs: Any, dot: _Dot) -> Any:
-    lhs_dtype, rhs_dtype = dot.formats.forward_dtype
-    lhs, rhs = _once_differentiable((cast(lhs, lhs_dtype), cast(rhs, rhs_dtype)))
-    out = _narrow_dot(lhs, rhs, dot.dims, dot, dot.out, dot.out_sharding)
-    return out, (lhs, rhs)
-
-
-@jax.custom_jvp
-def _once_differentiable(narrow: Any) -> Any:
-    """Return narrow operands; their tangents would be as narrow, and saturate or vanish."""
-    return narrow
-
-
-@functools.partial(_once_differentiable.defjvp, symbolic_zeros=True)
-def _once_differentiable_jvp(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "A matmul of `jax_scalify.nn` or `fp8_matmuls` was differentiated twice: the derivative of "
-        "its backward pass would be rounded to the operands' format. Use `jax.lax.dot_general` "
-        "there, or leave such matmuls out with the `select` of `fp8_matmuls`."
-    )
-
-
-def _backward(dot: _Dot, narrow: Any, cotangent: Any) -> Any:
-    lhs, rhs = narrow
-    cotangent = cast(cotangent, dot.formats.backward_dtype)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dot.dims
-
-    def gradient(other: Any, contract: Any, batch: Any, own: Any, ndim: int, is_lhs: bool) -> Any:
-        own_contract, own_batch = own
-        free = [a for a in range(other.ndim) if a not in contract and a not in batch]
-        own_free = [a for a in range(ndim) if a not in own_contract and a not in own_batch]
-        first = len(own_batch) + (len(own_free) if is_lhs else 0)
-        ct_contract = tuple(range(first, first + len(free)))
-        ct_batch = tuple(range(len(batch)))
-        dims = (ct_contract, tuple(free)), (ct_batch, batch)
-        # The result's dims: batch, own free, the other's contracted in ascending order.
-        order = sorted(range(len(contract)), key=lambda i: contract[i])
-        positions = [*own_batch, *own_free, *(own_contract[i] for i in order)]
-        operand = dot.lhs if is_lhs else dot.rhs
-        sharding = operand.sharding
-        if sharding is not None:
-            spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
-            sharding = sharding.update(spec=jax.P(*(spec[a] for a in positions)))
-        out = _narrow_dot(cotangent, other, dims, dot, operand.dtype, sharding)
-        return lax.transpose(out, [positions.index(a) for a in range(ndim)])
-
-    lhs_dims, rhs_dims = (lhs_contract, lhs_batch), (rhs_contract, rhs_batch)
-    lhs_grad = gradient(rhs, *rhs_dims, lhs_dims, lhs.ndim, True)
-    rhs_grad = gradient(lhs, *lhs_dims, rhs_dims, rhs.ndim, False)
-    return lhs_grad, rhs_grad
-
-
-_dot.defvjp(_forward, _backward)
-
-
-def _narrow_dot(lhs: Any, rhs: Any, dims: Any, dot: _Dot, out: Any, out_sharding: Any) -> jax.Array:
-    """Multiply, with dims as they are: merged ones would lose their places on a mesh."""
-    accumulate = dot.formats.accumulate(out)
-    total = lax.dot_general(lhs, rhs, dims, dot.precision, accumulate, out_sharding=out_sharding)
-    return cast(total, out)

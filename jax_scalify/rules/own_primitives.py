@@ -19,6 +19,7 @@ from jax_scalify.interpreter.operand import Facts, Operand, defer, settled, spli
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, register_value_rule
 from jax_scalify.interpreter.value import Plain, Value, filled
 from jax_scalify.primitives import definitions as primitives
+from jax_scalify.primitives.straight_through import straight_through_p
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.products import times
 from jax_scalify.scales import algebra
@@ -82,6 +83,12 @@ def _moved(raw: Any, factor: Scale, scale: Scale) -> ScaledArray:
 def cast_rule(ctx: RuleContext, x: Operand, *, dtype: Any) -> ScaledArray:
     """The data only, saturating; scale unchanged."""
     return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0]), dtype), x.scale)
+
+
+@register_scale_rule(straight_through_p, elements="same")
+def straight_through_rule(ctx: RuleContext, x: Operand, *_: Any, **params: Any) -> ScaledArray:
+    """The value, as it is: inside `scalify` derivatives have been taken already."""
+    return x
 
 
 @register_scale_rule(primitives.stochastic_cast_p, elements="cast")

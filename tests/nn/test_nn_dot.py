@@ -282,13 +282,78 @@ def test_a_branch_without_the_matmul():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("second", [jax.grad, jax.jacfwd])
-def test_second_derivatives_are_refused(second):
-    """They were derivatives of the cast operands, and as narrow: nan, or 0."""
+def derivatives(multiply, lhs, rhs):
+    """Hessian-vector products of both modes, and the gradient of a penalty."""
+    towards = lhs[::-1], rhs[::-1]
+
+    def loss(at):
+        return jnp.sum(jnp.tanh(multiply(*at)))
+
+    def penalty(at):
+        return sum(jnp.sum(g**2) for g in jax.grad(loss)(at))
+
+    def along(at):
+        return sum(jnp.sum(g * t) for g, t in zip(jax.grad(loss)(at), towards))
+
+    at = lhs, rhs
+    return jax.jvp(jax.grad(loss), (at,), (towards,))[1], jax.grad(along)(at), jax.grad(penalty)(at)
+
+
+@pytest.mark.parametrize("name", ["plain", "permuted-contracting", "everything", "outer"])
+def test_second_derivatives(name):
+    """In formats that round nothing they are those of `lax.dot_general`."""
+    lhs, rhs, _, dims = make(name)
+    wide = dict(forward_dtype=jnp.float32, backward_dtype=jnp.float32)
+    ours = lambda a, b: jsa.nn.dot_general(a, b, dims, **wide)  # noqa: E731
+    got = jax.jit(lambda: derivatives(ours, lhs, rhs))()
+    want = derivatives(lambda a, b: lax.dot_general(a, b, dims), lhs, rhs)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_second_derivatives_in_fp8_inside_scalify(dtype):
+    """Small values keep theirs: they were as narrow as the operands, and nan or 0."""
     lhs, rhs, _, dims = make("plain")
-    first = jax.grad(lambda b: jnp.sum(jsa.nn.dot_general(lhs, b, dims) ** 2))
-    with pytest.raises(NotImplementedError, match="differentiated twice"):
-        second(lambda b: jnp.sum(first(b) ** 2))(rhs)
+    rhs = rhs / 8
+
+    def run(a, b):
+        return derivatives(lambda x, y: jsa.nn.dot_general(x, y, dims), a, b)
+
+    want = jax.tree.leaves(derivatives(lambda a, b: lax.dot_general(a, b, dims), lhs, rhs))
+    args = [jsa.as_scaled_array(x, scale="rms", dtype=dtype) for x in (lhs, rhs)]
+    for given in (args, jsa.freeze_scales(args)):
+        got = jax.tree.leaves(jsa.asarray(jax.jit(jsa.scalify(run))(*given), jnp.float32))
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, atol=0.15 * float(jnp.abs(y).max()))
+    plain = jax.tree.leaves(run(lhs, rhs))
+    for x, y in zip(plain, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=0.15 * float(jnp.abs(y).max()))
+
+
+@pytest.mark.parametrize("where", ["scan", "remat", "vmap"])
+def test_second_derivatives_in_structures(where):
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=s) / 2, jnp.float32) for s in ((2, 4, 4), (3, 4)))
+
+    def loss(w, dot):
+        def layer(h, w):
+            return jnp.tanh(dot(h, w)), None
+
+        if where == "scan":
+            return jnp.sum(lax.scan(layer, x, w)[0] ** 2)
+        if where == "remat":
+            return jnp.sum(jax.checkpoint(lambda h: layer(layer(h, w[0])[0], w[1])[0])(x) ** 2)
+        return jnp.sum(jax.vmap(lambda row: layer(row[None], w[0])[0])(x) ** 2)
+
+    wide = dict(forward_dtype=jnp.float32, backward_dtype=jnp.float32)
+    dots = lambda a, b: jsa.nn.matmul(a, b, **wide), jnp.matmul  # noqa: E731
+    got, want = (
+        jax.jit(lambda w, d=d: jax.jvp(jax.grad(lambda w: loss(w, d)), (w,), (jnp.cos(w),))[1])(w)
+        for d in dots
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert np.any(np.asarray(want))
 
 
 def test_flax_layers_take_these():

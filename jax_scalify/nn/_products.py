@@ -1,0 +1,304 @@
+"""The two passes of a matmul, dense or of groups, in formats of their own, and what follows.
+
+A backward pass needs the narrow operands of a matmul. Each product has the derivative of the wide
+arrays that its operands were, so that gradients can be differentiated again, in these dtypes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import _compat
+from jax_scalify.base import dtypes
+from jax_scalify.ops.scaling import cast
+from jax_scalify.primitives.straight_through import straight_through
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Which dims of two operands are contracted, and which are divided into groups.
+
+    Attributes:
+        contract, batch: dims of the left and of the right operand.
+        ragged: the left operand's dim whose rows lie in groups, one after the other; None of a
+            dense product. A contracted one is that of both operands, and gives a result a group.
+        group: the right operand's dim that has a matrix for each group; None if `ragged` is
+            contracted.
+    """
+
+    contract: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    ragged: int | None = None
+    group: int | None = None
+
+    @classmethod
+    def of(
+        cls, dimension_numbers: Any, ragged: int | None = None, group: int | None = None
+    ) -> Form:
+        """The form with the dimension numbers of `lax.dot_general`."""
+        contract, batch = (tuple(map(tuple, pair)) for pair in dimension_numbers)
+        return cls(contract, batch, ragged, group)
+
+    @classmethod
+    def of_groups(cls, numbers: Any, lhs: Any, rhs: Any, group_sizes: Any) -> Form:
+        """The form with the dimension numbers of `lax.ragged_dot_general`, for these arrays."""
+        shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+        kind = jnp.int32 if jnp.issubdtype(group_sizes.dtype, jnp.integer) else jnp.float32
+        sizes = jax.ShapeDtypeStruct(group_sizes.shape, kind)
+        jax.eval_shape(lambda *xs: lax.ragged_dot_general(*xs, numbers), *shapes, sizes)
+        (ragged,) = numbers.lhs_ragged_dimensions
+        _check_group_sizes(group_sizes, lhs.shape[ragged])
+        if ragged in numbers.dot_dimension_numbers[1][0]:  # JAX multiplies the whole batch
+            return cls.of(numbers.dot_dimension_numbers)
+        return cls.of(numbers.dot_dimension_numbers, ragged, *numbers.rhs_group_dimensions)
+
+    @property
+    def numbers(self) -> Any:
+        """The dimension numbers, as `lax` takes them."""
+        dims = self.contract, self.batch
+        if self.ragged is None:
+            return dims
+        group = [] if self.group is None else [self.group]
+        return lax.RaggedDotDimensionNumbers(dims, [self.ragged], group)
+
+    @property
+    def is_by_group(self) -> bool:
+        """Whether the result has a matrix for each group."""
+        return self.ragged is not None and self.group is None
+
+    def free(self, side: int, ndim: int) -> list[int]:
+        """The dims of an operand that are neither contracted nor of a batch nor of groups."""
+        taken = (*self.contract[side], *self.batch[side], *([self.group] if side else ()))
+        return [a for a in range(ndim) if a not in taken]
+
+    def multiply(
+        self, lhs: Any, rhs: Any, group_sizes: Any, precision: Any, accumulate: Any, sharding: Any
+    ) -> Any:
+        """Multiply as `lax` does."""
+        types = dict(precision=precision, preferred_element_type=accumulate, out_sharding=sharding)
+        if self.ragged is None:
+            return lax.dot_general(lhs, rhs, self.numbers, **types)
+        return lax.ragged_dot_general(lhs, rhs, group_sizes, self.numbers, **types)
+
+    def multiply_densely(
+        self, lhs: Any, rhs: Any, group_sizes: Any, precision: Any, accumulate: Any, sharding: Any
+    ) -> Any:
+        """Multiply so that JAX knows every derivative: it lacks that of a sum over groups."""
+        if not self.is_by_group:
+            return self.multiply(lhs, rhs, group_sizes, precision, accumulate, sharding)
+        if group_sizes.ndim != 1:
+            raise NotImplementedError(
+                "The second derivative of a `ragged_dot` is known for `group_sizes` of shape "
+                f"(groups,), got {group_sizes.shape}."
+            )
+        lhs = jnp.where(self._membership(lhs, group_sizes), lhs, jnp.zeros((), lhs.dtype))
+        contract = tuple(a + 1 for a in self.contract[0]), self.contract[1]
+        batch = tuple(a + 1 for a in self.batch[0]), self.batch[1]
+        out = lax.dot_general(lhs, rhs, (contract, batch), precision, accumulate)
+        out = jnp.moveaxis(out, len(batch[0]), 0)
+        return out if sharding is None else jax.sharding.reshard(out, sharding)
+
+    def _membership(self, lhs: Any, group_sizes: Any) -> Any:
+        """Which group has which row: `(groups, ...)`, with 1 for the other dims of `lhs`."""
+        ends = jnp.cumsum(group_sizes)[:, None]
+        rows = jnp.arange(lhs.shape[self.ragged], dtype=group_sizes.dtype)
+        member = (ends - group_sizes[:, None] <= rows) & (rows < ends)
+        others = [a + 1 for a in range(lhs.ndim) if a != self.ragged]
+        return jnp.expand_dims(member, others)
+
+    def gradient(self, side: int, ndims: tuple[int, int]) -> Gradient:
+        """How an operand's gradient is a product of the cotangent and the other operand.
+
+        The cotangent has the dims: group, batch, lhs free, rhs free.
+        """
+        other, count, start = 1 - side, len(self.batch[0]), int(self.is_by_group)
+        free, own_free = self.free(other, ndims[other]), self.free(side, ndims[side])
+        first = start + count + (0 if side else len(own_free))
+        ct_free, ct_batch = _range(first, len(free)), _range(start, count)
+        # Among the result's dims are the other's contracted ones, in ascending order.
+        order = sorted(range(len(self.contract[other])), key=lambda i: self.contract[other][i])
+        contracted = [self.contract[side][i] for i in order]
+        batch = self.batch[side]
+        if self.is_by_group or self.ragged is not None and side:
+            contract, batches = (tuple(free), ct_free), (self.batch[other], ct_batch)
+            if self.is_by_group:
+                ragged = self.contract[other][self.contract[0].index(self.ragged)]
+                form, group = Form(contract, batches, ragged, 0), ()
+            else:
+                form, group = Form(contract, batches, self.ragged), (self.group,)
+            return Gradient(form, False, (*group, *batch, *contracted, *own_free))
+        ragged = None if self.ragged is None else count + own_free.index(self.ragged)
+        form = Form((ct_free, tuple(free)), (ct_batch, self.batch[other]), ragged, self.group)
+        return Gradient(form, True, (*batch, *own_free, *contracted))
+
+
+def _check_group_sizes(group_sizes: Any, rows: int) -> None:
+    """Refuse sizes that no rows can have, if they are known."""
+    if _compat.is_traced(group_sizes) or not getattr(group_sizes, "is_fully_addressable", True):
+        return
+    sizes = np.asarray(group_sizes)
+    total = int(np.max(np.sum(sizes, -1), initial=0))
+    if np.any(sizes < 0) or total > rows:
+        raise ValueError(
+            f"`group_sizes` must not be negative, and add up to at most the {rows} rows that "
+            f"`lhs` has, got {sizes.tolist()}, which add up to {total}. Count the rows of each "
+            "group, as `jnp.bincount(group_of_row, length=groups)` does."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """The product that is a gradient.
+
+    Attributes:
+        form: of the product.
+        cotangent_first: whether the cotangent is its left operand.
+        positions: the operand's dims that its dims are.
+    """
+
+    form: Form
+    cotangent_first: bool
+    positions: tuple[int, ...]
+
+
+def _range(start: int, count: int) -> tuple[int, ...]:
+    return tuple(range(start, start + count))
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What a gradient has to look like."""
+
+    dtype: Any
+    sharding: Any
+
+    @classmethod
+    def of(cls, x: Any) -> Operand:
+        return cls(x.dtype, sharding_of(x))
+
+
+def sharding_of(x: Any) -> Any:
+    """The sharding that is part of an array's type, on a mesh of explicit axes."""
+    sharding = jax.typeof(x).sharding
+    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    return sharding if explicit else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """All that a matmul and its backward pass need to know besides the arrays.
+
+    Attributes:
+        formats: a `DotGeneral`.
+        form: the dims.
+        precision: as `lax` takes it.
+        out: dtype of the result.
+        out_sharding: of the result, on a mesh of explicit axes; else None.
+        operands: what their gradients look like.
+    """
+
+    formats: Any
+    form: Form
+    precision: Any
+    out: Any
+    out_sharding: Any
+    operands: tuple[Operand, Operand]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def multiply(lhs: Any, rhs: Any, group_sizes: Any, matmul: Matmul) -> jax.Array:
+    """Multiply in the formats of the forward pass; derivatives have theirs.
+
+    Args:
+        lhs: array of a floating dtype.
+        rhs: array of a floating dtype.
+        group_sizes: integers; None of a dense product.
+        matmul: how.
+    """
+    return _forward(lhs, rhs, group_sizes, matmul)[0]
+
+
+def _forward(lhs: Any, rhs: Any, group_sizes: Any, matmul: Matmul) -> Any:
+    wide = lhs, rhs
+    pairs = zip(wide, matmul.formats.forward_dtype, strict=True)
+    narrow = tuple(_narrowed(x, dtype) for x, dtype in pairs)
+    product = _Product(matmul.form, matmul, matmul.out, matmul.out_sharding)
+    return product(narrow, wide, group_sizes), (narrow, wide, group_sizes)
+
+
+def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
+    narrow, wide, group_sizes = residuals
+    narrow_cotangent = _narrowed(cotangent, matmul.formats.backward_dtype)
+    ndims = narrow[0].ndim, narrow[1].ndim
+    form = matmul.form
+    if form.is_by_group and group_sizes.ndim > 1 and len(form.contract[0]) > 1:
+        raise NotImplementedError(
+            "The gradient of a `ragged_dot_general` over several contracted dims takes "
+            f"`group_sizes` of shape (groups,), got {group_sizes.shape}."
+        )
+
+    def gradient(side: int) -> Any:
+        operand, found = matmul.operands[side], form.gradient(side, ndims)
+        positions, sharding = found.positions, operand.sharding
+        if sharding is not None:
+            spec = (*sharding.spec, *(None,) * (ndims[side] - len(sharding.spec)))
+            sharding = sharding.update(spec=jax.P(*(spec[a] for a in positions)))
+        arrays = [(narrow_cotangent, cotangent), (narrow[1 - side], wide[1 - side])]
+        both = zip(*(arrays if found.cotangent_first else arrays[::-1]))
+        product = _Product(found.form, matmul, operand.dtype, sharding)
+        out = product(*both, group_sizes)
+        return lax.transpose(out, [positions.index(a) for a in range(ndims[side])])
+
+    return gradient(0), gradient(1), None
+
+
+multiply.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Product:
+    """One of the three products of a matmul."""
+
+    form: Form
+    matmul: Matmul
+    out: Any
+    out_sharding: Any
+
+    def __call__(self, narrow: Any, wide: Any, group_sizes: Any) -> Any:
+        """Multiply narrow arrays; the derivative is that of the wide ones."""
+        sums = self.matmul.formats.accumulate(self.out)
+        value = self._multiply(self.form.multiply, *narrow, group_sizes, sums)
+        sizes = () if group_sizes is None else (group_sizes,)
+        return straight_through(value, self._of_wide, *narrow, *wide, *sizes)
+
+    def _of_wide(self, *arrays: Any) -> Any:
+        """The product in the dtypes of the wide arrays, of the numbers that the narrow ones are."""
+        pairs = zip(arrays[:2], arrays[2:4], strict=True)
+        known = [straight_through(n.astype(w.dtype), _same, w) for n, w in pairs]
+        sizes = arrays[4] if len(arrays) > 4 else None
+        sums = dtypes.sum_dtype(self.out)
+        return self._multiply(self.form.multiply_densely, *known, sizes, sums)
+
+    def __repr__(self) -> str:
+        return "product"  # it stands in jaxprs
+
+    def _multiply(self, multiply: Callable, lhs: Any, rhs: Any, sizes: Any, sums: Any) -> Any:
+        total = multiply(lhs, rhs, sizes, self.matmul.precision, sums, self.out_sharding)
+        return cast(total, self.out)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _narrowed(x: Any, dtype: Any) -> Any:
+    """Cast to the format of a matmul, without a derivative."""
+    return straight_through(cast(x, dtype))

@@ -1,0 +1,83 @@
+"""A value that has the derivative of something else.
+
+JAX gives a tangent the dtype of its value: a float8 array has float8 tangents, which vanish. Here
+a value that was computed of narrow arrays gets the derivative of a function of wide ones. Where
+nobody differentiates, it is the value and nothing else, and the wide arrays are dead: XLA drops
+them, from loops too, and `scalify` does so before (`interpreter/pruning.py`).
+
+It is a primitive since JAX 0.10 forgets the rule of a `jax.custom_jvp` function inside of a `scan`
+that is differentiated in reverse mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching
+
+from jax_scalify.primitives.definitions import define
+
+straight_through_p = define("straight_through", lambda x, *_, **__: x, lambda x, *_, **__: x)
+
+
+def straight_through(value: jax.Array, function: Callable | None = None, *operands: Any) -> Any:
+    """Return a value with the derivative of `function(*operands)`, or without any.
+
+    Args:
+        value: array.
+        function: gives an array of its shape and dtype, and is differentiable as often as needed.
+        *operands: arrays.
+
+    Example:
+        >>> f = lambda x: straight_through(jnp.round(x), jnp.square, x)
+        >>> print(f(3.2), jax.grad(f)(3.2))
+        3.0 6.4
+    """
+    return straight_through_p.bind(value, *operands, function=function)
+
+
+def _jvp(primals: Any, tangents: Any, *, function: Callable | None) -> Any:
+    out = straight_through_p.bind(*primals, function=function)
+    operands = primals[1:]
+    moved = [i for i, t in enumerate(tangents[1:]) if type(t) is not ad.Zero]
+    if function is None or not moved:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+    def of_moved(*xs: Any) -> Any:
+        full = list(operands)
+        for i, x in zip(moved, xs, strict=True):
+            full[i] = x
+        return function(*full)
+
+    xs, slopes = [operands[i] for i in moved], [tangents[1 + i] for i in moved]
+    return out, jax.jvp(of_moved, xs, slopes)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A function of operands some of which have one axis more, in front."""
+
+    function: Callable
+    dims: tuple[int | None, ...]
+    size: int
+
+    def __call__(self, *operands: Any) -> Any:
+        return jax.vmap(self.function, self.dims, axis_size=self.size)(*operands)
+
+
+def _batch(args: Any, dims: Any, *, function: Callable | None) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    if dims[0] is None:
+        args[0] = jnp.broadcast_to(args[0], (size, *args[0].shape))
+    if function is not None:
+        function = _Mapped(function, tuple(None if d is None else 0 for d in dims[1:]), size)
+    return straight_through_p.bind(*args, function=function), 0
+
+
+ad.primitive_jvps[straight_through_p] = _jvp
+batching.primitive_batchers[straight_through_p] = _batch
