@@ -48,6 +48,8 @@ class Matmul:
             its dtype and layout; empty if it was computed.
         rhs_name: likewise.
         dimension_numbers: as in `jax.lax.dot_general`.
+        group_dimensions: the right operand's dims that hold a matrix for each group of rows, as
+            for each expert in `jax.lax.ragged_dot`; empty of any other.
     """
 
     scope: str
@@ -56,14 +58,18 @@ class Matmul:
     lhs_name: str
     rhs_name: str
     dimension_numbers: Any
+    group_dimensions: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """`(m, n, k)`: the left and the right operand's free and the contracted size."""
+        """`(m, n, k)`: the left and the right operand's free and the contracted size.
+
+        Of groups, `m` (or `k`, if that is what is divided) is the number of all rows together.
+        """
         contract, batch = self.dimension_numbers
         frees = []
         for x, own in ((self.lhs, 0), (self.rhs, 1)):
-            taken = {*contract[own], *batch[own]}
+            taken = {*contract[own], *batch[own], *(self.group_dimensions if own else ())}
             frees.append(math.prod(n for a, n in enumerate(x.shape) if a not in taken))
         return frees[0], frees[1], math.prod(self.lhs.shape[a] for a in contract[0])
 
@@ -73,7 +79,7 @@ Predicate = Callable[[Matmul], bool]
 
 
 def linear_layers(matmul: Matmul) -> bool:
-    """Those without batch dims: no attention scores, no attention-weighted values."""
+    """Those without batch dims: no attention scores and values, but experts of `ragged_dot`."""
     return not matmul.dimension_numbers[1][0]
 
 
@@ -135,9 +141,10 @@ def fp8_matmuls(
     backward_dtype: Any = jnp.float8_e5m2,
     accumulation_dtype: Any = None,
 ) -> Callable:
-    """Transform a forward function so that its matmuls are those of `jsa.nn.dot_general`.
+    """Transform a forward function so that its matmuls are those of `jsa.nn`.
 
-    The function is an ordinary one, of any library; differentiate the result:
+    Each `dot_general` becomes `jsa.nn.dot_general`, and each `ragged_dot`, as experts have, becomes
+    `jsa.nn.ragged_dot`. The function is an ordinary one, of any library; differentiate the result:
     `jsa.scalify(jax.grad(jsa.fp8_matmuls(loss)))`. The backward pass has FP8 matmuls too. Matmuls
     inside `jit`, `scan`, `while_loop`, `cond` and `jax.checkpoint` are found; those inside
     `shard_map` or a function with derivative rules of its own (`jax.custom_vjp`), and those of
@@ -154,8 +161,8 @@ def fp8_matmuls(
             in bfloat16 or float64, bfloat16 for results in float16, else float32.
 
     Returns:
-        A function of the same arguments and results. Its derivatives are of reverse mode, and the
-        first ones only.
+        A function of the same arguments and results. Its derivatives are of reverse mode; second
+        ones (of either mode) are computed in the dtypes that the operands had.
 
     Raises:
         TypeError: if `fun` or `select` is not callable, or a format not floating point; when
@@ -201,6 +208,8 @@ def fp8_matmuls(
 
     return rewritten
 
+
+_MATMULS = ("dot_general", "ragged_dot_general")
 
 # The parameters that hold the jaxprs of a primitive.
 _BODIES = {
@@ -255,18 +264,14 @@ class _Rewriter:
 
     def _equation(self, eqn: Any, operands: list[Any], names: list[str], scope: str) -> Any:
         name, params = eqn.primitive.name, eqn.params
-        if name == "dot_general" and self._selects(eqn, names, scope):
+        if name in _MATMULS and self._selects(eqn, names, scope):
             if "transpose(" in scope:
                 self.in_backward_pass.append(scope)
-            lhs, rhs = operands
-            return self.dot(
-                lhs,
-                rhs,
-                params["dimension_numbers"],
-                params["precision"],
-                eqn.outvars[0].aval.dtype,
-                out_sharding=params.get("out_sharding"),
-            )
+            numbers = params.get("dimension_numbers") or params["ragged_dot_dimension_numbers"]
+            multiply = self.dot if name == "dot_general" else self.dot.ragged
+            out = eqn.outvars[0].aval.dtype
+            sharding = params.get("out_sharding")
+            return multiply(*operands, numbers, params["precision"], out, out_sharding=sharding)
         params = eqn.primitive.get_bind_params(params)
         for key in _BODIES.get(name, ()):
             bodies = params[key]
@@ -279,17 +284,22 @@ class _Rewriter:
         return eqn.primitive.bind(*operands, **params)
 
     def _selects(self, eqn: Any, names: list[str], scope: str) -> bool:
-        lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+        operands = eqn.invars[:2]
+        lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands)
         wide = [jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs)]
         if not all(wide) or any(dtypes.is_narrow_float(x.dtype) for x in (lhs, rhs)):
             return False
-        numbers = eqn.params["dimension_numbers"]
-        return self.select(Matmul(scope, lhs, rhs, names[0], names[1], numbers))
+        ragged = eqn.params.get("ragged_dot_dimension_numbers")
+        if ragged is None:
+            dims = eqn.params["dimension_numbers"], ()
+        else:
+            dims = ragged.dot_dimension_numbers, tuple(ragged.rhs_group_dimensions)
+        return self.select(Matmul(scope, lhs, rhs, names[0], names[1], *dims))
 
     def _body(self, body: Any, names: list[str], scope: str) -> Any:
         """Rewrite a jaxpr of an equation, closed or not, which keeps its operands and results."""
         closed = body if hasattr(body, "consts") else _compat.close_jaxpr(body, ())
-        if all(e.primitive.name != "dot_general" for e in all_equations(closed.jaxpr)):
+        if all(e.primitive.name not in _MATMULS for e in all_equations(closed.jaxpr)):
             return body
 
         def flat(*args: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from jax_scalify.nn.losses import (
     squared_error,
 )
 from jax_scalify.nn.normalization import batch_norm, group_norm, layer_norm, rms_norm, standardize
+from jax_scalify.nn.ragged import ragged_dot, ragged_dot_general
 from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
 
 __all__ = [
@@ -50,6 +51,8 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "matmul",
+    "ragged_dot",
+    "ragged_dot_general",
     "relu",
     "residual_add",
     "rms_norm",

@@ -54,7 +54,7 @@ def check_fp8(
         A report with a row for each matmul; `print` shows a table, `to_json` is for programs. A
         dot is eligible if its operands are E4M3 x E4M3 or E4M3 x E5M2 in either order (the formats
         of NVIDIA), its result is bfloat16, float16 or float32, and each operand has a contracting
-        dim and a free dim: XLA merges several.
+        dim and a free dim: XLA merges several. A ragged dot is one, of all groups at once.
 
     Raises:
         TypeError: if `fun` is not callable, or an argument of a function that is not jitted is
@@ -124,7 +124,7 @@ def _matmuls(jaxpr: Any) -> Iterator[tuple[JaxprEqn, str, int | None]]:
 def _as_traced(eqn: JaxprEqn, path: str, runs: int | None) -> Matmul:
     lhs, rhs, out = _avals(eqn)
     dtypes = [_short_name(aval.dtype) for aval in (lhs, rhs, out)]
-    reasons = [*_wrong_dtypes(*dtypes)]
+    reasons, notes = [*_wrong_dtypes(*dtypes)], []
     op = eqn.primitive.name
     if op == "conv_general_dilated":
         sizes = _conv_sizes(eqn)
@@ -132,13 +132,16 @@ def _as_traced(eqn: JaxprEqn, path: str, runs: int | None) -> Matmul:
     elif op == "ragged_dot_general":
         ragged = eqn.params["ragged_dot_dimension_numbers"]
         dims = ragged.dot_dimension_numbers
-        sizes = hlo.product_sizes(lhs.shape, rhs.shape, dims, ragged.rhs_group_dimensions)
-        reasons.append("a ragged dot: only dot_general is known to become an FP8 kernel")
+        groups = ragged.rhs_group_dimensions
+        sizes = hlo.product_sizes(lhs.shape, rhs.shape, dims, groups)
+        reasons += _wrong_dims(lhs.ndim, rhs.ndim - len(groups), *dims)
+        count = eqn.invars[2].aval.shape[-1]
+        notes.append(f"a ragged dot: GPUs multiply each row with all {count} groups, masked")
     else:
         dims = eqn.params["dimension_numbers"]
         sizes = hlo.product_sizes(lhs.shape, rhs.shape, dims)
         reasons += _wrong_dims(lhs.ndim, rhs.ndim, *dims)
-    notes = list(reasons)
+    notes = [*reasons, *notes]
     uneven = [name for name in "mkn" if getattr(sizes, name) % 16]
     if not reasons and uneven:
         notes.append("M, K or N is no multiple of 16: cuBLASLt pads, or may refuse")

@@ -15,6 +15,7 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.interpreter.multiplying import multiply
 from jax_scalify.interpreter.operand import Facts, Operand, split, split_product, with_scale
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
@@ -23,9 +24,10 @@ from jax_scalify.primitives.narrow_dot import (
     narrow_dot_general,
     narrow_dot_p,
 )
-from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
+from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
 from jax_scalify.rules.shared.products import factors_in_range
+from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
 
@@ -179,32 +181,56 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     return finish(ctx, total, scale, factor, exponent)
 
 
+def _along_rows(ctx: RuleContext, scale: Any, group_sizes: Any, dims: Any) -> Any:
+    """Lay a scale for each group along the rows of a result, each row with its group's."""
+    (ragged,), (contract, batch) = dims.lhs_ragged_dimensions, dims.dot_dimension_numbers
+    free = [a for a in range(ctx.in_avals[0].ndim) if a not in (*contract[0], *batch[0])]
+    shape = [1] * ctx.out_avals[0].ndim
+    place = len(batch[0]) + free.index(ragged)
+    shape[place] = ctx.out_avals[0].shape[place]
+    rows = jnp.repeat(jnp.ravel(scale), group_sizes, total_repeat_length=shape[place])
+    return lax.reshape(rows, shape)
+
+
 @register_scale_rule("ragged_dot_general", elements="summed", degree="product")
 def ragged_dot_general_rule(
     ctx: RuleContext,
     lhs: Operand,
     rhs: Operand,
-    *group_sizes: Any,
+    group_sizes: Any,
+    *,
     ragged_dot_dimension_numbers: Any,
     preferred_element_type: Any = None,
     **params: Any,
 ) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale * pow2(K**p)`, one scale an operand; p as of `dot_general`.
 
-    Where the contracted axis is the ragged one, K is its mean length a group.
+    Where rhs has a scale for each group, rows get their group's ratio to the largest before they
+    are cast. Where the contracted axis is the ragged one, K is its mean length a group.
     """
-    lhs, rhs = factors_in_range(ctx, *map(uniform_over, _full(ctx, lhs, rhs)))
+    dims = ragged_dot_dimension_numbers
+    (contract, _), _ = dims.dot_dimension_numbers
+    lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
+    lhs, ratio = uniform_over(lhs), ONE
+    others = set(range(rhs.ndim)) - set(dims.rhs_group_dimensions)
+    rhs = uniform_over(rhs, sorted(others))
+    if rhs.scale.ndim and group_sizes.ndim == 1:
+        whole = largest(rhs.scale)
+        ratio = algebra.alignment(rhs.scale, whole)
+        rhs = with_scale(rhs, whole)
+    else:
+        rhs = uniform_over(rhs)
     *data, exponent = split_product(lhs, rhs)
-    total = ctx.bind(
-        *data,
-        *group_sizes,
-        ragged_dot_dimension_numbers=ragged_dot_dimension_numbers,
-        preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
-        **params,
-    )
-    (contract, _), _ = ragged_dot_dimension_numbers.dot_dimension_numbers
+    kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
+    keeps_16_bits = ctx.config.sum_dtype is None
+    keeps_16_bits &= all(dtypes.is_narrow_float(k) or k == jnp.bfloat16 for k in kinds)
+    preferred = (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)
+    params |= dict(ragged_dot_dimension_numbers=dims, preferred_element_type=preferred)
+    total = ctx.bind(*data, group_sizes, **params)
+    if not ratio.is_one:
+        total = multiply(total, ratio.map(lambda s: _along_rows(ctx, s, group_sizes, dims)))
     count = math.prod(lhs.shape[a] for a in contract)
-    if set(contract) & set(ragged_dot_dimension_numbers.lhs_ragged_dimensions):
+    if set(contract) & set(dims.lhs_ragged_dimensions):
         count //= max(1, ctx.in_avals[2].shape[-1])
     terms = Terms.of(lhs, rhs)
     return finish(ctx, total, lhs.scale * rhs.scale, growth(ctx, count, terms), exponent)
