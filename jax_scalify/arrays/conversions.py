@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
+from jax_scalify.arrays.leaf_rules import Options
 from jax_scalify.arrays.nnx_objects import map_states
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
@@ -27,16 +27,6 @@ from jax_scalify.arrays.scaled_array import (
 from jax_scalify.arrays.stored_names import is_key
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
-
-
-def _own_axes(axis: Any) -> tuple[int, ...]:
-    """The axes that `axis` names."""
-    if axis is None:
-        return ()
-    try:
-        return tuple(map(operator.index, axis if isinstance(axis, Iterable) else [axis]))
-    except TypeError:
-        raise TypeError(f"`axis` must be an int or a sequence of ints, got {axis!r}.") from None
 
 
 def _keepdims_axes(own: tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -123,17 +113,21 @@ def _scale_of(data: jax.Array, stat: str, axes: tuple[int, ...] | None, dtype: A
     return jnp.where(jnp.isfinite(size), power, jnp.ones_like(power))
 
 
-def _convert(leaf: Any, path: tuple, scale: Any, dtype: Any, scale_dtype: Any, axis: Any) -> Any:
-    if is_scaled(leaf):
-        return leaf if dtype is None else leaf.astype(dtype)
+def _convert(leaf: Any, path: tuple, options: Options) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "OUS":
         raise TypeError(
             f"`tree{tree_util.keystr(path)}` is an array of dtype {leaf.dtype}: only numbers have "
             "scales. Remove it from the tree or convert it to a numeric dtype."
         )
-    kind = dtypes.leaf_dtype(leaf)
+    kind = leaf.dtype if is_scaled(leaf) else dtypes.leaf_dtype(leaf)
     if kind is None or not dtypes.is_scalable(kind):
         return leaf
+    found = options.of_leaf(path, leaf)
+    if found is None:
+        return leaf
+    scale, dtype, scale_dtype, axis = found
+    if is_scaled(leaf):
+        return leaf if dtype is None else leaf.astype(dtype)
     data = jnp.asarray(leaf)
     power = _choose_scale(data, scale, scale_dtype, axis)
     return ScaledArray(_divided(data, align_scale(power, data.ndim), dtype), power)
@@ -170,6 +164,11 @@ def as_scaled_array(
         axis: axis or axes along which every index has a scale of its own, of shape `(..., n, ...)`
             with 1 for the other axes. A leaf without that axis has one scale.
 
+    Each of `scale`, `dtype` and `axis` may be a rule instead: a function of a key path of
+    `jax.tree_util` and of the floating leaf there, which returns what the argument would be. A leaf
+    of which `dtype` or `scale` returns `None` stays as it is, without a scale; from `axis`, `None`
+    means one scale.
+
     Returns:
         The tree with `ScaledArray` leaves whose scales are dynamic.
 
@@ -178,26 +177,32 @@ def as_scaled_array(
             floating point; for a `scale_dtype` that cannot hold the exponents of float32; for an
             `axis` that is no int.
         ValueError: for a `scale` that is negative, nan, infinite, of a shape that does not fit,
-            or 0 where the leaf is not zero; for an unknown statistic.
+            or 0 where the leaf is not zero; for an unknown statistic; for a rule that returns
+            `None` for every leaf, or an axis that its leaf does not have.
 
     Example:
         >>> w = as_scaled_array({"w": jnp.full((2, 2), 0.03)}, scale="rms", dtype=jnp.float16)
         >>> print(w["w"].scale, w["w"].dtype)
         0.015625 float16
+        >>> def rule(path, leaf):
+        ...     return jnp.float8_e4m3fn if "kernel" in jax.tree_util.keystr(path) else leaf.dtype
+        >>> params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+        >>> jsa.tree.map(lambda x: str(x.dtype), as_scaled_array(params, dtype=rule))
+        {'bias': 'float32', 'kernel': 'float8_e4m3fn'}
     """
-    if isinstance(scale, str) and scale not in ("rms", "max"):
-        raise ValueError(
-            f'`scale` must be None, a number, an array, "rms" or "max", got {scale!r}.'
-        )
-    if dtype is not None:
-        dtype = dtypes.as_floating(dtype, "dtype")
-    scale_dtype = check_scale_dtype(scale_dtype)
+    options = Options.of(scale, dtype, axis, scale_dtype)
     check_scaled(tree)
-    convert = functools.partial(
-        _convert, scale=scale, dtype=dtype, scale_dtype=scale_dtype, axis=_own_axes(axis)
-    )
+    paths: list[str] = []
 
-    return _map_leaves(convert, tree)
+    def convert(leaf: Any, path: tuple) -> Any:
+        found = _convert(leaf, path, options)
+        if options.rules and dtypes.is_scalable(getattr(found, "dtype", np.int32)):
+            paths.append(tree_util.keystr(path))
+        return found
+
+    out = _map_leaves(convert, tree)
+    options.check_matches(paths)
+    return out
 
 
 def _map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
