@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_scalify.arrays.nnx_objects import PureCall, pure_call
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
+from jax_scalify.interpreter.widening import cast_late, wider_dtype
 
 _CLOSED_OVER = (
     "jax_scalify: inside a transformed function every value is a plain array. Pass a ScaledArray "
@@ -71,6 +74,7 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
     dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
     out_tree: Any = None
     static_results: dict[int, Any] = {}
+    wider: dict[int, Any] = {}  # dtypes of FP8 arguments that meet wider ones
 
     def flat(args: Any, kwargs: Any) -> list[Any]:
         nonlocal out_tree
@@ -78,6 +82,9 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
         given = tree.flatten_up_to((args, kwargs))
         for i in dynamic:
             full[i] = given[i]
+        narrow = {i: full[i] for i in wider}
+        for i, dtype in wider.items():
+            full[i] = lax.convert_element_type(full[i], dtype)
         in_args, in_kwargs = jax.tree.unflatten(tree, full)
         try:
             out, out_tree = jax.tree.flatten(call.fun(*in_args, **in_kwargs), is_leaf=is_scaled)
@@ -88,6 +95,7 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
         if any(map(is_scaled, out)):
             raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
         out = [_without_elements(x) if _is_float0(x) else x for x in out]
+        out = [next((narrow[i] for i in wider if x is full[i]), x) for x in out]  # given back
         static_results.clear()
         static_results.update(
             (i, leaf)
@@ -103,7 +111,14 @@ def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
     arrays: list[Any] = [None] * len(leaves)
     for i in dynamic:
         arrays[i] = leaves[i].data if is_scaled(leaves[i]) else leaves[i]
-    closed = jax.make_jaxpr(flat)(*jax.tree.unflatten(tree, arrays))
+    try:
+        closed = jax.make_jaxpr(flat)(*jax.tree.unflatten(tree, arrays))
+    except jax.dtypes.TypePromotionError:
+        wider.update(_wider_dtypes(leaves, dynamic))
+        if not wider:
+            raise
+        closed = jax.make_jaxpr(flat)(*jax.tree.unflatten(tree, arrays))
+        closed = cast_late(closed, [dynamic.index(i) for i in wider])
     operands = [leaves[i] for i in dynamic]
     paths = [paths[i][0] for i in dynamic]
     return Traced(closed, operands, paths, out_tree, static_results, call.finish)
@@ -138,6 +153,15 @@ def flat_function(
 
 def _is_dynamic(leaf: Any) -> bool:
     return is_scaled(leaf) or (not isinstance(leaf, int) and dtypes.leaf_dtype(leaf) is not None)
+
+
+def _wider_dtypes(leaves: list[Any], dynamic: list[int]) -> dict[int, Any]:
+    """The dtypes of FP8 leaves, if a leaf is scaled, in which they meet the others."""
+    if not any(map(is_scaled, leaves)):
+        return {}
+    found = {i: jnp.dtype(getattr(leaves[i], "dtype", np.int32)) for i in dynamic}
+    narrow = [i for i, dtype in found.items() if dtypes.is_narrow_float(dtype)]
+    return {i: wider_dtype(found[i], found.values()) for i in narrow}
 
 
 def _is_float0(leaf: Any) -> bool:
