@@ -113,7 +113,7 @@ def scalify(
         else:
             plan = None
             if calibration is not None:
-                plan = _Plan(closed.jaxpr, calibration, list(map(argument_name, traced.paths)))
+                plan = _Plan(closed.jaxpr.eqns, calibration, list(map(argument_name, traced.paths)))
             call = functools.partial(_scale_call, config=active, plan=plan)
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
         out = [_typed(x, aval) for x, aval in zip(out, closed.out_avals, strict=True)]
@@ -128,13 +128,14 @@ def scalify(
 class _Plan:
     """A calibration of one traced function; what its derivatives interpret besides has none."""
 
-    jaxpr: Any
+    equations: Sequence[Any]
     calibration: Calibrated
     arguments: list[str]
 
-    def corrections(self, jaxpr: Any, live: Any) -> Corrections | None:
-        """The corrections of what is left of a jaxpr, if it is that of the function."""
-        return self.calibration.corrections(live, self.arguments) if jaxpr is self.jaxpr else None
+    def corrections(self, equations: Sequence[Any], live: Any) -> Corrections | None:
+        """The corrections of what is left of a function, if the equations are those of it."""
+        own = list(map(id, equations)) == list(map(id, self.equations))
+        return self.calibration.corrections(live, self.arguments) if own else None
 
 
 def _scale_call(
@@ -142,7 +143,7 @@ def _scale_call(
 ) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
     live = pruned(closed)
-    corrections = None if plan is None else plan.corrections(closed.jaxpr, live)
+    corrections = None if plan is None else plan.corrections(closed.jaxpr.eqns, live)
     closed = live
     keep_static = not any(is_scaled(x) and not x.is_static for x in operands)
     found = [e.outvars[0] for e in closed.jaxpr.eqns if e.primitive is primitives.match_scale_p]
