@@ -17,11 +17,17 @@ import numpy as np
 from jax_scalify import _compat
 from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.conversions import as_scaled_array
-from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, check_scaled, is_scaled
-from jax_scalify.arrays.stored_names import is_key, name_of
+from jax_scalify.arrays.scaled_array import (
+    ScaledArray,
+    align_scale,
+    along_leading_axes,
+    check_scaled,
+    is_scaled,
+)
+from jax_scalify.arrays.stored_names import is_key
 from jax_scalify.base import dtypes
 from jax_scalify.serving import safetensors
-from jax_scalify.serving.names import LAYOUTS, Layout, Place, place_of
+from jax_scalify.serving.names import LAYOUTS, Layout, Place, path_of, place_of
 
 FORMATS = ("float32", "bfloat16", "float16", "fp8", "scaled")
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -68,7 +74,7 @@ def to_fp8(params: Any, select: Select = linear_kernels) -> Any:
     chosen = []
 
     def convert(path: tuple, leaf: Any) -> Any:
-        if not _is_floating(leaf) or not select(name_of(path), leaf):
+        if not _is_floating(leaf) or not select(path_of(path), leaf):
             return leaf
         chosen.append(path)
         scaled = leaf if is_scaled(leaf) else as_scaled_array(leaf, scale="rms")
@@ -76,7 +82,7 @@ def to_fp8(params: Any, select: Select = linear_kernels) -> Any:
 
     new = jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_scaled)
     if not chosen:
-        paths = [name_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params, is_scaled)]
+        paths = [path_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params, is_scaled)]
         raise ValueError(f"`select` must choose at least one leaf; there are {paths}.")
     return new
 
@@ -161,7 +167,7 @@ def export(
     for (keys, leaf), old in zip(after, before, strict=True):
         if dtypes.leaf_dtype(leaf.data if is_scaled(leaf) else leaf) is None:
             continue
-        place = place_of(name_of(keys) or "array", np.ndim(leaf), layout)
+        place = place_of(path_of(keys), np.ndim(leaf), layout)
         if rename is not None:
             place = Place(place.path, rename(place.name), place.axes)
         found, entry = _tensor(leaf, old, place, format, dtypes.as_floating(dtype, "dtype"))
@@ -219,15 +225,14 @@ def _tensor(
         if old is not leaf and format == "fp8":
             entry["saturated"] = int(jnp.sum(jnp.abs(_data(old)) > float(jnp.finfo(E4M3).max)))
     elif format != "scaled" and _is_floating(leaf):
-        target = dtype if format == "fp8" else jnp.dtype(format)
+        target, given = dtype if format == "fp8" else jnp.dtype(format), data
         wide = leaf.to_array(dtypes.compute_dtype(leaf.dtype)) if is_scaled(leaf) else data
         data = dtypes.cast(jnp.asarray(wide), target)
-        entry["flushed"] = int(jnp.sum((data == 0) & (wide != 0)))
-        if bool(jnp.any(jnp.isinf(data) & jnp.isfinite(wide))):
-            largest = float(jnp.max(jnp.abs(jnp.where(jnp.isfinite(wide), wide, 0))))
+        entry["flushed"] = int(jnp.sum((data == 0) & (given != 0)))
+        if bool(jnp.any(jnp.isinf(data) & jnp.isfinite(given))):
             raise ValueError(
-                f"{place.path!r} has elements up to {largest:.3g}, which {target} does not hold "
-                f"(largest {float(jnp.finfo(target).max):g}): take bfloat16 or float32, or "
+                f"{place.path!r} has elements up to {_largest(leaf):.3g}, which {target} does not "
+                f"hold (largest {float(jnp.finfo(target).max):g}): take bfloat16 or float32, or "
                 '`format="scaled"`.'
             )
     if safetensors.name_of_dtype(data.dtype) is None:
@@ -236,6 +241,14 @@ def _tensor(
     if place.axes is not None:
         entry["axes"] = list(place.axes)
     return {place.name: place.transposed(data), **scales}, entry
+
+
+def _largest(leaf: Any) -> float:
+    """The largest finite element, which may be beyond float32."""
+    data, scale = (leaf.data, leaf.scale) if is_scaled(leaf) else (leaf, 1.0)
+    scale = along_leading_axes(np.asarray(scale, np.float64), np.ndim(data))
+    sizes = np.abs(np.asarray(data).astype(np.float64)) * scale
+    return float(np.max(sizes, where=np.isfinite(sizes), initial=0))
 
 
 def _data(leaf: Any) -> jax.Array:

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify.arrays.conversions import asarray
-from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.arrays.stored_names import name_of
 from jax_scalify.base import dtypes
 from jax_scalify.checkpoint import from_storable
 from jax_scalify.serving import safetensors
 from jax_scalify.serving.exporting import CARD
-from jax_scalify.serving.names import Place
+from jax_scalify.serving.names import Place, path_of
 
 
 def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -95,6 +96,9 @@ def load(
     if like is None and dtype is None:
         return _nested(found)
     like = _nested(found) if like is None else like
+    for keys, _ in jax.tree_util.tree_leaves_with_path(like, is_leaf=is_scaled):
+        if path_of(keys) in found:  # a variable of NNX has one name more
+            found[name_of(keys)] = found.pop(path_of(keys))
     return from_storable(found, like, dtype=dtype, partial=partial)
 
 
@@ -137,8 +141,10 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str
     return safetensors.read(path)
 
 
-def _nested(found: dict[str, Any]) -> dict[str, Any]:
-    """A tree of dicts, of leaves by their paths."""
+def _nested(found: dict[str, Any]) -> Any:
+    """A tree of dicts, of leaves by their paths; a leaf that is all of it by itself."""
+    if list(found) == [""]:
+        return jax.tree.map(jnp.asarray, found[""])
     tree: dict[str, Any] = {}
     for path, leaf in found.items():
         *parents, last = path.split("/")

@@ -6,6 +6,9 @@ import dataclasses
 from typing import Any, Literal
 
 import numpy as np
+from jax.tree_util import GetAttrKey
+
+from jax_scalify.arrays.stored_names import name_of
 
 Layout = Literal["jax", "torch"]
 LAYOUTS = ("jax", "torch")
@@ -19,6 +22,12 @@ _TORCH_NAMES = {
 }
 # Flax has input and output features last, PyTorch first, output before input.
 _TORCH_AXES = {2: (1, 0), 4: (3, 2, 0, 1)}
+
+
+def path_of(keys: tuple) -> str:
+    """The path of a leaf, joined with "/"; that of a variable of NNX without its `value`."""
+    is_variable = bool(keys) and keys[-1] == GetAttrKey("value")
+    return name_of(keys[:-1] if is_variable and len(keys) > 1 else keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,4 +70,4 @@ def place_of(path: str, ndim: int, layout: str) -> Place:
                 )
             axes = _TORCH_AXES[ndim]
         last = _TORCH_NAMES.get(last, last)
-    return Place(path, ".".join([*parents, last]), axes)
+    return Place(path, ".".join([*parents, last]) or "array", axes)

@@ -123,6 +123,9 @@ def test_what_float16_does_not_hold(tmp_path):
     card = export({"w": small}, tmp_path / "x", format="float16")
     assert card["tensors"]["w"]["flushed"] == 1
     export({"w": small}, tmp_path / "y", format="bfloat16")
+    beyond = {"w": ScaledArray(jnp.ones(2, jnp.float16) * 1e4, jnp.float32(2.0**126))}
+    with pytest.raises(ValueError, match="up to 8.51e\\+41, which float32 does not hold"):
+        export(beyond, tmp_path / "z", format="float32")
 
 
 @pytest.mark.parametrize("axis", [None, -1])
@@ -197,6 +200,20 @@ def test_which_weights_are_linear():
     for path in ("lm_head/kernel", "head/kernel", "embed/kernel", "tokens/embedding", "up/bias"):
         assert not linear_kernels(path, w), path
     assert not linear_kernels("up/kernel", jnp.ones(2))
+
+
+def test_nnx_and_single_arrays(tmp_path):
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    state = jsa.as_scaled_array(nnx.state(model), "rms", dtype=jnp.float16)
+    card = export(state, tmp_path / "x", format="scaled", layout="torch")
+    assert set(card["tensors"]) == {"weight", "bias"}
+    assert load(tmp_path / "x")["kernel"].dtype == jnp.float16
+    assert_same(load(tmp_path / "x", like=jax.tree.map(jnp.zeros_like, state)), state)
+    assert list(export(state, tmp_path / "y", format="fp8")["tensors"]) == ["bias", "kernel"]
+    export(state["kernel"].get_value(), tmp_path / "z", format="scaled")
+    assert_same(load(tmp_path / "z"), state["kernel"].get_value())
+    assert_same(load(tmp_path / "z", like=load(tmp_path / "z")), state["kernel"].get_value())
 
 
 def test_other_programs(tmp_path):
