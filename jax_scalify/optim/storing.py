@@ -307,8 +307,8 @@ def _added(x: jax.Array, step: jax.Array, bits: jax.Array | None) -> jax.Array:
     beside = lax.bitcast_convert_type(pattern + jnp.where(away, 1, -1), jnp.float32)
     share = jnp.abs(rest) / jnp.abs(beside - total)
     threshold = (jnp.minimum(share, 1) * np.float32(2.0**32 - 2.0**8)).astype(jnp.uint32)
-    takes = (mixed(bits ^ np.uint32(0x5BD1E995)) < threshold) & (rest != 0) & jnp.isfinite(beside)
-    return jnp.where(takes, beside, total)
+    takes = (mixed(bits ^ np.uint32(0x5BD1E995)) < threshold) & (rest != 0)
+    return jnp.where(takes & jnp.isfinite(total) & jnp.isfinite(beside), beside, total)
 
 
 @custom_scale

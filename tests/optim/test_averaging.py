@@ -134,6 +134,19 @@ def test_the_first_value_is_kept_exactly():
     np.testing.assert_array_equal(state.ema["rows"].scale, params["rows"].scale)
 
 
+def test_what_is_not_finite_stays_so():
+    """And the largest, smallest and zero do not move where nothing changes."""
+    info = np.finfo(np.float32)
+    old = np.float32([np.inf, -np.inf, np.nan, 1, 1, info.max, -info.max, info.tiny, 0, -0.0])
+    new = np.float32([np.inf, 1, 1, np.inf, np.nan, info.max, -info.max, info.tiny, 0, -0.0])
+    for call in (incremental_update, jsa.scalify(incremental_update)):
+        step = jax.jit(lambda new, old, i, call=call: call(new, old, 0.3, key=jax.random.key(i)))
+        for i in range(20):
+            out = value(step(new, old, i))
+            assert not np.isfinite(out[:5]).any()
+            np.testing.assert_array_equal(out[5:], old[5:])
+
+
 def test_static_scales_stay_and_it_compiles_once():
     average = ema(0.9999)
     params = {"w": ScaledArray(jnp.linspace(-2, 2, 50, dtype=F16), 0.25)}
