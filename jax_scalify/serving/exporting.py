@@ -265,11 +265,12 @@ def _scale(leaf: ScaledArray, place: Place, format: str) -> tuple[np.ndarray, st
     scale = np.where(scale == 0, np.float32(1), scale)  # some readers divide by it
     if scale.size == 1:
         return scale.reshape(1), "tensor"
-    if any(n > 1 for n in scale.shape[:-1]):
+    output = 0 if place.path.endswith("weight") else scale.ndim - 1  # Equinox's are as PyTorch's
+    if scale.size != scale.shape[output]:
         raise ValueError(
             f"{place.path!r} has scales of shape {scale.shape}: readers of FP8 know one a tensor, "
-            "or one for each output channel, its last axis, as `as_scaled_array(asarray(x), 'rms', "
-            "axis=-1)` makes them."
+            f"or one for each output channel, as `as_scaled_array(asarray(x), 'rms', axis={output})"
+            "` makes them."
         )
     return place.transposed(scale), "channel"
 

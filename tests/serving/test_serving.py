@@ -216,6 +216,21 @@ def test_nnx_and_single_arrays(tmp_path):
     assert_same(load(tmp_path / "z", like=load(tmp_path / "z")), state["kernel"].get_value())
 
 
+def test_weights_that_lie_as_those_of_pytorch(tmp_path):
+    """Equinox has output features first: so are its scales."""
+    w = jsa.as_scaled_array(jnp.float32([[1, 2], [16, 32], [3, 4]]), "rms", axis=0)
+    for layout in ("jax", "torch"):
+        params = {"layers": [{"weight": w}]}
+        export(params, tmp_path / layout, format="fp8", layout=layout)
+        tensors = independent(tmp_path / layout)
+        assert tensors["layers.0.weight_scale"][0].shape == (3, 1)
+        product = tensors["layers.0.weight"][0] * tensors["layers.0.weight_scale"][0]
+        np.testing.assert_array_equal(product, w.to_array())
+    columns = {"weight": jsa.as_scaled_array(jnp.ones((3, 2)), axis=1)}
+    with pytest.raises(ValueError, match=r"axis=0\)` makes them"):
+        export(columns, tmp_path / "x", format="fp8")
+
+
 def test_other_programs(tmp_path):
     """Files that others wrote, and ours as their packages read them."""
     arrays = {"a.w": np.float32([[1, 2]]), "b": np.asarray([1, -2], ml_dtypes.bfloat16)}
