@@ -27,13 +27,14 @@ from jax_scalify.arrays.scaled_array import (
 from jax_scalify.arrays.stored_names import is_key
 from jax_scalify.base import dtypes
 from jax_scalify.serving import safetensors
-from jax_scalify.serving.names import LAYOUTS, Layout, Place, path_of, place_of
+from jax_scalify.serving.names import LAYOUTS, Layout, Place, input_scale_name, path_of, place_of
 
 FORMATS = ("float32", "bfloat16", "float16", "fp8", "scaled")
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 CARD = "jax_scalify"  # the card's name in the file's metadata
 
 Select = Callable[[str, Any], bool]
+_STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _KERNEL = re.compile(r"(^|/)(kernel|weight|w)$")
 _HEAD = re.compile(r"(^|/)(lm_?head|head|logits|embed\w*|\w*router|gate)/\w+$", re.IGNORECASE)
 
@@ -96,6 +97,7 @@ def export(
     select: Select = linear_kernels,
     layout: Layout = "jax",
     rename: Callable[[str], str] | None = None,
+    input_scales: Mapping[str, float] | None = None,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -124,6 +126,8 @@ def export(
         select: with `"fp8"`, which leaves are cast, as in `to_fp8`.
         layout: "jax", or "torch".
         rename: makes the name in the file of that which it would have.
+        input_scales: with `"fp8"`, the scale of what each weight is multiplied with, by its path,
+            from `input_scales`: written as `input_scale`, for activations in FP8 at static scales.
         metadata: of your own, for the card; what JSON holds.
         overwrite: whether to replace a file at `path`.
 
@@ -135,8 +139,9 @@ def export(
     Raises:
         FileExistsError: if there is a file at `path`.
         TypeError: naming a leaf that is traced, a key, or of a dtype that the format has not.
-        ValueError: for an unknown format or layout; naming a leaf that float16 does not hold, or
-            whose scales a reader of FP8 does not know; for two leaves of one name.
+        ValueError: for an unknown format or layout; naming a leaf that float16 does not hold, whose
+            scales a reader of FP8 does not know, or that has no input scale where others have
+            one; for two leaves of one name.
 
     Source: safetensors, https://huggingface.co/docs/safetensors; compressed-tensors,
     https://github.com/vllm-project/compressed-tensors.
@@ -171,6 +176,8 @@ def export(
         if rename is not None:
             place = Place(place.path, rename(place.name), place.axes)
         found, entry = _tensor(leaf, old, place, format, dtypes.as_floating(dtype, "dtype"))
+        if input_scales is not None and "strategy" in entry:
+            found |= _input_scale(input_scales, place, entry)
         twice = arrays.keys() & found.keys()
         if twice:
             raise ValueError(f"Two tensors have the name {min(twice)!r}: `rename` one of them.")
@@ -186,6 +193,9 @@ def export(
     if format == "fp8":
         ranks = {name: np.ndim(array) for name, array in arrays.items()}
         card["quantization_config"] = _quantization_config(tensors, ranks)
+        if input_scales is not None:
+            for group in card["quantization_config"]["config_groups"].values():
+                group["input_activations"] = {**_STATIC, "strategy": "tensor"}
     if metadata:
         card["metadata"] = dict(metadata)
     kind = "pt" if layout == "torch" else "np"
@@ -243,6 +253,18 @@ def _tensor(
     return {place.name: place.transposed(data), **scales}, entry
 
 
+def _input_scale(scales: Mapping[str, float], place: Place, entry: dict[str, Any]) -> Any:
+    """The scale of a weight's input by its name in the file; the card gets it too."""
+    if place.path not in scales:
+        raise ValueError(
+            f"`input_scales` has none for {place.path!r}, which is FP8: give `select` a function "
+            "that leaves it out, or run `jsa.serving.input_scales` on one that multiplies by it. "
+            f"There are {sorted(scales)}."
+        )
+    entry["input_scale"] = float(scales[place.path])
+    return {input_scale_name(place.name): np.float32([scales[place.path]])}
+
+
 def _largest(leaf: Any) -> float:
     """The largest finite element, which may be beyond float32."""
     data, scale = (leaf.data, leaf.scale) if is_scaled(leaf) else (leaf, 1.0)
@@ -286,10 +308,7 @@ def _quantization_config(tensors: Mapping[str, Any], ranks: Mapping[str, int]) -
             "targets": ["Linear"]
             if len(strategies) == 1
             else [n.rpartition(".")[0] for n in names],
-            "weights": {
-                **{"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False},
-                "strategy": strategy,
-            },
+            "weights": {**_STATIC, "strategy": strategy},
             "input_activations": None,
         }
     return {

@@ -20,7 +20,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.checkpoint import from_storable
 from jax_scalify.serving import safetensors
 from jax_scalify.serving.exporting import CARD
-from jax_scalify.serving.names import Place, path_of
+from jax_scalify.serving.names import Place, input_scale_name, path_of
 
 
 def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -84,6 +84,8 @@ def load(
         data = place.restored(arrays.pop(name))
         if "scale" in entry:
             scale = arrays.pop(f"{name}_scale")
+            if "input_scale" in entry:
+                arrays.pop(input_scale_name(name))
             if entry["strategy"] == "tensor":
                 scale = scale.reshape(())
             elif entry["strategy"] == "channel":

@@ -30,6 +30,14 @@ def path_of(keys: tuple) -> str:
     return name_of(keys[:-1] if is_variable and len(keys) > 1 else keys)
 
 
+def input_scale_name(name: str) -> str:
+    """What the scale of a weight's input is called: `up.input_scale`, of `up.weight`."""
+    module, _, last = name.rpartition(".")
+    if last not in ("kernel", "weight"):
+        return f"{name}_input_scale"
+    return f"{module}.input_scale" if module else "input_scale"
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a leaf is in a file.

@@ -11,7 +11,15 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from jax_scalify.serving import export, linear_kernels, load, read_card, to_fp8, weight_only
+from jax_scalify.serving import (
+    export,
+    input_scales,
+    linear_kernels,
+    load,
+    read_card,
+    to_fp8,
+    weight_only,
+)
 from jax_scalify.serving.safetensors import write
 
 E4M3 = jnp.float8_e4m3fn
@@ -172,6 +180,69 @@ def test_logits_of_an_independent_reader(tmp_path, axis):
     assert config["ignore"] == ["lm_head"]
     strategy = config["config_groups"]["group_0"]["weights"]["strategy"]
     assert strategy == ("tensor" if axis is None else "channel")
+
+
+def rounded_to_e4m3(x):
+    """To nearest, of two as near the one with an even mantissa; saturating."""
+    bits = np.arange(127)
+    table = np.where(bits >> 3, 1 + (bits & 7) / 8, (bits & 7) / 8) * 2.0 ** (
+        np.maximum(bits >> 3, 1) - 7.0
+    )
+    size = np.minimum(np.abs(x), 448)
+    above = np.minimum(np.searchsorted(table, size), 126)
+    below = np.maximum(above - 1, 0)
+    far, near = table[above] - size, size - table[below]
+    chosen = np.where((far < near) | ((far == near) & (above % 2 == 0)), above, below)
+    return np.sign(x) * table[chosen]
+
+
+def test_logits_with_activations_in_fp8(tmp_path):
+    """At static scales that nobody has measured: those which training propagates."""
+    rng = np.random.default_rng(2)
+    shapes = {"up": (8, 16), "down": (16, 4)}
+    params = {
+        name: {
+            "kernel": jsa.as_scaled_array(
+                jnp.asarray(rng.normal(size=s)) / 4, "rms", dtype="float16"
+            ),
+            "bias": jsa.as_scaled_array(jnp.float32(rng.normal(size=s[1]))),
+        }
+        for name, s in shapes.items()
+    }
+    x = np.float32(rng.normal(size=(5, 8)))
+
+    def apply(params, x):
+        for name in shapes:
+            x = jax.nn.relu(x @ params[name]["kernel"] + params[name]["bias"])
+        return x
+
+    scales = input_scales(apply, params, jsa.as_scaled_array(x, scale=2.0))
+    assert scales.keys() == {"up/kernel", "down/kernel"} and scales["up/kernel"] == 2
+    options = dict(format="fp8", dtype=jnp.float32, layout="torch", input_scales=scales)
+    card = export(params, tmp_path / "x", **options)
+    tensors = {name: values for name, (values, _) in independent(tmp_path / "x").items()}
+    logits = np.float64(x)
+    for name in shapes:
+        scale = tensors[f"{name}.input_scale"]
+        assert scale.shape == (1,) and scale == scales[f"{name}/kernel"]
+        product = rounded_to_e4m3(logits / scale) @ tensors[f"{name}.weight"].T
+        logits = product * scale * tensors[f"{name}.weight_scale"] + tensors[f"{name}.bias"]
+        logits = np.maximum(logits, 0)
+    fp8 = jsa.fp8_matmuls(apply, accumulation_dtype=jnp.float32)
+    trained = jax.jit(jsa.scalify(fp8))(params, jsa.as_scaled_array(x, scale=2.0))
+    np.testing.assert_allclose(
+        jsa.asarray(trained), logits, rtol=0, atol=3e-6 * np.abs(logits).max()
+    )
+    activations = card["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+    assert activations["strategy"] == "tensor" and activations["dynamic"] is False
+    assert load(tmp_path / "x").keys() == params.keys()
+    assert load(tmp_path / "x")["up"].keys() == params["up"].keys()
+    with pytest.raises(ValueError, match="`input_scales` has none for 'down/kernel'"):
+        export(params, tmp_path / "y", format="fp8", input_scales={"up/kernel": 1.0})
+    # In loops and under `fp8_matmuls` too; of stacked layers the largest.
+    stacked = {"w": jsa.as_scaled_array(jnp.ones((3, 4, 4)) / 4, "rms", axis=0)}
+    loop = lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0]  # noqa: E731
+    assert input_scales(jsa.fp8_matmuls(loop), stacked, jnp.ones((2, 4))).keys() == {"w"}
 
 
 def test_fp8_is_not_rounded_again(tmp_path):
