@@ -160,8 +160,8 @@ class Calibration:
 
         A tensor has left its band if the RMS of its data is outside of that of its dtype, and has
         moved by more than 3 octaves; if more than one element in a thousand saturates, and twice as
-        many as when it was calibrated; or if 5% more of the elements underflow. What has the range
-        of float32 has no band: it may be not finite only.
+        many as when it was calibrated; or if 25% more of a matmul operand's elements underflow.
+        What has the range of float32 has no band: it may be not finite only.
 
         Args:
             state: that of the step now, measured by one small program; or None.

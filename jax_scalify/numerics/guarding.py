@@ -16,7 +16,7 @@ HYSTERESIS = 3
 """How many octaves the RMS of data may move, once it is outside of the band of its dtype."""
 
 _SATURATED = 1e-3  # share of the elements, if it was less than half of that
-_UNDERFLOWN = 0.05
+_UNDERFLOWN = 0.25  # more of the elements than before: subnormal ones have some digits left
 _REMEDIES = {
     "grown": "calibrate again",
     "shrunk": "calibrate again",
@@ -119,7 +119,7 @@ def _drift(name: str, before: Measured, now: Mapping[str, float]) -> Drift | Non
     of_role = excess_of_state if before.role == "state" else excess
     if abs(rms[1] - rms[0]) > HYSTERESIS and of_role(rms[1], now["log2_max"], before.dtype):
         return Drift(name, "grown" if rms[1] > rms[0] else "shrunk", *rms)
-    if before.role != "state" and now["underflow"] > before.underflow + _UNDERFLOWN:
+    if before.role == "operand" and now["underflow"] > before.underflow + _UNDERFLOWN:
         return Drift(name, "underflows", before.underflow, now["underflow"])
     return None
 
