@@ -25,6 +25,7 @@ __all__ = [
     "Matmul",
     "Predicate",
     "all_of",
+    "everything",
     "fp8_matmuls",
     "linear_layers",
     "min_size",
@@ -81,6 +82,11 @@ Predicate = Callable[[Matmul], bool]
 def linear_layers(matmul: Matmul) -> bool:
     """Those without batch dims: no attention scores and values, but experts of `ragged_dot`."""
     return not matmul.dimension_numbers[1][0]
+
+
+def everything(matmul: Matmul) -> bool:
+    """All of them, attention's scores and weighted values too."""
+    return True
 
 
 def min_size(size: int) -> Predicate:
@@ -267,11 +273,16 @@ class _Rewriter:
         if name in _MATMULS and self._selects(eqn, names, scope):
             if "transpose(" in scope:
                 self.in_backward_pass.append(scope)
-            numbers = params.get("dimension_numbers") or params["ragged_dot_dimension_numbers"]
-            multiply = self.dot if name == "dot_general" else self.dot.ragged
-            out = eqn.outvars[0].aval.dtype
-            sharding = params.get("out_sharding")
-            return multiply(*operands, numbers, params["precision"], out, out_sharding=sharding)
+            lhs, rhs, *group_sizes = operands
+            types = dict(
+                precision=params["precision"],
+                preferred_element_type=eqn.outvars[0].aval.dtype,
+                out_sharding=params.get("out_sharding"),
+            )
+            if name == "dot_general":
+                return self.dot(lhs, rhs, params["dimension_numbers"], **types)
+            numbers = params["ragged_dot_dimension_numbers"]
+            return self.dot.ragged(lhs, rhs, group_sizes[0], numbers, **types)
         params = eqn.primitive.get_bind_params(params)
         for key in _BODIES.get(name, ()):
             bodies = params[key]

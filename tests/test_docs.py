@@ -45,7 +45,7 @@ NO_EXAMPLE = {
     "nn.linen": "dot_product_attention",
     "nn.nnx": "dot_product_attention",
     "tree": "all flatten leaves structure unflatten",
-    "fp8": "linear_layers skip_critical skip_embedding skip_head",
+    "fp8": "everything linear_layers skip_critical skip_embedding skip_head",
     "checkpoint": "restore",
 }
 

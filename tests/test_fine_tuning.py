@@ -186,7 +186,13 @@ def dtypes_of(tree):
     return {x.dtype.name for x in jsa.tree.leaves(tree) if getattr(x, "ndim", 0)}
 
 
-@pytest.mark.parametrize("make", [of_jax, of_linen, of_nnx, of_equinox])
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_nnx,
+        *(pytest.param(make, marks=pytest.mark.full) for make in (of_jax, of_linen, of_equinox)),
+    ],
+)
 def test_adapters_train_as_in_float32(make):
     before, plain, _ = fine_tune(make, 40, None)
     _, ours, (adapters, state, base) = fine_tune(make, 40, jnp.float16)

@@ -83,18 +83,18 @@ def _run(closed: Any, args: Sequence[Any], marked: Sequence[Any] = ()) -> list[A
 
 
 def _equation(eqn: Any, operands: list[Any]) -> Any:
-    name, first = eqn.primitive.name, operands[0] if operands else None
-    params = eqn.primitive.get_bind_params(eqn.params)
+    name, params = eqn.primitive.name, eqn.primitive.get_bind_params(eqn.params)
     if not any(isinstance(x, _Late) for x in operands):
         return eqn.primitive.bind(*operands, **params)
+    first, *others = operands
     if name in ("convert_element_type", "saturating_cast"):
         target = jnp.dtype(eqn.outvars[0].aval.dtype)
         if target == first.array.dtype and not _has_infinity(target):
             return first.array  # there and back
         if jnp.issubdtype(target, jnp.floating) and jnp.finfo(target).bits >= 16:
             return _Late(first.array, target)
-    if _moves(name) and not any(isinstance(x, _Late) for x in operands[1:]):
-        return _Late(eqn.primitive.bind(first.array, *operands[1:], **params), first.dtype)
+    if _moves(name) and not any(isinstance(x, _Late) for x in others):
+        return _Late(eqn.primitive.bind(first.array, *others, **params), first.dtype)
     if name in ("closed_call", "core_call", "eval_jaxpr"):
         return _run(eqn.params["call_jaxpr"], operands)
     if name in _CALLS:

@@ -44,7 +44,8 @@ class Form:
         cls, dimension_numbers: Any, ragged: int | None = None, group: int | None = None
     ) -> Form:
         """The form with the dimension numbers of `lax.dot_general`."""
-        contract, batch = (tuple(map(tuple, pair)) for pair in dimension_numbers)
+        (lhs, rhs), (lhs_batch, rhs_batch) = dimension_numbers
+        contract, batch = (tuple(lhs), tuple(rhs)), (tuple(lhs_batch), tuple(rhs_batch))
         return cls(contract, batch, ragged, group)
 
     @classmethod
@@ -53,7 +54,7 @@ class Form:
         shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
         kind = jnp.int32 if jnp.issubdtype(group_sizes.dtype, jnp.integer) else jnp.float32
         sizes = jax.ShapeDtypeStruct(group_sizes.shape, kind)
-        jax.eval_shape(lambda *xs: lax.ragged_dot_general(*xs, numbers), *shapes, sizes)
+        jax.eval_shape(lambda a, b, n: lax.ragged_dot_general(a, b, n, numbers), *shapes, sizes)
         (ragged,) = numbers.lhs_ragged_dimensions
         _check_group_sizes(group_sizes, lhs.shape[ragged])
         if ragged in numbers.dot_dimension_numbers[1][0]:  # JAX multiplies the whole batch
@@ -66,8 +67,12 @@ class Form:
         dims = self.contract, self.batch
         if self.ragged is None:
             return dims
-        group = [] if self.group is None else [self.group]
-        return lax.RaggedDotDimensionNumbers(dims, [self.ragged], group)
+        return lax.RaggedDotDimensionNumbers(dims, [self.ragged], self._groups)
+
+    @property
+    def _groups(self) -> tuple[int, ...]:
+        """The right operand's dims of groups."""
+        return () if self.group is None else (self.group,)
 
     @property
     def is_by_group(self) -> bool:
@@ -76,7 +81,7 @@ class Form:
 
     def free(self, side: int, ndim: int) -> list[int]:
         """The dims of an operand that are neither contracted nor of a batch nor of groups."""
-        taken = (*self.contract[side], *self.batch[side], *([self.group] if side else ()))
+        taken = (*self.contract[side], *self.batch[side], *(self._groups if side else ()))
         return [a for a in range(ndim) if a not in taken]
 
     def multiply(
@@ -133,7 +138,7 @@ class Form:
                 ragged = self.contract[other][self.contract[0].index(self.ragged)]
                 form, group = Form(contract, batches, ragged, 0), ()
             else:
-                form, group = Form(contract, batches, self.ragged), (self.group,)
+                form, group = Form(contract, batches, self.ragged), self._groups
             return Gradient(form, False, (*group, *batch, *contracted, *own_free))
         ragged = None if self.ragged is None else count + own_free.index(self.ragged)
         form = Form((ct_free, tuple(free)), (ct_batch, self.batch[other]), ragged, self.group)
@@ -251,10 +256,10 @@ def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
         if sharding is not None:
             spec = (*sharding.spec, *(None,) * (ndims[side] - len(sharding.spec)))
             sharding = sharding.update(spec=jax.P(*(spec[a] for a in positions)))
-        arrays = [(narrow_cotangent, cotangent), (narrow[1 - side], wide[1 - side])]
-        both = zip(*(arrays if found.cotangent_first else arrays[::-1]))
+        own, other = (narrow_cotangent, cotangent), (narrow[1 - side], wide[1 - side])
+        lhs, rhs = (own, other) if found.cotangent_first else (other, own)
         product = _Product(found.form, matmul, operand.dtype, sharding)
-        out = product(*both, group_sizes)
+        out = product((lhs[0], rhs[0]), (lhs[1], rhs[1]), group_sizes)
         return lax.transpose(out, [positions.index(a) for a in range(ndims[side])])
 
     return gradient(0), gradient(1), None
@@ -275,7 +280,7 @@ class _Product:
     def __call__(self, narrow: Any, wide: Any, group_sizes: Any) -> Any:
         """Multiply narrow arrays; the derivative is that of the wide ones."""
         sums = self.matmul.formats.accumulate(self.out)
-        value = self._multiply(self.form.multiply, *narrow, group_sizes, sums)
+        value = self._multiply(self.form.multiply, narrow, group_sizes, sums)
         sizes = () if group_sizes is None else (group_sizes,)
         return straight_through(value, self._of_wide, *narrow, *wide, *sizes)
 
@@ -285,13 +290,13 @@ class _Product:
         known = [straight_through(n.astype(w.dtype), _same, w) for n, w in pairs]
         sizes = arrays[4] if len(arrays) > 4 else None
         sums = dtypes.sum_dtype(self.out)
-        return self._multiply(self.form.multiply_densely, *known, sizes, sums)
+        return self._multiply(self.form.multiply_densely, known, sizes, sums)
 
     def __repr__(self) -> str:
         return "product"  # it stands in jaxprs
 
-    def _multiply(self, multiply: Callable, lhs: Any, rhs: Any, sizes: Any, sums: Any) -> Any:
-        total = multiply(lhs, rhs, sizes, self.matmul.precision, sums, self.out_sharding)
+    def _multiply(self, multiply: Callable, operands: Any, sizes: Any, sums: Any) -> Any:
+        total = multiply(*operands, sizes, self.matmul.precision, sums, self.out_sharding)
         return cast(total, self.out)
 
 

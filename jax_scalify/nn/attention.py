@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_scalify import _compat
 from jax_scalify.base import dtypes
+from jax_scalify.nn.fp8_dot import DotGeneral
 from jax_scalify.nn.layers import dropout
 from jax_scalify.nn.softmax import softmax
-from jax_scalify.ops.scaling import on_backward, rebalance_scale
+from jax_scalify.ops.scaling import on_backward, rebalance_scale, set_scaling
 
 
 def dot_product_attention(
@@ -26,6 +29,8 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = True,
+    forward_dtype: Any = None,
+    backward_dtype: Any = jnp.float8_e5m2,
 ) -> jax.Array:
     """`softmax(query @ key.T * scale + bias) @ value`, as `jax.nn.dot_product_attention`.
 
@@ -46,6 +51,10 @@ def dot_product_attention(
         dropout_rate: probability with which a weight becomes 0; see `dropout`.
         dropout_key: of `jax.random`, for dropout.
         broadcast_dropout: drop the same weights in all examples and heads.
+        forward_dtype: format of the operands of both products, as of `dot_general`; by default
+            their own dtype. In FP8 the weights, which are at most 1, are multiplied by a power of
+            two that makes the largest possible one the largest of the format.
+        backward_dtype: format of the cotangents of the products, if `forward_dtype` is given.
 
     Scores and softmax are in at least float32.
 
@@ -53,7 +62,7 @@ def dot_product_attention(
         An array of the shape and dtype of `query`, with the channels of `value`.
 
     Raises:
-        TypeError: if `mask` is not bool.
+        TypeError: if `mask` is not bool, or a format not floating point.
         ValueError: if the shapes do not fit, or as `dropout`.
 
     Example:
@@ -74,6 +83,8 @@ def dot_product_attention(
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
             broadcast_dropout=broadcast_dropout,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
         )[0]
     _check_shapes(query, key, value)
     batch, time, heads, channels = query.shape
@@ -83,7 +94,8 @@ def dot_product_attention(
         raise TypeError(f"`mask` must be bool, True where a query may look, got {mask.dtype}.")
     for name, array in (("bias", bias), ("mask", mask)):
         _check_fits(name, array, (batch, heads, time, source))
-    scores = _scores(query, key, factor)
+    products = _Products.of(forward_dtype, backward_dtype)
+    scores = _scores(query, key, factor, products)
     if bias is not None:
         scores = (scores + bias).astype(scores.dtype)
     weights = softmax(_masked(scores, mask, is_causal)).astype(query.dtype)
@@ -97,7 +109,7 @@ def dot_product_attention(
     # Values that are averaged are alike: their mean is as large as they are, to within 2**-1/8 an
     # octave of sources, where the sum of products counts 2**-1/4. So are their gradients.
     value = on_backward(value, _Rebalance(_eighth_root(time * heads // groups)))
-    out = jnp.einsum("bgrts,bsgc->btgrc", weights, value)
+    out = products.weighted("bgrts,bsgc->btgrc", weights, value)
     return rebalance_scale(out.reshape(*query.shape[:-1], value.shape[-1]), _eighth_root(source))
 
 
@@ -131,13 +143,52 @@ def _check_fits(name: str, array: jax.Array | None, shape: tuple[int, ...]) -> N
         )
 
 
-def _scores(query: jax.Array, key: jax.Array, factor: float) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _Products:
+    """How the two products are computed: as `jnp.einsum`, or in formats of both passes."""
+
+    formats: DotGeneral | None
+
+    @classmethod
+    def of(cls, forward_dtype: Any, backward_dtype: Any) -> _Products:
+        if forward_dtype is None:
+            return cls(None)
+        return cls(DotGeneral(forward_dtype=forward_dtype, backward_dtype=backward_dtype))
+
+    def einsum(self, subscripts: str, lhs: jax.Array, rhs: jax.Array, out: Any) -> jax.Array:
+        if self.formats is None:
+            return jnp.einsum(subscripts, lhs, rhs, preferred_element_type=out)
+        types = dict(precision=None, preferred_element_type=out)
+        return _compat.einsum(self.formats, subscripts, lhs, rhs, optimize="auto", **types)
+
+    def weighted(self, subscripts: str, weights: jax.Array, value: jax.Array) -> jax.Array:
+        """A product with numbers between 0 and 1."""
+        if self.formats is None or not dtypes.is_narrow_float(self.formats.forward_dtype[0]):
+            return self.einsum(subscripts, weights, value, None)
+        # Without scales the numbers are multiplied, and inside of `scalify` the data is. The
+        # cotangents are not: what is undone behind the product is undone before its backward pass.
+        largest = 2.0 ** math.floor(math.log2(jnp.finfo(self.formats.forward_dtype[0]).max))
+        numbers = set_scaling(on_backward(weights * largest, _Times(1 / largest)), 1.0)
+        value = on_backward(value, _Times(1 / largest))
+        out = self.einsum(subscripts, numbers, value, jnp.promote_types(weights.dtype, value.dtype))
+        return on_backward(out, _Times(largest)) * (1 / largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Times:
+    factor: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.factor
+
+
+def _scores(query: jax.Array, key: jax.Array, factor: float, products: _Products) -> jax.Array:
     """Products of queries and keys times a factor: `(batch, heads, time, source)`."""
     batch, time, heads, channels = query.shape
     source, groups = key.shape[1:3]
     grouped = query.reshape(batch, time, groups, heads // groups, channels)
     wide = dtypes.compute_dtype(query.dtype)
-    scores = jnp.einsum("btgrc,bsgc->bgrts", grouped, key, preferred_element_type=wide) * factor
+    scores = products.einsum("btgrc,bsgc->bgrts", grouped, key, wide) * factor
     return scores.reshape(batch, heads, time, source)
 
 

@@ -135,7 +135,7 @@ def _as_traced(eqn: JaxprEqn, path: str, runs: int | None) -> Matmul:
         groups = ragged.rhs_group_dimensions
         sizes = hlo.product_sizes(lhs.shape, rhs.shape, dims, groups)
         reasons += _wrong_dims(lhs.ndim, rhs.ndim - len(groups), *dims)
-        count = eqn.invars[2].aval.shape[-1]
+        count = getattr(eqn.invars[2].aval, "shape", (1,))[-1]
         notes.append(f"a ragged dot: GPUs multiply each row with all {count} groups, masked")
     else:
         dims = eqn.params["dimension_numbers"]

@@ -1,0 +1,102 @@
+"""Attention whose products are FP8: by `forward_dtype`, and by `fp8_matmuls` of everything."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_scalify as jsa
+from jax_scalify.base.jaxprs import all_equations
+
+pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
+
+E4M3 = jnp.float8_e4m3fn
+CASES = {
+    "plain": (4, 4, {}),
+    "causal": (4, 4, dict(is_causal=True)),
+    "grouped": (4, 2, dict(is_causal=True)),
+    "masked": (4, 1, dict(mask=jnp.arange(8) < 5)),
+}
+
+
+def make(heads, groups, time=8, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(2, time, n, 8) for n in (heads, groups, groups)]
+    return [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes]
+
+
+def both(attend, args):
+    def loss(*args):
+        return jnp.sum(jnp.sin(attend(*args).astype(jnp.float32)))
+
+    return attend(*args), *jax.grad(loss, argnums=(0, 1, 2))(*args)
+
+
+def kinds(fun, *args):
+    found = all_equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    dots = (e for e in found if e.primitive.name == "dot_general")
+    return collections.Counter(tuple(v.aval.dtype.name for v in e.invars) for e in dots)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_next_to_wide_attention(name):
+    heads, groups, options = CASES[name]
+    args = make(heads, groups)
+
+    def attend(*args, **formats):
+        return jsa.nn.dot_product_attention(*args, **options, **formats)
+
+    def fp8(*args):
+        return attend(*args, forward_dtype=E4M3)
+
+    want = both(attend, args)
+    count = kinds(lambda *args: both(fp8, args), *args)
+    assert not any("float32" in kind for kind in count) and sum(count.values()) == 2 + 6
+    exact = dict(forward_dtype=jnp.float32, backward_dtype=jnp.float32)
+    for a, b in zip(both(lambda *args: attend(*args, **exact), args), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for dtype in {"grouped": ["bfloat16"], "causal": ["float16"]}.get(name, []):
+        given = [jsa.as_scaled_array(x, scale="rms", dtype=dtype) for x in args]
+        for scaled in [given, jsa.freeze_scales(given)][: 2 if name == "causal" else 1]:
+            got = jax.jit(jsa.scalify(lambda *args: both(fp8, args)))(*scaled)
+            for a, b in zip(got, want, strict=True):
+                assert a.dtype == dtype
+                a = np.asarray(jsa.asarray(a, jnp.float32))
+                np.testing.assert_allclose(a, b, atol=0.15 * float(jnp.abs(b).max()))
+
+
+def test_weights_of_many_sources_do_not_vanish():
+    """1 / 4096 is no number of E4M3; 2**8 of it is."""
+    time = 4096
+    query, key = jnp.ones((1, 1, 1, 8)), jnp.ones((1, time, 1, 8))
+    value = jnp.asarray(np.random.default_rng(0).normal(size=(1, time, 1, 4)) + 1, jnp.float32)
+    plain = jsa.nn.dot_product_attention(query, key, value)
+    fp8 = jsa.nn.dot_product_attention(query, key, value, forward_dtype=E4M3)
+    np.testing.assert_allclose(fp8, plain, rtol=0.05)
+    inside = jsa.scalify(lambda *x: jsa.nn.dot_product_attention(*x, forward_dtype=E4M3))
+    got = inside(*(jsa.as_scaled_array(x, dtype=jnp.float16) for x in (query, key, value)))
+    np.testing.assert_allclose(jsa.asarray(got, jnp.float32), plain, rtol=0.05)
+
+
+def test_everything_of_an_unmodified_function():
+    args = make(4, 4)
+
+    def attend(query, key, value):
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    fp8 = jsa.fp8_matmuls(attend, jsa.fp8.everything)
+    assert not any("float32" in kind for kind in kinds(lambda *x: both(fp8, x), *args))
+    want = both(attend, args)
+    given = [jsa.as_scaled_array(x, scale="rms", dtype=jnp.float16) for x in args]
+    got = jax.jit(jsa.scalify(lambda *args: both(fp8, args)))(*given)
+    for a, b in zip(got, want, strict=True):
+        a = np.asarray(jsa.asarray(a, jnp.float32))
+        np.testing.assert_allclose(a, b, atol=0.15 * float(jnp.abs(b).max()))
+
+
+def test_bad_formats_are_refused():
+    query, key, value = make(2, 2)
+    with pytest.raises(TypeError, match="`forward_dtype` must be floating point, got int8"):
+        jsa.nn.dot_product_attention(query, key, value, forward_dtype=jnp.int8)
