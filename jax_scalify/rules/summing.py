@@ -222,7 +222,7 @@ def ragged_dot_general_rule(
         rhs = uniform_over(rhs)
     *data, exponent = split_product(lhs, rhs)
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
-    keeps_16_bits = ctx.config.sum_dtype is None
+    keeps_16_bits = ctx.config.sum_dtype != np.float32
     keeps_16_bits &= all(dtypes.is_narrow_float(k) or k == jnp.bfloat16 for k in kinds)
     preferred = (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)
     params |= dict(ragged_dot_dimension_numbers=dims, preferred_element_type=preferred)
