@@ -567,6 +567,32 @@ def constants_have_the_sharding_of_their_partner():
 
 
 @case
+def averages_are_rounded_as_on_one_device():
+    average = jsa.optim.ema(0.999)
+    params = {"w": scaled(0, (16, 24)), "b": scaled(1, (24,))}
+    params = jsa.as_scaled_array(jsa.asarray(params), "rms", dtype=jnp.float16)
+    other = jax.tree.map(lambda x: 1.5 * x, jsa.asarray(params, jnp.float32))
+    other = jsa.as_scaled_array(other, "rms", dtype=jnp.float16)
+
+    def averaged(params):
+        step = jax.jit(jsa.scalify(average.update))
+        state = jsa.optim.EmaState(jnp.int32(5000), params)
+        for _ in range(3):
+            out, state = step(other, state)
+        return out, state
+
+    alone = averaged(params)
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        places = {"w": P("data", "model"), "b": P("model")}
+        places = {name: NamedSharding(mesh(kind), spec) for name, spec in places.items()}
+        with jax.set_mesh(mesh(kind)):
+            other = put(other, places)
+            out, state = averaged(put(params, places))
+        assert_sharded(state.ema["w"], "data", "model")
+        jax.tree.map(np.testing.assert_array_equal, (out, state), alone)
+
+
+@case
 def misplaced_scales_are_named():
     x = put(scaled(0, (8, 16)), sharding("data"))
     rows = jsa.as_scaled_array(x.data, "rms", axis=0)

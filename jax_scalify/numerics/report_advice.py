@@ -47,7 +47,7 @@ def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
 
     Example:
         >>> x = jnp.full(8, 2.0**-20)
-        >>> seen = jsa.numerics.report(lambda x: x * 2, formats=["float8_e5m2"])(x)
+        >>> seen = jsa.numerics.report(lambda x: x, formats=["float8_e5m2"])(x)
         >>> print(jsa.numerics.suggest(seen)[0])
         input of `args[0]`: in float8_e5m2 100% of the elements become zero (RMS 2^-20).
         It needs a scale of 2^-20: jsa.scalify gives it one, with its state from

@@ -262,7 +262,7 @@ def _input_scale(scales: Mapping[str, float], place: Place, entry: dict[str, Any
             f"There are {sorted(scales)}."
         )
     entry["input_scale"] = float(scales[place.path])
-    return {input_scale_name(place.name): np.float32([scales[place.path]])}
+    return {input_scale_name(place.name): np.asarray([scales[place.path]], np.float32)}
 
 
 def _largest(leaf: Any) -> float:
