@@ -1,11 +1,12 @@
 """FP8 matmuls in models that know nothing of them: ours, Flax's and Qwix's, in one run.
 
-    python -m benchmarks.accuracy.fp8  # 2 models, all variants, 3 seeds
+    python -m benchmarks.accuracy.fp8  # 3 models, all variants, 3 seeds
     python -m benchmarks.accuracy.fp8 --models linen --seeds 0 --steps 100
 
-Two transformers on bytes: a GPT of Flax linen (`scale_models`) and that of `examples/gpt` with
-Flax NNX's own layers. Every variant has the same weights, batches and optimizer, and FP8 in all
-linear layers; the loss is that of held-out text. `ours` is
+Three transformers on bytes: a GPT of Flax linen (`scale_models`), that of `examples/gpt` with
+Flax NNX's own layers, and one of linen with experts as grouped matmuls (`experts`). Every variant
+has the same weights, batches and optimizer, and FP8 in all linear layers; the loss is that of
+held-out text. `ours` is
 `scalify(grad(fp8_matmuls(loss)))` with float32 state, `ours-nn` has the layers of `jsa.nn` besides,
 `ours-float16` stores everything in float16. `gradient` is how far a variant's gradient is from
 float32's, relative to it, at weights that float32 has trained. Every finished cell (model, variant,
@@ -42,6 +43,7 @@ from rich.table import Table
 
 import jax_scalify as jsa
 import jax_scalify.nn.nnx
+from benchmarks.accuracy.experts import BALANCE, ExpertLanguageModel
 from benchmarks.accuracy.scale_models import (
     CONTEXT,
     PLAIN,
@@ -56,7 +58,7 @@ from examples.gpt.report import ProgressLine
 from examples.gpt.step import astype, keep_moments, make_optimizer
 from examples.gpt.train import write_text
 
-MODELS = ("linen", "nnx")
+MODELS = ("linen", "nnx", "moe")
 VARIANTS = ("float32", "bfloat16", "ours", "ours-nn", "ours-float16", "flax", "qwix")
 CONFIG = get_size("tiny")
 MOMENT_EXPONENTS = (-2, 2)
@@ -146,6 +148,24 @@ def nnx_model(variant: str) -> tuple[Callable[[int], PyTree], Callable[[PyTree, 
     return init, loss
 
 
+def moe_model(variant: str) -> tuple[Callable[[int], PyTree], Callable[[PyTree, PyTree], Any]]:
+    """A GPT of Flax linen with experts, whose loss has that of its routers in it."""
+    if variant in ("flax", "qwix", "ours-nn"):
+        raise Unavailable(f"{variant} has no grouped matmuls in FP8, or no layers with them")
+    module: Any = ExpertLanguageModel(PLAIN, compute_dtype(variant), depth=CONFIG.layers)
+
+    def init(seed: int) -> PyTree:
+        plain = ExpertLanguageModel(PLAIN, jnp.float32, depth=CONFIG.layers)
+        inputs = next_byte_batch(seed, 0)["inputs"]
+        return {"params": jax.jit(plain.init)(jax.random.key(seed), inputs)["params"]}
+
+    def loss(variables: PyTree, batch: PyTree) -> jax.Array:
+        logits, balance = module.apply(variables, batch["inputs"])
+        return cross_entropy(logits, batch["labels"], variant) + BALANCE * balance
+
+    return init, loss
+
+
 @functools.cache
 def example_gpt(layers: ModuleType) -> ModuleType:
     """The module `examples/gpt/model.py` with its one import of layers changed."""
@@ -193,7 +213,8 @@ def qwix_provider(**options: Any) -> Any:
 
 def make_loss(model: str, variant: str) -> tuple[Callable, Callable]:
     """Return `init(seed) -> variables` and `loss(variables, batch)` of a variant."""
-    init, loss = {"linen": linen_model, "nnx": nnx_model}[model](variant)
+    make = {"linen": linen_model, "nnx": nnx_model, "moe": moe_model}[model]
+    init, loss = make(variant)
     return init, jsa.fp8_matmuls(loss, SELECT) if variant.startswith("ours") else loss
 
 

@@ -33,6 +33,19 @@ def test_a_short_run_is_stored_and_compared(tmp_path, capsys, monkeypatch):
     assert stored["gradients"]["nnx/float32"] == 0 < stored["gradients"]["nnx/ours"] < 0.2
 
 
+@pytest.mark.full
+def test_a_short_run_of_experts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fp8, "CONFIG", dataclasses.replace(fp8.CONFIG, layers=1))
+    monkeypatch.setattr(fp8, "HELD_OUT_BATCHES", 2)
+    arguments = "--models moe --variants float32 ours flax --seeds 0 --steps 2 --repeats 1".split()
+    fp8.main([*arguments, "--out", str(tmp_path)])
+    assert "moe/flax: not run" in capsys.readouterr().out
+    stored = json.loads((tmp_path / f"fp8-jax{jax.__version__}.json").read_text())
+    losses = [stored["cells"][f"moe/{variant}/0"]["loss"] for variant in ("float32", "ours")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert 0 < stored["gradients"]["moe/ours"] < 0.3
+
+
 def test_the_table(capsys):
     cells = {
         f"linen/{variant}/{seed}": {"loss": loss + seed}
