@@ -3,8 +3,8 @@
 A round runs the steps with statistics of all values that count, then interprets the step once more
 with the static scales that its state will have. There each scale is known while tracing, and so is
 the data of each value: `RMS of the value / scale`. What is outside of its band gets a correction,
-and everything that is computed from it is judged with that. A second round is needed only where
-the first has seen wrong values, behind what saturated or overflowed, or in loops, whose scales are
+and everything that is computed from it is judged with that. Another round is needed only where the
+first has seen wrong values, behind what saturated or overflowed, or in loops, whose scales are
 known at run time alone.
 """
 
@@ -42,6 +42,9 @@ from jax_scalify.transform import scalify
 
 _ROUNDS = 4
 _LOST = 0.01  # share of the elements of a value that is worth an entry
+_VANISHED = 0.5
+# A program that runs a few steps is not worth the time that costly passes take.
+_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def calibrate(
@@ -55,8 +58,8 @@ def calibrate(
     """Run some steps and measure what scales without any statistics have to know.
 
     The steps start from `state`, which stays what it is. They run with dynamic scales, and compile
-    once with statistics; once more for each round in which a value was found to be out of its band,
-    which are one or two where something is. Values inside of `while` loops and kernels are not
+    once with statistics: once more, up to three times, where something overflowed, saturated or
+    vanished, or is out of its band in a loop. Values inside of `while` loops and kernels are not
     looked at.
 
     Args:
@@ -108,7 +111,7 @@ def calibrate(
         seen = _measure(step, config, exponents, state, batches)
         before, chosen = exponents, _choose(step, config, exponents, seen, batches[-1])
         exponents = chosen.exponents
-        if exponents == before or seen.fits:
+        if exponents == before or not (seen.is_distorted or chosen.is_guess):
             break
     values = {
         name: dataclasses.replace(
@@ -144,11 +147,12 @@ class _Seen:
     last: Any
 
     @property
-    def fits(self) -> bool:
-        """Whether all values are finite and in the bands of their dtypes."""
-        return not any(
-            m.nonfinite or self.results[name].can_be_corrected and excess_of(m)
+    def is_distorted(self) -> bool:
+        """Whether values are not what they would be: behind what overflows, or all but vanishes."""
+        return any(
+            m.nonfinite or m.overflow > _LOST or m.underflow > _VANISHED
             for name, m in self.values.items()
+            if self.results[name].can_be_corrected
         )
 
 
@@ -179,7 +183,8 @@ def _measure(
         rows = [seen[place.position, place.result] for place in places]
         return out, jnp.stack(rows) if rows else jnp.zeros((0, 0))
 
-    program = jax.jit(watched, static_argnums=0)
+    options = _QUICKLY if jax.default_backend() == "cpu" else None
+    program = jax.jit(watched, static_argnums=0, compiler_options=options)
     found: dict[str, list[Any]] = {}
     for batch in batches:
         leaves, tree = jax.tree.flatten((state, batch))
@@ -269,6 +274,7 @@ class _Choice:
     Attributes:
         exponents: those that are not 0, by name.
         found: by name, scale, correction and RMS of data where the scale is static.
+        is_guess: whether there are corrections in loops, of which only a run tells what they do.
     """
 
     def __init__(self, seen: Mapping[str, Measured], before: Mapping[str, int]):
@@ -276,6 +282,7 @@ class _Choice:
         self._results: Mapping[str, Result] = {}
         self._in_loops: dict[str, int] = {}
         self._moved: set[str] = set()
+        self.is_guess = False
         self.exponents: dict[str, int] = {}
         self.found: dict[str, dict[str, Any]] = {}
 
@@ -297,6 +304,8 @@ class _Choice:
                 data = {field: x - exponent for field, x in data.items()}
                 scale = int(value.scale.exponent) + exponent
                 self.found[name] = {"scale": scale, "correction": exponent, **data}
+                if exponent != m.correction:  # by which nothing is lost at the top any more
+                    self.found[name]["overflow"] = 0.0
             else:
                 self.found.pop(name, None)
                 exponent = self._in_loop(name, m, result)
@@ -319,5 +328,6 @@ class _Choice:
             if away:
                 exponent += away if self._moved.isdisjoint(result.sources) else 0
                 self._moved.add(name)
+                self.is_guess = True
             self._in_loops[name] = exponent
         return self._in_loops[name]
