@@ -26,7 +26,7 @@ full = pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "fp8"),
     [
-        ("llama", False),
+        pytest.param("llama", False, marks=full),
         pytest.param("llama", True, marks=full),
         pytest.param("moe", True, marks=full),
         pytest.param("gpt", True, marks=full),

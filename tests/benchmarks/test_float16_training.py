@@ -12,6 +12,7 @@ from benchmarks.accuracy import float16_training, scale_models
 pytestmark = pytest.mark.newest  # its command runs on the newest JAX
 
 
+@pytest.mark.full
 def test_a_short_run_is_stored_and_compared(tmp_path, capsys, monkeypatch):
     module = functools.partial(scale_models.LanguageModel, depth=1, llama=True)
     model = scale_models.make_model("llama", module, scale_models.next_byte_batch)

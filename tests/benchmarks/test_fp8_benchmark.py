@@ -17,6 +17,7 @@ from examples.gpt import model
 pytestmark = pytest.mark.newest  # its command runs on the newest JAX
 
 
+@pytest.mark.full
 def test_a_short_run_is_stored_and_compared(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fp8, "CONFIG", dataclasses.replace(fp8.CONFIG, layers=1))
     monkeypatch.setattr(fp8, "HELD_OUT_BATCHES", 2)

@@ -48,7 +48,7 @@ def double_one_scale(state):
 
 
 @pytest.mark.parametrize(
-    "preset", ["fp32-scaled", pytest.param("fp16-all", marks=pytest.mark.full)]
+    "preset", [pytest.param(p, marks=pytest.mark.full) for p in ("fp32-scaled", "fp16-all")]
 )
 def test_freezing_compiles_once_more(corpus, preset):
     free = make_run(corpus, preset=preset).train()

@@ -36,6 +36,7 @@ def records(directory):
     return [line["step"] for line in lines], [line["tensors"] for line in lines]
 
 
+@pytest.mark.full
 def test_a_record_every_n_steps_changes_nothing_else(corpus, tmp_path):
     plain = make_run(corpus, tmp_path / "plain").train()
     assert not (tmp_path / "plain" / "track.jsonl").exists()
