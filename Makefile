@@ -47,7 +47,7 @@ test-newest: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
 
 test-lowest: $(VENV_LOWEST)/.installed
-	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) --sample 5
+	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) --sample 6
 
 test-full: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## every test on both versions
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) --full

@@ -101,7 +101,9 @@ def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Any:
     return Optimizer(init, update)
 
 
-def incremental_update(new_tensors: Any, old_tensors: Any, step_size: Any, *, key: Any = None):
+def incremental_update(
+    new_tensors: Any, old_tensors: Any, step_size: Any, *, key: Any = None
+) -> Any:
     """Move old tensors towards new ones: `optax.incremental_update`, right in few bits.
 
     `old + step_size * (new - old)` in float32, rounded once to the dtypes of the old tensors,

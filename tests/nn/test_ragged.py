@@ -13,7 +13,10 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.base.jaxprs import all_equations
 
-pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
+pytestmark = [
+    pytest.mark.usefixtures("every_primitive_has_a_rule"),
+    pytest.mark.sampled(2),
+]
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 WIDE = dict(forward_dtype=jnp.float32, backward_dtype=jnp.float32)

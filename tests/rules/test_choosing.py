@@ -10,6 +10,7 @@ import jax_scalify as jsa
 from tests.helpers import leaves
 from tests.programs import DTYPES, KINDS, all_outcomes, check_rows, outcomes, rows, scaled
 
+pytestmark = pytest.mark.sampled(2)
 MASK = np.array([True, False, True])
 
 

@@ -10,7 +10,10 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from tests.helpers import in_one_program, leaves
 
-pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
+pytestmark = [
+    pytest.mark.usefixtures("every_primitive_has_a_rule"),
+    pytest.mark.sampled(2),
+]
 
 DTYPES = ("float16", "float32", "bfloat16")
 IDX = np.array([2, 0, 3, 0], np.int32)

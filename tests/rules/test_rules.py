@@ -44,7 +44,7 @@ def _parameters():
 
 
 # On the lowest version of JAX as many of these as of all tests together would be few.
-@pytest.mark.sampled(3 / 5)
+@pytest.mark.sampled(1 / 2)
 @pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
 @pytest.mark.parametrize(("case", "dtype", "way"), list(_parameters()))
 def test_values(case, dtype, way):

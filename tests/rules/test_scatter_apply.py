@@ -11,7 +11,10 @@ from jax_scalify import ScaledArray
 from jax_scalify.rules.scattering import _evaluate_wide
 from tests.helpers import in_one_program
 
-pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
+pytestmark = [
+    pytest.mark.usefixtures("every_primitive_has_a_rule"),
+    pytest.mark.sampled(2),
+]
 
 DTYPES = ("float16", "bfloat16", "float32")
 DATA = [[1.0, 2.0, -3.0], [0.5, 0.25, 0.125]]
