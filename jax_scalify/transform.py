@@ -142,9 +142,8 @@ def _scale_call(
     closed: Any, operands: Sequence[Any], config: ScalifyConfig, plan: _Plan | None = None
 ) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
-    live = pruned(closed)
-    corrections = None if plan is None else plan.corrections(closed.jaxpr.eqns, live)
-    closed = live
+    equations, closed = closed.jaxpr.eqns, pruned(closed)
+    corrections = None if plan is None else plan.corrections(equations, closed)
     keep_static = not any(is_scaled(x) and not x.is_static for x in operands)
     found = [e.outvars[0] for e in closed.jaxpr.eqns if e.primitive is primitives.match_scale_p]
     matched = [any(var is other for other in found) for var in closed.jaxpr.outvars]

@@ -65,11 +65,9 @@ class DotGeneral:
         out_sharding: Any = None,
     ) -> jax.Array:
         """Multiply like `jax.lax.dot_general`."""
-        dtypes.as_floating(lhs.dtype, "lhs", real=True)
-        dtypes.as_floating(rhs.dtype, "rhs", real=True)
         form = Form.of(dimension_numbers)
-        out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
-        return self._multiply(lhs, rhs, None, form, precision, out, out_sharding)
+        types = precision, preferred_element_type, out_sharding
+        return self._multiply(lhs, rhs, None, form, *types)
 
     def ragged(
         self,
@@ -83,11 +81,9 @@ class DotGeneral:
         out_sharding: Any = None,
     ) -> jax.Array:
         """Multiply like `jax.lax.ragged_dot_general`: see `jsa.nn.ragged_dot_general`."""
-        dtypes.as_floating(lhs.dtype, "lhs", real=True)
-        dtypes.as_floating(rhs.dtype, "rhs", real=True)
-        out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
         form = Form.of_groups(dimension_numbers, lhs, rhs, group_sizes)
-        return self._multiply(lhs, rhs, group_sizes, form, precision, out, out_sharding)
+        types = precision, preferred_element_type, out_sharding
+        return self._multiply(lhs, rhs, group_sizes, form, *types)
 
     def _multiply(
         self,
@@ -96,9 +92,12 @@ class DotGeneral:
         group_sizes: Any,
         form: Form,
         precision: Any,
-        out: Any,
+        preferred_element_type: Any,
         out_sharding: Any,
     ) -> jax.Array:
+        dtypes.as_floating(lhs.dtype, "lhs", real=True)
+        dtypes.as_floating(rhs.dtype, "rhs", real=True)
+        out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
         explicit = sharding_of(lhs) or sharding_of(rhs)
         operands = Operand.of(lhs), Operand.of(rhs)
         own = out_sharding if explicit else None

@@ -126,7 +126,8 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     if sum_dtype == jnp.float8_e5m2 and not positional and _is_gradient(ctx, names):
         total = _summed_in_fp8(ctx, data, params, devices)
         result = finish(ctx, total, _moved(scale, params), factor)
-        return result if ctx.primitive.name == "reduce_scatter" else _gathered(ctx, result, params)
+        is_part = ctx.primitive.name == "reduce_scatter"
+        return result if is_part else _gathered(ctx, result, params, devices)
     if sum_dtype == jnp.float32 or positional or dtypes.is_narrow_float(out):
         travels = dtypes.compute_dtype(out)
     else:
@@ -149,9 +150,9 @@ def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:
 def _summed_in_fp8(ctx: RuleContext, data: Any, params: dict[str, Any], devices: int) -> Any:
     """Each device's part of the sum, in float32 of data that travelled in E5M2.
 
-    Each term is rounded once: a reduction in E5M2 would round the partial sums as well, and a sum
-    of 8 equal terms does not grow beyond its fifth. Along the axis that is cut, the parts of the
-    result of `psum` are as long as they have to be.
+    Each term is rounded once: a reduction in E5M2 would round the partial sums as well, and one of
+    equal terms would stop at its eighth, `8 + 1 = 8`. An axis whose length the devices do not
+    divide is filled up.
     """
     axis, size = _cut_axis(ctx, params, devices)
     if size * devices != data.shape[axis]:
@@ -177,14 +178,12 @@ def _cut_axis(ctx: RuleContext, params: dict[str, Any], devices: int) -> tuple[i
     return axis, -(-shape[axis] // devices)
 
 
-def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any]) -> ScaledArray:
+def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: int) -> ScaledArray:
     """The whole of a sum, of which each device has a part, in the dtype of the result."""
-    aval, names = ctx.out_avals[0], _axis_names(params)
-    devices = lax.psum(1, names, axis_index_groups=params.get("axis_index_groups"))
-    axis, size = _cut_axis(ctx, params, devices)
+    aval, axis = ctx.out_avals[0], _cut_axis(ctx, params, devices)[0]
     whole = lax.all_gather(
         part.data,
-        names,
+        _axis_names(params),
         axis_index_groups=params.get("axis_index_groups"),
         axis=axis,
         tiled=True,

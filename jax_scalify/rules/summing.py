@@ -170,15 +170,20 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     if params.get("precision") in _OF_FLOAT16:  # it is what the sums' dtype says, everywhere
         params["precision"] = None
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
-    keeps_16_bits = ctx.config.sum_dtype != np.float32
     by = exponent - factor.exponent
-    narrow = keeps_16_bits and kinds == {np.dtype("float16")}
+    narrow = ctx.config.sum_dtype != np.float32 and kinds == {np.dtype("float16")}
     if narrow and SMALLEST_EXPONENT <= by <= 0 and not _compat.is_partial_sum(ctx.out_avals[0]):
         return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale * factor)
-    keeps_16_bits &= all(dtypes.is_narrow_float(k) or k == jnp.bfloat16 for k in kinds)
-    preferred = (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)
+    preferred = _preferred(ctx, kinds)
     total = lax.dot_general_p.bind(*data, preferred_element_type=preferred, **params)
     return finish(ctx, total, scale, factor, exponent)
+
+
+def _preferred(ctx: RuleContext, kinds: set[Any]) -> Any:
+    """The dtype that a matmul of operands and a result of some dtypes is asked for."""
+    keeps_16_bits = ctx.config.sum_dtype != np.float32
+    keeps_16_bits &= all(dtypes.is_narrow_float(k) or k == jnp.bfloat16 for k in kinds)
+    return (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)
 
 
 def _along_rows(ctx: RuleContext, scale: Any, group_sizes: Any, dims: Any) -> Any:
@@ -221,10 +226,7 @@ def ragged_dot_general_rule(
     else:
         rhs = uniform_over(rhs)
     *data, exponent = split_product(lhs, rhs)
-    kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
-    keeps_16_bits = ctx.config.sum_dtype != np.float32
-    keeps_16_bits &= all(dtypes.is_narrow_float(k) or k == jnp.bfloat16 for k in kinds)
-    preferred = (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)
+    preferred = _preferred(ctx, {x.dtype for x in (*data, ctx.out_avals[0])})
     params |= dict(ragged_dot_dimension_numbers=dims, preferred_element_type=preferred)
     total = ctx.bind(*data, group_sizes, **params)
     if not ratio.is_one:
