@@ -31,7 +31,8 @@ _COLLECTIVES = (
 )
 _NO_KERNEL = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all "
-    "opt-barrier add-dependency partition-id replica-id async-start async-update domain".split()
+    "opt-barrier add-dependency partition-id replica-id async-start async-update call-start "
+    "domain".split()
 )
 _NO_KERNEL_TARGETS = ("AllocateBuffer", "Sharding", "xla.sdy", "AssumeGatherIndicesInBound")
 _VIEWS = ("bitcast", "get-tuple-element", "reshape")
@@ -122,16 +123,17 @@ def count_costs(text: str) -> Costs:
             continue
         if not _is_launch(instruction):
             continue
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in _COLLECTIVES:
-            by_dtype = program.collective_bytes(instruction)
+        for sent in program.collectives(instruction):
+            kind, by_dtype = _kind(sent), program.collective_bytes(sent)
             found[kind, max(by_dtype, key=by_dtype.__getitem__, default="?")] += runs
             for dtype, size in by_dtype.items():
                 sizes[kind, dtype] += runs * size
         key = instruction.computation, instruction.name
         before = kernels[key].runs if key in kernels else 0
         moved = program.bytes_of(instruction)
-        kernels[key] = Kernel(instruction.name, instruction.op_name, kind, before + runs, moved)
+        kernels[key] = Kernel(
+            instruction.name, instruction.op_name, _kind(instruction), before + runs, moved
+        )
     collected = [Collective(*key, found[key], size) for key, size in sizes.most_common()]
     return Costs(tuple(kernels.values()), tuple(collected), endless)
 
@@ -163,6 +165,10 @@ def _bits(dtype: str) -> int | None:
 
 def _size(hlo_type: str) -> int:
     return sum(sizes_by_dtype(hlo_type).values())
+
+
+def _kind(instruction: Instruction) -> str:
+    return instruction.opcode.removesuffix("-start")
 
 
 def _is_launch(instruction: Instruction) -> bool:
@@ -199,12 +205,21 @@ class Program:
             yield instruction, runs
             if instruction.opcode == "while":
                 inner = runs * (1 if (n := self.trip_count(instruction)) is None else n)
-            elif instruction.opcode in ("call", "conditional", "async-start"):
+            elif instruction.opcode in ("call", "call-start", "conditional", "async-start"):
                 inner = runs
             else:
                 continue
             for name in _bodies(instruction):
                 yield from self.executed(name, inner)
+
+    def collectives(self, instruction: Instruction) -> Iterator[Instruction]:
+        """A launch that is a collective, or those that a compiler has fused into it."""
+        if _kind(instruction) in _COLLECTIVES:
+            yield instruction
+        elif instruction.opcode == "fusion":
+            for name in instruction.called:
+                for inner in self.computations.get(name, ()):
+                    yield from self.collectives(inner)
 
     def bytes_of(self, instruction: Instruction) -> int:
         """Bytes that a launch reads and writes."""

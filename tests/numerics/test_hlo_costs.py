@@ -14,6 +14,27 @@ from jax_scalify.numerics.hlo_costs import Collective, count_costs, sizes_by_dty
 
 PROGRAM = (Path(__file__).parent / "programs" / "costs.hlo").read_text()
 
+# As a TPU7x runs them: on its SparseCores, and inside of a fusion.
+TPU = """
+%called (p: bf16[512]) -> bf16[4096] {
+  %p = bf16[512]{0} parameter(0)
+  ROOT %gather = bf16[4096]{0} all-gather(%p), dimensions={0}
+}, execution_thread="sparsecore"
+
+%body (q: f32[1024]) -> f32[128] {
+  %q = f32[1024]{0} parameter(0)
+  ROOT %scatter = f32[128]{0} reduce-scatter(%q), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: bf16[512], y: f32[1024]) -> f32[128] {
+  %x = bf16[512]{0} parameter(0)
+  %y = f32[1024]{0} parameter(1)
+  %start = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%called
+  %done = () call-done(%start)
+  ROOT %fused = f32[128]{0} fusion(%y), kind=kCustom, calls=%body
+}
+"""
+
 
 @pytest.fixture(scope="module")
 def costs():
@@ -43,6 +64,15 @@ def test_collectives_inside_of_asynchronous_calls_too(costs):
         Collective("all-gather", "f8e4m3fn", 1, 1024 * 64),
         Collective("all-reduce", "bf16", 1, 512),
     )
+
+
+def test_collectives_that_a_tpu_starts_on_its_other_cores_or_fuses():
+    costs = count_costs(TPU)
+    assert costs.collectives == (
+        Collective("all-gather", "bf16", 1, 8192),
+        Collective("reduce-scatter", "f32", 1, 4096),
+    )
+    assert {k.name: k.opcode for k in costs.kernels} == {"gather": "all-gather", "fused": "fusion"}
 
 
 def test_a_loop_of_unknown_length_counts_once():

@@ -11,7 +11,7 @@ from test_low_precision import all_finite, make_step, problem, shapes, train
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from jax_scalify.optim.storing import saturate
+from jax_scalify.optim.storing import reduced, saturate
 
 optax = pytest.importorskip("optax")
 
@@ -347,3 +347,17 @@ def test_a_refused_step_leaves_every_bit(policy, factor):
     for old, new in ((state[0], refused[0]), (state[1].inner_state, refused[1].inner_state)):
         jax.tree.map(np.testing.assert_array_equal, old, new)
     assert refused[1].total_notfinite == 1
+
+
+@pytest.mark.parametrize(("platform", "reductions"), [("cuda", 1), ("tpu", 1), ("cpu", 2)])
+def test_what_a_scale_is_chosen_by_is_one_reduction(platform, reductions):
+    """Devices that share a leaf exchange both numbers at once."""
+    x, old = jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    lowered = jax.jit(reduced).trace(x, old).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count("stablehlo.reduce(") == reductions
+
+
+def test_sums_of_many_squares():
+    """More than 2**24 of them: added up in a row in float32 they would stay there."""
+    largest, total = jax.jit(reduced)(jnp.ones(2**25, jnp.float32), jnp.float32(1))
+    assert largest == 1 and total == 2**25
