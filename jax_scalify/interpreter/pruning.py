@@ -30,7 +30,8 @@ def pruned(closed: Any) -> Any:
 
     def of_any(held: Any) -> Any:
         if isinstance(held, (tuple, list)):
-            return type(held)(map(of_any, held)) if any(map(_is_jaxpr, held)) else held
+            make = getattr(held, "_make", type(held))  # named, as those of a linear solve
+            return make(map(of_any, held)) if any(map(_is_jaxpr, held)) else held
         if not _is_jaxpr(held):
             return held
         if id(held) not in known:

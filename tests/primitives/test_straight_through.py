@@ -76,3 +76,16 @@ def test_what_a_scan_gives_back_is_what_it_goes_over():
     (eqn,) = pruned(jax.make_jaxpr(f)(X)).jaxpr.eqns or (None,)
     assert eqn is None or not eqn.outvars
     np.testing.assert_array_equal(jsa.scalify(f)(jsa.as_scaled_array(X)), X)
+
+
+@pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
+def test_scalify_drops_it_beside_a_linear_solve():
+    """Which holds its functions in a named tuple."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.linalg.solve(jnp.eye(4) + 0.1 * w, x @ w))
+
+    gradient = jax.grad(jsa.fp8_matmuls(loss))
+    w, x = jnp.float32(np.arange(16).reshape(4, 4)), jnp.ones((4, 4))
+    found = jax.jit(jsa.scalify(gradient))(*jsa.as_scaled_array((w, x)))
+    np.testing.assert_allclose(jsa.asarray(found), gradient(w, x), rtol=1e-4)
