@@ -148,12 +148,15 @@ class Interpretation:
         constant: the fact about a literal.
         join: what is still known of a value that may be either of two.
         unknown: the fact that says nothing.
+        chosen: the fact about a value, of what it is and of what decided so: the index of a branch,
+            the condition of a loop.
     """
 
     equation: Callable[[Any, list[Any]], list[Any]]
     constant: Callable[[Any], Any]
     join: Callable[[Any, Any], Any]
     unknown: Any
+    chosen: Callable[[Any, Any], Any] = lambda fact, decision: fact
 
     def results(self, jaxpr: Any, facts: Sequence[Any]) -> list[Any]:
         """Return the facts about the results of a jaxpr, through calls, branches and loops."""
@@ -166,10 +169,13 @@ class Interpretation:
             return self.results(call, facts)
         if name == "cond":
             branches = [self.results(branch, facts[1:]) for branch in params["branches"]]
-            return [self._join_all(outs) for outs in zip(*branches, strict=True)]
+            joined = [self._join_all(outs) for outs in zip(*branches, strict=True)]
+            return [self.chosen(fact, facts[0]) for fact in joined]
         if name == "while":
-            _, consts, carry = while_operands(params, facts)
-            return self._loop(params["body_jaxpr"], consts, carry, [])
+            tested, consts, carry = while_operands(params, facts)
+            carry = self._loop(params["body_jaxpr"], consts, carry, [])
+            [condition] = self.results(params["cond_jaxpr"], [*tested, *carry])
+            return [self.chosen(fact, condition) for fact in carry]
         if name == "scan":
             return self._loop(params["jaxpr"], *scan_operands(params, facts))
         return self.equation(eqn, facts)
@@ -198,11 +204,18 @@ def depends(jaxpr: Any, on: Sequence[bool]) -> list[bool]:
         >>> closed = jax.make_jaxpr(lambda x, y: (x * y, y + 1))(1.0, 2.0)
         >>> depends(closed, [True, False])
         [True, False]
+
+    So does what an operand chooses:
+
+        >>> f = lambda x, y: jax.lax.cond(x, jnp.sin, jnp.cos, y)
+        >>> depends(jax.make_jaxpr(f)(True, 2.0), [True, False])
+        [True]
     """
     interpretation = Interpretation(
         equation=lambda eqn, facts: [any(facts)] * len(eqn.outvars),
         constant=lambda atom: False,
         join=lambda a, b: a or b,
         unknown=True,
+        chosen=lambda fact, decision: fact or decision,
     )
     return interpretation.results(jaxpr, on)

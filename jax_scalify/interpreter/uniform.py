@@ -23,6 +23,10 @@ def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     None if that cannot be done.
     """
     name = eqn.primitive.name
+    if name == "empty2" and dtypes.is_scalable(eqn.outvars[0].aval.dtype):
+        # What a branch leaves to a derivative that does not need it. Zeros take any scale.
+        aval = eqn.outvars[0].aval
+        return Plain.filled(aval, np.zeros((), aval.dtype)[()])
     if (
         name in ("optimization_barrier", "pin")
         and len(inputs) == 1

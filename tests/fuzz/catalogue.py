@@ -519,6 +519,9 @@ LAX = [
     "lax.fori_loop(0, 2, lambda i, x: x * 0.5 + i, {x})",
     "lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, {x}))[1]",
     "lax.scan(lambda c, x: (c + x, c * x), jnp.zeros_like({a}[0]), {a})",
+    "lax.scan(lambda c, k: (c, lax.cond(k > 0, lambda: {x}, lambda: {g})), 0, jnp.arange(2))[1]",
+    "(lambda x, y: lax.map(lambda k: lax.fori_loop(0, k, lambda i, x: y, x), jnp.arange(2)))"
+    "({x}, {g})",
     "lax.map(jnp.square, {a})",
     "lax.platform_dependent({x}, cpu=jnp.sin, default=jnp.sin)",
     "lax.composite(lambda x: x * 2, 'test.double')({x})",

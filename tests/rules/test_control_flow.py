@@ -240,3 +240,39 @@ def test_a_shared_scale_of_few_steps(length):
     out = jax.jit(jsa.scalify(lambda x: lax.map(lambda row: row * 3, x)))(x)
     assert out.shape == (length, 4)
     np.testing.assert_array_equal(jsa.asarray(out), np.full((length, 4), 3.0))
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("chosen_by", ["branch", "loop"])
+def test_what_a_step_chooses_has_the_scale_of_what_was_chosen(chosen_by, kind):
+    """Though neither scale depends on the step."""
+
+    def choose(k, x, y):
+        if chosen_by == "branch":
+            return lax.cond(k % 2 == 0, lambda: x, lambda: y)
+        return lax.while_loop(lambda s: s[0] < k % 2, lambda s: (s[0] + 1, y), (0, x))[1]
+
+    def f(x, y):
+        return lax.map(lambda k: choose(k, x, y), jnp.arange(4))
+
+    x, y = jnp.arange(1.0, 5.0), jnp.arange(2.0, 6.0)
+    scales = [2.0**8, 2.0**-8] if kind == "static" else jnp.float32([2.0**8, 2.0**-8])
+    args = [ScaledArray(a / s, s) for a, s in zip((x, y), scales, strict=True)]
+    np.testing.assert_array_equal(value(jax.jit(jsa.scalify(f))(*args)), f(x, y))
+
+
+def test_what_an_untaken_branch_leaves_to_the_backward_pass_has_no_say():
+    def loss(ws, x):
+        def step(c, w):
+            return lax.cond(jnp.sum(w) > 0, lambda: jnp.tanh(c @ w), lambda: c), None
+
+        return jnp.sum(lax.scan(step, x, ws)[0])
+
+    signs = np.float32([1, -1, 1, -1])[:, None, None]
+    ws = jnp.asarray(signs * np.abs(np.random.default_rng(0).normal(size=(4, 6, 6))) / 4)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(5, 6)), jnp.float32)
+    gradient = jax.grad(jsa.fp8_matmuls(loss), (0, 1))
+    args = [ScaledArray(a, jnp.float32(1)) for a in (ws, x)]
+    found = jax.jit(jsa.scalify(gradient))(*args)
+    for got, want in zip(found, gradient(ws, x), strict=True):
+        np.testing.assert_allclose(value(got), want, rtol=1e-5, atol=1e-6)
