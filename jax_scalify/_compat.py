@@ -83,12 +83,7 @@ def source_line(eqn: jex_core.JaxprEqn) -> str:
         line = source_info_util.summarize(candidate.source_info)
         if line:
             return line
-    frame = sys._getframe()
-    while frame is not None:
-        if source_info_util.is_user_filename(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-        frame = frame.f_back
-    return "an unknown line"
+    return calling_line() or "an unknown line"
 
 
 _LIBRARIES = ("flax", "equinox", "haiku", "penzai", "optax")
@@ -103,6 +98,25 @@ def own_line(eqn: jex_core.JaxprEqn) -> str:
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     own = next((f for f in frames if not any(name in f.file_name for name in _LAYERS)), None)
     return f"{own.file_name}:{own.start_line} ({own.function_name})" if own else ""
+
+
+def calling_line() -> str:
+    """Return `file:line (function)` of the user's code that runs, above libraries."""
+    frame = sys._getframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if source_info_util.is_user_filename(file) and not any(n in file for n in _LAYERS):
+            return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return ""
+
+
+def is_called_by(eqn: jex_core.JaxprEqn, library: str, function: str) -> bool:
+    """Tell whether a function of a library computes an equation."""
+    return any(
+        os.sep + library + os.sep in frame.file_name and function in frame.function_name.split(".")
+        for frame in source_info_util.user_frames(eqn.source_info.traceback)
+    )
 
 
 def layer_line(eqn: jex_core.JaxprEqn) -> str:

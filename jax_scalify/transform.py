@@ -25,6 +25,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.interpreter import observing
+from jax_scalify.interpreter.averages import report_lost_averages
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.corrections import Calibrated, Corrections
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
@@ -111,6 +112,7 @@ def scalify(
         if not any(map(is_scaled, operands)) and primitives.set_scaling_p not in used:
             out = jex_core.jaxpr_as_fun(closed)(*operands)
         else:
+            report_lost_averages(closed.jaxpr)
             plan = None
             if calibration is not None:
                 plan = _Plan(closed.jaxpr.eqns, calibration, list(map(argument_name, traced.paths)))

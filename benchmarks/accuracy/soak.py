@@ -15,6 +15,8 @@ since an update of less than half their spacing is lost otherwise, weight decay 
   `scalify` gives a sum, would lift moments to where their gradients' scales are. Moments begin as
   zeros, which have no scale to keep, so the first 100 steps are free.
 * `statistic`: the default of `jsa.optim.low_precision`, moments are rescaled at every step.
+* `average`: `gradient`, and an average of the weights in float16, `jsa.optim.ema(0.9999)`, beside
+  one of the same weights in float32: how far apart are they, and their losses?
 
 Each step's state is looked at on the device: the first value that is not finite is reported. RMS
 and maximum of the data of every leaf are stored every 500 steps, before they are rescaled, in
@@ -57,7 +59,7 @@ from benchmarks.paths import RESULTS
 from examples.gpt.report import ProgressLine
 from examples.gpt.step import astype
 
-WAYS = ("float32", "nearest", "gradient", "gradient+rescale", "rescale", "statistic")
+WAYS = ("float32", "nearest", "gradient", "gradient+rescale", "rescale", "statistic", "average")
 LIMIT = 1.0  # how far the loss may be from float32, in %
 EVERY = 100  # steps from one rescale to the next
 LOOK_EVERY = 500  # steps from one line of the history to the next
@@ -65,6 +67,7 @@ NU_TARGET = 2.0**10
 LEARNING_RATES = {"digits": 1e-3, "gpt": 3e-3}
 WEIGHT_DECAY = 0.1
 B2 = 0.999
+DECAY = 0.9999  # of the average
 PyTree = Any
 
 
@@ -74,6 +77,13 @@ def make_optimizer(problem: Problem, steps: int) -> optax.GradientTransformation
     warm_up = max(steps // 40, 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warm_up, steps, rate / 10)
     return optax.adamw(schedule, b2=B2, weight_decay=WEIGHT_DECAY)
+
+
+class Averages(NamedTuple):
+    """An average of the weights in float16, and what it ought to be."""
+
+    average: PyTree
+    reference: PyTree
 
 
 class Way(NamedTuple):
@@ -105,13 +115,23 @@ def make_way(way: str, problem: Problem, steps: int) -> Way:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         return TrainState(apply_updates(state.params, updates, key=key_of(state)), opt_state)
 
+    narrow_average = jsa.optim.ema(DECAY)
+    wide_average = jsa.optim.ema(DECAY, jnp.float32)
+
+    def averaging(state: TrainState, grads: PyTree) -> TrainState:
+        averages = state.opt_state[-1]
+        params, opt_state = ours(state._replace(opt_state=state.opt_state[:-1]), grads)
+        average = narrow_average.update(params, averages.average)[1]
+        reference = wide_average.update(params, averages.reference)[1]
+        return TrainState(params, (*opt_state, Averages(average, reference)))
+
     def wide(state: TrainState, grads: PyTree) -> TrainState:
         grads, (params, opt_state) = astype((grads, state), jnp.float32)
         updates, opt_state = plain.update(grads, opt_state, params)
         params = apply_updates(state.params, updates, key=key_of(state))
         return TrainState(params, astype(opt_state, compute))
 
-    apply = wide if way in ("float32", "rescale") else ours
+    apply = {"float32": wide, "rescale": wide, "average": averaging}.get(way, ours)
 
     def update(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
@@ -130,6 +150,14 @@ def make_way(way: str, problem: Problem, steps: int) -> Way:
 
         return Way(first_state, jsa.scalify(hold), rescale, jsa.scalify(update))
     first_state = functools.partial(scaled_state, optimizer)
+    if way == "average":
+
+        def with_averages(params: PyTree) -> TrainState:
+            state = first_state(params)
+            made = Averages(narrow_average.init(state.params), wide_average.init(state.params))
+            return state._replace(opt_state=(*state.opt_state, made))
+
+        return Way(with_averages, jsa.scalify(update))
     if way == "gradient+rescale":
         return Way(first_state, jsa.scalify(update), rescale_weights)
     return Way(first_state, jsa.scalify(update))
@@ -189,10 +217,12 @@ def look(state: TrainState) -> dict[str, tuple[float, float]]:
 
 
 def name_of(path: tuple) -> str:
-    """Return a leaf's name: `weights`, `mu` or `nu` and where it is in the model."""
+    """Return a leaf's name: `weights`, `mu`, `nu` or `average` and where it is in the model."""
     keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", "")))) for k in path]
-    kind = next((key for key in ("mu", "nu") if key in keys), "weights")
-    start = keys.index("params" if kind == "weights" else kind) + 1
+    kinds = ("mu", "nu", *Averages._fields)
+    kind = next((key for key in kinds if key in keys), "weights")
+    first = {"weights": "params"} | dict.fromkeys(Averages._fields, "ema")
+    start = keys.index(first.get(kind, kind)) + 1
     return "/".join([kind, *keys[start:]])
 
 
@@ -202,13 +232,13 @@ def soak(way: str, problem: Problem, seed: int, steps: int, console: Console) ->
     Returns:
         The held-out loss, the mean training loss of the last chunk, the first bad step or -1, bytes
         per parameter, and for each leaf log2 of RMS and maximum of its data every `LOOK_EVERY`
-        steps.
+        steps. If weights are averaged, what `compare_averages` says.
     """
     made = make_way(way, problem, steps)
     run, rescale_state = make_run(made.update), jax.jit(made.rescale)
     first_run = make_run(made.first_update) if made.first_update else run
     state = made.first_state(problem.init(seed))
-    size = bytes_per_parameter(state)
+    size = bytes_per_parameter(without_reference(state))
     batches = problem.batches(seed, steps)
     history: dict[str, list] = {}
     bad, losses, started = -1, np.zeros(1), time.monotonic()
@@ -221,7 +251,7 @@ def soak(way: str, problem: Problem, seed: int, steps: int, console: Console) ->
             losses = np.asarray(chunk_losses)
             done = start + len(losses)
             if done % LOOK_EVERY == 0 or done == steps:
-                for name, sizes in look(state).items():
+                for name, sizes in look(without_reference(state)).items():
                     history.setdefault(name, []).append(sizes)
             state = rescale_state(state)
             tokens = done * next(iter(jax.tree.leaves(batches)))[0].size
@@ -233,6 +263,43 @@ def soak(way: str, problem: Problem, seed: int, steps: int, console: Console) ->
         "first_bad_step": bad,
         "bytes": size,
         "history": history,
+    } | compare_averages(state, problem)
+
+
+def without_reference(state: TrainState) -> TrainState:
+    """Return a state less the average in float32, which is there to compare with."""
+    averages = averages_of(state)
+    if averages is None:
+        return state
+    kept = averages._replace(reference=())
+    return state._replace(opt_state=(*state.opt_state[:-1], kept))
+
+
+def averages_of(state: TrainState) -> Averages | None:
+    """Return the averages of a state, if it has any."""
+    last = state.opt_state[-1] if isinstance(state.opt_state, tuple) else None
+    return last if isinstance(last, Averages) else None
+
+
+def compare_averages(state: TrainState, problem: Problem) -> dict[str, Any]:
+    """Return the held-out losses of the averages in float16 and float32, and their distance.
+
+    It is the RMS of the differences over that of the weights.
+    """
+    averages = averages_of(state)
+    if averages is None:
+        return {}
+    average, reference = (jsa.asarray(a.ema, jnp.float32) for a in averages)
+    loss = evaluate(problem, average, jnp.float32)
+    pairs = list(zip(jax.tree.leaves(average), jax.tree.leaves(reference), strict=True))
+    distance = sum(float(jnp.sum((a - r) ** 2)) for a, r in pairs)
+    size = sum(float(jnp.sum(r**2)) for _, r in pairs)
+    return {
+        "average": {
+            "loss": loss,
+            "reference_loss": evaluate(problem, reference, jnp.float32),
+            "distance": math.sqrt(distance / size),
+        }
     }
 
 
@@ -274,6 +341,16 @@ def summarise(cells: dict[str, dict], problem: str, ways: Sequence[str]) -> Tabl
             *ranges,
         )
     return table
+
+
+def average_line(cell: dict[str, Any]) -> str:
+    """Say how far the average in float16 is from that in float32."""
+    found = cell["average"]
+    gap = 100 * (found["loss"] / found["reference_loss"] - 1)
+    return (
+        f"average of the weights in float16: loss {found['loss']:.4f}, {gap:+.3f}% from that of "
+        f"the average in float32, which is {100 * found['distance']:.3f}% away"
+    )
 
 
 def leaf_table(history: dict[str, list], title: str) -> Table:
@@ -377,6 +454,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 title = f"{way}/{name}: log2 of the data"
                 console.print(leaf_table(results[f"{way}/{name}"]["history"], title))
         console.print(summarise(results, name, options.ways))
+        if "average" in options.ways:
+            console.print(average_line(results[f"average/{name}"]))
         plot(results, name, options.ways, options.out / f"soak-{name}.png")
     if options.situations:
         console.print(situations.summarise(results))

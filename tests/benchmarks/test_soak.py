@@ -19,17 +19,24 @@ pytestmark = pytest.mark.newest  # its command runs on the newest JAX
 def test_a_short_run_is_stored_compared_and_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(soak, "EVERY", 4)
     monkeypatch.setattr(soak, "LOOK_EVERY", 4)
-    arguments = "--problems digits --ways float32 gradient rescale --situations".split()
+    arguments = "--problems digits --ways float32 rescale average --situations".split()
     for _ in range(2):  # the second time nothing is left to do
         soak.main([*arguments, "--steps", "8", "--leaves", "--out", str(tmp_path)])
         printed = capsys.readouterr().out
+        assert "average of the weights in float16: loss" in printed
         assert "never" in printed and "nu/hidden/kernel" in printed and "FAIL" not in printed
     assert "starting" not in printed
     assert (tmp_path / "soak-digits.png").stat().st_size > 1000
     stored = json.loads((tmp_path / f"soak-jax{jax.__version__}.json").read_text())
     cells = {key: cell["result"] for key, cell in stored.items()}
-    assert cells["gradient/digits"]["bytes"] == pytest.approx(6, abs=0.05)
-    assert len(cells["gradient/digits"]["history"]["mu/out/bias"]) == 2
+    assert cells["rescale/digits"]["bytes"] == pytest.approx(6, abs=0.05)
+    assert len(cells["rescale/digits"]["history"]["mu/out/bias"]) == 2
+    average = cells["average/digits"]
+    assert average["bytes"] == pytest.approx(8, abs=0.05)
+    assert len(average["history"]["average/out/bias"]) == 2
+    assert "reference/out/bias" not in average["history"]
+    assert average["average"]["distance"] < 1e-3
+    assert average["average"]["loss"] == pytest.approx(average["average"]["reference_loss"], 1e-3)
 
 
 def test_a_whole_state_is_rescaled_by_role():
