@@ -11,19 +11,43 @@ from jax_scalify.numerics.heat_map import Limits, shown_exponents
 from jax_scalify.numerics.rows import Row
 
 _HEIGHT = 16  # of the bars
+_LIGHT = """
+.jsa-report { --page: #fff; --ink: #222; --line: #e4e4e4; --bar: #31688e; --zero: #d55e00;
+  --out: #d9d9d9; --subnormal: #efefef; }
+"""
+# A page follows the reader's choice. A notebook has one of its own, and its tables stay light.
+_DARK = """
+:root { color-scheme: light dark; }
+body.jsa-report { margin: 8px; background: var(--page); }
+@media (prefers-color-scheme: dark) {
+  .jsa-report { --page: #16181b; --ink: #e2e2e2; --line: #34383d; --bar: #7fbde6; --zero: #ff9a4d;
+    --out: #4a4e54; --subnormal: #2a2e33; }
+}
+"""
 _STYLE = """
-.jsa-report { font: 13px/1.4 system-ui, sans-serif; color: #222; }
-.jsa-report table { border-collapse: collapse; background: #fff; color: #222; }
-.jsa-report th, .jsa-report td { padding: 1px 8px; text-align: left; white-space: nowrap; }
-.jsa-report td { border-top: 1px solid #e4e4e4; font-variant-numeric: tabular-nums; }
+.jsa-report { font: 13px/1.4 system-ui, sans-serif; color: var(--ink); }
+.jsa-report table { border-collapse: collapse; background: var(--page); color: var(--ink); }
+.jsa-report :is(th, td) { padding: 1px 8px; text-align: left; white-space: nowrap; }
+.jsa-report td { border-top: 1px solid var(--line); font-variant-numeric: tabular-nums; }
 .jsa-report td.number { text-align: right; }
-.jsa-report th { position: sticky; top: 0; background: #fff; border-bottom: 2px solid #222; }
+.jsa-report th { position: sticky; top: 0; z-index: 2; background: var(--page);
+  border-bottom: 2px solid var(--ink); }
+.jsa-report td.name { position: sticky; left: 0; z-index: 1; background: var(--page); }
 .jsa-report button { font: inherit; font-weight: 600; border: 0; background: none; padding: 2px 0;
-  color: #222; cursor: pointer; }
+  color: inherit; cursor: pointer; }
+.jsa-report th[aria-sort=ascending] button::after { content: " \\2191"; }
+.jsa-report th[aria-sort=descending] button::after { content: " \\2193"; }
 .jsa-report svg { display: block; width: 240px; height: 16px; }
-.jsa-report path { fill: #31688e; }
-.jsa-report path.zero { fill: #d55e00; }
-.jsa-report p { max-width: 60em; }
+.jsa-report path { fill: var(--bar); }
+.jsa-report path.zero { fill: var(--zero); }
+.jsa-report p { max-width: min(60em, calc(100vw - 32px)); }
+.jsa-report h1 { font-size: 1.6em; overflow-wrap: anywhere; }
+@media (max-width: 700px) {
+  .jsa-report :is(th.order, td.order) { display: none; }
+  .jsa-report td.name { min-width: 36vw; max-width: 36vw; white-space: normal;
+    overflow-wrap: anywhere; }
+  .jsa-report svg { width: 44vw; }
+}
 """
 # A click on a title sorts, numbers downwards first; the search looks at all that is written.
 _SCRIPT = """
@@ -64,11 +88,18 @@ filter();
 """
 
 
-def page(rows: Sequence[Row], shown: Sequence[Row], formats: Sequence[str], summary: str) -> str:
+def page(
+    rows: Sequence[Row],
+    shown: Sequence[Row],
+    formats: Sequence[str],
+    summary: str,
+    function: str = "",
+) -> str:
     """Return a self-contained page: summary, search, and a table that can be sorted.
 
     The rows are given in the order of computation, and as they are shown at first.
     """
+    title = f"{function or 'a function'}: jax_scalify report"
     phases = dict.fromkeys(row.phase for row in rows)
     options = "".join(f"<option>{escape(phase)}</option>" for phase in phases)
     order = {id(row): i for i, row in enumerate(rows, start=1)}
@@ -76,14 +107,16 @@ def page(rows: Sequence[Row], shown: Sequence[Row], formats: Sequence[str], summ
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<title>Report of {len(rows)} values</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{_LIGHT}{_DARK}</style>
 </head>
 <body class="jsa-report">
-<h1>What the numbers are</h1>
+<h1>{escape(title)}</h1>
 <p>{escape(summary)}</p>
 <p>Bars: the exponents of the elements, their heights the roots of the shares; orange at the left
 end: zeros. {_shading(formats)} Of a scaled value it is the data that is shown. Column
-&ldquo;#&rdquo;: the order of computation; at first the worst come first.
+&ldquo;#&rdquo;: the order of computation; at first the worst come first. A click on a title sorts.
 {escape(text.LOST.capitalize())}.</p>
 <p><label>Search <input id="search" type="search"></label>
 <label>Pass <select id="phase"><option value="">all</option>{options}</select></label>
@@ -100,7 +133,8 @@ def table(rows: Sequence[Row], formats: Sequence[str], summary: str, limit: int)
     more = len(rows) - limit
     below = f"<p>... and {more} more</p>" if more > 0 else ""
     return (
-        f'<div class="jsa-report">{_table(rows, rows[:limit], formats)}{below}'
+        f'<div class="jsa-report"><style>{_LIGHT}</style>'
+        f"{_table(rows, rows[:limit], formats)}{below}"
         f"<p>{escape(text.LOST)}<br>{escape(summary)}</p></div>"
     )
 
@@ -114,13 +148,16 @@ def _table(
     limits = _limits(formats)
     first, last = shown_exponents(rows, limits)
     last += 1
-    titles = [*(["#"] if order else []), *text.header(formats), "exponents"]
+    name, *others = text.header(formats)
     tag = "button" if order else "span"
-    head = "".join(f"<th><{tag}>{escape(title)}</{tag}></th>" for title in titles)
+    head = '<th class="order"><button>#</button></th>' if order else ""
+    for title in (name, "exponents", *others):  # the bars are to be seen on a narrow screen
+        head += f"<th><{tag}>{escape(title)}</{tag}></th>"
     lines = []
     for row in shown:
-        number = [f'<td class="number">{order[id(row)]}</td>'] if order else []
-        cells = [*number, *_cells(row, formats), _bars(row, first, last)]
+        number = [f'<td class="order number">{order[id(row)]}</td>'] if order else []
+        name, *others = _cells(row, formats)
+        cells = [*number, name, _bars(row, first, last), *others]
         lines.append(f'<tr data-phase="{escape(row.phase)}">{"".join(cells)}</tr>')
     style = _STYLE + _background(limits[0], first, last)
     body = "\n".join(lines)
@@ -145,6 +182,7 @@ def _cells(row: Row, formats: Sequence[str]) -> list[str]:
     cells = []
     for i, written in enumerate(texts):
         key = f' class="number" data-value="{_number(keys[i])}"' if i in keys else ""
+        key = ' class="name"' if i == 0 else key
         title = f' title="{escape(row.line)}"' if i == 3 and row.line else ""
         cells.append(f"<td{key}{title}>{escape(written)}</td>")
     return cells
@@ -196,7 +234,7 @@ def _background(limits: Limits, first: int, last: int) -> str:
         return f"{100 * (min(max(exponent, first), last) - first + 2) / width:.2f}%"
 
     edges = [place(e) for e in (first, *limits.edges, last)]
-    colors = ("#d9d9d9", "#efefef", "#fff", "#d9d9d9")
+    colors = ("var(--out)", "var(--subnormal)", "var(--page)", "var(--out)")
     parts = [f"{c} {a} {b}" for c, a, b in zip(colors, edges, edges[1:])]
-    gradient = f"linear-gradient(90deg, #fff {edges[0]}, {', '.join(parts)})"
+    gradient = f"linear-gradient(90deg, var(--page) {edges[0]}, {', '.join(parts)})"
     return f".jsa-report svg {{ background: {gradient}; }}\n"

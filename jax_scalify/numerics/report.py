@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ class Report:
     Attributes:
         rows: in the order in which values were computed, arguments first.
         formats: dtypes that were asked about, by name.
+        function: the name of the function that was run.
     """
 
     rows: tuple[Row, ...]
     formats: tuple[str, ...] = ()
+    function: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -77,14 +79,17 @@ class Report:
                 and (where is None or where(row))
             )
 
-        return Report(tuple(filter(keep, self.rows)), self.formats)
+        return self._of(filter(keep, self.rows))
 
     def sort(self, key: str | Callable[[Row], Any] = "badness", *, reverse: bool = False) -> Report:
         """Return the rows sorted by an attribute, or by a function; by default the worst first."""
         if key == "badness":
             return self.sort(self._order, reverse=reverse)
         of = key if callable(key) else lambda row: getattr(row, key)
-        return Report(tuple(sorted(self.rows, key=of, reverse=reverse)), self.formats)
+        return self._of(sorted(self.rows, key=of, reverse=reverse))
+
+    def _of(self, rows: Iterable[Row]) -> Report:
+        return dataclasses.replace(self, rows=tuple(rows))
 
     def _order(self, row: Row) -> tuple[bool, float]:
         """Arrays before numbers, unless these are not finite."""
@@ -95,7 +100,7 @@ class Report:
         groups: dict[str, list[Row]] = {}
         for row in self.rows:
             groups.setdefault("/".join(row.name.split("/")[:depth]), []).append(row)
-        return {name: Report(tuple(rows), self.formats) for name, rows in groups.items()}
+        return {name: self._of(rows) for name, rows in groups.items()}
 
     def underflowing(self, dtype: Any, share: float = 0.01) -> Report:
         """Return the rows of which a dtype would make more than a share zero, the worst first.
@@ -105,7 +110,7 @@ class Report:
         """
         rows = [row for row in self.rows if row.shares(dtype)[0] > share]
         rows.sort(key=lambda row: -row.shares(dtype)[0])
-        return Report(tuple(rows), (jnp.dtype(dtype).name,))
+        return Report(tuple(rows), (jnp.dtype(dtype).name,), self.function)
 
     @property
     def summary(self) -> str:
@@ -146,9 +151,11 @@ class Report:
     def to_html(self, file: str | Path | None = None) -> str:
         """Return a page with all rows, to be sorted and searched, and write it if a file is given.
 
-        It needs nothing else: no network, no library. A row's exponents are drawn as bars.
+        It needs nothing else: no network, no library. A row's exponents are drawn as bars. It is
+        dark where the browser is, and can be read on a phone.
         """
-        page = html.page(self.rows, self.sort().rows, self.formats, self.summary)
+        shown = self.sort().rows
+        page = html.page(self.rows, shown, self.formats, self.summary, self.function)
         if file is not None:
             Path(file).write_text(page, encoding="utf-8")
         return page
@@ -220,9 +227,16 @@ def report(
         collector.arguments(call.args, call.kwargs)
         operands = [Tagged(*pair) for pair in zip(arrays, names, strict=True)]
         Runner(collector).run(closed, operands)
-        return Report(collector.rows(), tuple(d.name for d in asked))
+        return Report(collector.rows(), tuple(d.name for d in asked), _name_of(fun))
 
     return run
+
+
+def _name_of(fun: Callable) -> str:
+    """The name of a function; of a bound or partial one, or an object, the best that there is."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, "__name__", type(fun).__name__)
 
 
 class _Collector:

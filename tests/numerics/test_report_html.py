@@ -1,6 +1,7 @@
 """Tests of a report as a page: self-contained, well-formed, escaped, all rows in it."""
 
 import collections
+import functools
 import html
 import html.parser
 import math
@@ -80,8 +81,10 @@ def test_page_has_every_row_and_needs_nothing_else(report, tmp_path):
     assert not re.search(r"https?:|src=|href=|url\(|@import", text)
     assert html.unescape(report.summary) in html.unescape(text)
     titles = page.cells[0]
-    assert titles[:2] == ["#", "name"]
-    assert titles[-3:] == ["in float16", "in float8_e5m2", "exponents"]
+    assert titles[:4] == ["#", "name", "exponents", "pass"]  # bars without scrolling sideways
+    assert titles[-2:] == ["in float16", "in float8_e5m2"]
+    assert "<title>update: jax_scalify report</title>" in text
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
 
 
 def test_rows_come_worst_first_and_know_their_place():
@@ -112,6 +115,65 @@ def test_bars_are_the_histogram():
     # The zero at the left, 2^-30 in the outermost column, half of the elements at 2^0.
     assert re.findall(r"M(\d+) 16v-([\d.]+)h", bars) == [("0", "8"), ("2", "8"), ("4", "11")]
     assert "exponents -30 to 0, 25% zeros" in bars
+
+
+def test_the_title_names_the_function():
+    class Model:
+        def __call__(self, x):
+            return x * 2
+
+    for fun, name in (
+        (jax.jit(jsa.scalify(lambda x: x * 2)), "&lt;lambda&gt;"),
+        (functools.partial(jnp.add, 1.0), "add"),
+        (Model(), "Model"),
+    ):
+        made = jsa.numerics.report(fun)(jnp.ones(2))
+        for seen in (made, made.filter(primitive="mul"), made.sort(), made.underflowing("float16")):
+            assert f"<title>{name}: jax_scalify report</title>" in seen.to_html()
+
+
+PROBE = """<script>
+for (const frame of document.querySelectorAll("iframe")) frame.onload = () => {
+  const page = frame.contentDocument, rows = page.querySelector("tbody").rows;
+  const bars = page.querySelector("td svg").getBoundingClientRect();
+  const names = () => [...rows].map(row => row.cells[1].textContent).join(" ");
+  const button = title => [...page.querySelectorAll("button")].find(b => b.textContent === title);
+  const out = [frame.width, bars.left >= 0 && bars.right <= frame.width && bars.width > 100];
+  out.push(page.querySelector("p").getBoundingClientRect().right <= frame.width);
+  for (const title of ["name", "largest", "largest"]) { button(title).click(); out.push(names()); }
+  out.push(frame.contentWindow.getComputedStyle(page.body).backgroundColor);
+  document.body.append(Object.assign(document.createElement("pre"), {textContent: out.join(",")}));
+};
+</script>"""
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_bars_are_in_view_and_titles_sort(scheme, tmp_path):
+    """In a browser, on a wide screen and on a phone."""
+    name = "blocks/0/attention/projection/kernel" * 2
+    rows = (row(name + "b", data=[2.0, 1.0]), row(name + "c", data=[8.0]), row(name + "a", data=[0.5]))
+    page = html.escape(Report(rows, ("float16",), "update").to_html(), quote=True)
+    frames = [f'<iframe width="{w}" height="500" srcdoc="{page}"></iframe>' for w in (1300, 400)]
+    file = tmp_path / "frames.html"
+    file.write_text(PROBE.join(['<meta charset="utf-8">' + "".join(frames), ""]))
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--blink-settings=preferredColorScheme={1 if scheme == 'light' else 0}",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        file.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    color = "rgb(255, 255, 255)" if scheme == "light" else "rgb(22, 24, 27)"
+    order = [" ".join(name + letter for letter in letters) for letters in ("abc", "cba", "abc")]
+    found = re.findall("<pre>(.*?)</pre>", done.stdout)
+    assert sorted(found) == [",".join([w, "true", "true", *order, color]) for w in ("1300", "400")]
 
 
 def test_table_for_a_notebook():
