@@ -1,6 +1,7 @@
 """How Sphinx builds the documentation: `make docs`."""
 
 import sys
+import tomllib
 from pathlib import Path
 
 import jax_scalify
@@ -60,7 +61,11 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
+# The button for the repository is there once pyproject.toml says where that is.
+urls = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["urls"]
 html_theme_options = {
+    "repository_url": urls.get("Repository", ""),
+    "use_repository_button": "Repository" in urls,
     "show_navbar_depth": 1,
     "show_toc_level": 2,
     "use_download_button": False,

@@ -62,3 +62,14 @@ def test_the_links_of_a_page_lead_to_files(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         if not target.startswith("http"):
             assert (DOCS / target).exists(), target
+
+
+def test_the_readme_calls_every_page_by_its_title():
+    readme = (DOCS.parent / "README.md").read_text()
+    listed = dict(re.findall(r"^\| \[([^]]+)\]\(docs/(\w+)\.md\)", readme, re.MULTILINE))
+    titles = {}
+    for file in DOCS.glob("*.md"):
+        title = re.search(r"^# (.+)$", file.read_text(), re.MULTILINE)
+        if title and file.stem != "index":
+            titles[title[1]] = file.stem
+    assert listed == titles

@@ -45,9 +45,34 @@ the range and a histogram of the exponents. It knows what a format would make of
 report = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(state, batch)
 print(report)  # the worst first
 print(report.underflowing("float16"))  # what float16 would make zero
+print(jsa.numerics.suggest(report))  # what to do about it, in sentences
 report.to_html("report.html")  # every value, to be sorted and searched
 jsa.numerics.plot_histogram(report, "report.png")
 ```
+
+## Which tool
+
+- **Which values are badly scaled, and what is to be done?** `jsa.numerics.suggest(report)`:
+  sentences, the most important first.
+- **Which line makes the first nan or infinity?** `jsa.numerics.find_nonfinite(update)(state,
+  batch)`, with the operands and a remedy. Give it the last arguments that were finite: save them,
+  or repeat the step that went wrong.
+- **Are matmuls FP8, on a GPU that need not be there?** `jsa.numerics.check_fp8` ([FP8](fp8.md)).
+- **What does the step cost on a GPU or TPU?** `jsa.numerics.compile_report` ([on GPUs and
+  TPUs](accelerators.md)).
+- **How do scales and ranges move over training?** `jsa.numerics.track`: the step with one more
+  result, None but for each N-th call, where it is a record of the values that were selected:
+
+```python
+tracked = jsa.numerics.track(update, ["args[0]", "backward/dot*"], every=100)
+for step, batch in enumerate(data):
+    (state, loss), record = tracked(state, batch)
+    if record is not None:
+        history.append(record.as_dict(step))  # numbers: log them, or write them as JSON
+jsa.numerics.plot_scales(history, "scales.png")
+```
+
+## A GPT, looked at
 
 This page is written by `make numerics`: the GPT of the example (size `tiny`: 4 blocks of width 64),
 after {steps} training steps, on JAX {version}. The pictures show the tensors that both steps have;

@@ -143,7 +143,7 @@ def draw(results: Results, path: Path) -> None:
         ("launches", lambda cell: cell["launches"]),
         ("temporary memory", lambda cell: cell["memory"]["temporary"]),
     )
-    figure = Figure(figsize=(11, 1.1 + 2.0 * len(devices)), layout="constrained")
+    figure = Figure(figsize=(8, 0.9 + 1.9 * len(devices)), layout="constrained")
     axes = figure.subplots(len(devices), len(columns), squeeze=False)
     colours = {"float16": "#4477aa", "fp8": "#cc6677", "fp8-frozen": "#228833"}
     for line, device in zip(axes, devices):
@@ -157,15 +157,16 @@ def draw(results: Results, path: Path) -> None:
                 heights = [read(cell) / read(base) if cell else 0 for base, cell in cells]
                 places = [k + 0.27 * (i - 1) for k in range(len(models))]
                 bars = ax.bar(places, heights, width=0.25, color=colour, label=variant)
-                ax.bar_label(bars, fmt="%.2f", fontsize=6)
+                ax.bar_label(bars, fmt="%.2f", fontsize=7.5, rotation=90, padding=2)
             ax.axhline(1, color="black", linewidth=0.8)
-            ax.set_xticks(range(len(models)), models)
+            ax.set_xticks(range(len(models)), models, fontsize=8)
+            ax.tick_params(axis="y", labelsize=8)
             ax.set_xlim(-0.5, len(MODELS) - 0.5)
-            ax.margins(y=0.12)
+            ax.margins(y=0.3)
             ax.set_title(f"{device}: {title}", fontsize=9)
             ax.spines[["top", "right"]].set_visible(False)
     handles = axes[0][0].get_legend_handles_labels()
-    figure.legend(*handles, fontsize=8, frameon=False, loc="outside upper right", ncols=3)
+    figure.legend(*handles, fontsize=8, frameon=False, loc="outside lower center", ncols=3)
     title = "Training steps, as ratios to bfloat16 with float32 weights and AdamW"
-    figure.suptitle(title, fontsize=10, x=0.3)
-    figure.savefig(path, dpi=110)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)

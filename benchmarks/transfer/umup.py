@@ -190,7 +190,7 @@ def plot_sweep(cells: dict[str, dict], widths: Sequence[int], path: Path) -> Non
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, len(RATES), sharey=True, squeeze=False)[0]
     colours = colormaps["viridis"](np.linspace(0.05, 0.85, len(widths)))
     for ax, name in zip(axes, RATES, strict=True):
@@ -213,14 +213,14 @@ def plot_sweep(cells: dict[str, dict], widths: Sequence[int], path: Path) -> Non
     axes[0].set_ylim(lowest - 0.05, lowest + 1.2)
     axes[0].set_ylabel("held-out loss, nats a byte")
     axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=144)
 
 
 def plot_rms(cell: dict, path: Path) -> None:
     """Draw the distribution of log2 RMS, at the start and at the end of training."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    figure = Figure(figsize=(10, 3.0), layout="constrained")
     axes = figure.subplots(1, len(cell["start"]), sharex=True)
     for ax, kind in zip(axes, cell["start"], strict=True):
         for moment, colour in (("start", "#0072B2"), ("end", "#D55E00")):
@@ -230,7 +230,7 @@ def plot_rms(cell: dict, path: Path) -> None:
         ax.set_xlabel("log2 RMS")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=144)
 
 
 def make_parser() -> argparse.ArgumentParser:

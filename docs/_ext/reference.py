@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import inspect
 import re
@@ -95,7 +96,12 @@ def split_shared(
 def short_signature(
     app: Any, what: str, name: str, value: Any, options: Any, signature: str | None, returned: Any
 ) -> tuple[str, Any] | None:
-    """Show the value of a private constant; of a Flax module, names only: its fields have types."""
+    """Show the value of a private constant; of a Flax module, names only: its fields have types.
+
+    An enumeration is not called: it has none.
+    """
+    if what == "class" and issubclass(value, enum.Enum):
+        return "", ""
     if what == "function" and signature:
         names = vars(sys.modules[value.__module__])
         return re.sub(r"(?<== )_[A-Z]+\b", lambda m: repr(names[m[0]]), signature), returned

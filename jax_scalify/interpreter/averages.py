@@ -98,9 +98,10 @@ def _step(total: Any, made_by: dict[Any, Any], jaxpr: Any) -> float | None:
         if step is None or not 0 < step <= 0.5 or new.aval.shape != var.aval.shape:
             continue
         if kept is None:
-            difference = made_by.get(new)
-            is_step = difference is not None and difference.primitive is lax.sub_p
-            is_average, old = is_step and difference.invars[1] is rest, rest
+            old, change = rest, made_by.get(new)
+            if change is None or change.primitive is not lax.sub_p:
+                continue
+            is_average = change.invars[1] is old
         else:
             is_average = abs(step + kept - 1) <= float(jnp.finfo(var.aval.dtype).eps)
         if is_average and any(old is argument for argument in jaxpr.invars):

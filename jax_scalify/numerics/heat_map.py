@@ -25,6 +25,7 @@ _SCALE = {"color": "#D55E00", "edgecolors": "white", "linewidths": 0.4}
 _SEEN = 0.01  # an exponent is in the picture if that share of a tensor has it
 _LABEL = 0.135  # height of a label in inches
 _MAX_HEIGHT = 40.0
+_WIDTH = 7.4  # on a page 700 pixels wide a label of 7 points is 9 pixels high
 _MAX_LABEL = 46
 DPI = 120
 
@@ -90,20 +91,21 @@ def draw(
     first: int,
     last: int,
 ) -> Any:
-    """Return a figure with a panel for the rows of each phase, from one exponent to another."""
+    """Return a figure with a panel for the rows of each phase, from one exponent to another.
+
+    The panels lie below one another, so that a picture is as wide as a column of text.
+    """
     rows = [row for found in panels.values() for row in found]
     span = first, last + 1
     has_nonfinite = any(row.nonfinite for row in rows)
-    longest = max(map(len, panels.values()))
-    # Every row has its label as long as there are few, and some pixels in any case.
-    height = min(max(2.5, min(longest * _LABEL, 9.0), longest * 0.03), _MAX_HEIGHT)
-    figure = matplotlib.figure.Figure(
-        figsize=(1.0 + 5.2 * len(panels), height + 2.2 + 0.2 * len(limits)), layout="constrained"
-    )
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    heights = [_height(len(found)) for found in panels.values()]
+    around = (1.0 + 0.2 * len(limits)) * len(panels) + 1.4
+    figure = matplotlib.figure.Figure(figsize=(_WIDTH, sum(heights) + around), layout="constrained")
+    ratios = {"height_ratios": heights}
+    axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw=ratios)[:, 0]
     norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
     image = None
-    for ax, (phase, found) in zip(axes, panels.items(), strict=True):
+    for ax, height, (phase, found) in zip(axes, heights, panels.items(), strict=True):
         cells = np.ma.masked_equal(_shares(found, *span, has_nonfinite), 0)
         extent = (span[0] - 2, span[0] - 2 + cells.shape[1], len(found), 0)
         image = ax.imshow(
@@ -112,7 +114,7 @@ def draw(
             norm=norm,
             aspect="auto",
             extent=extent,
-            interpolation="nearest" if height * DPI > longest else "antialiased",
+            interpolation="nearest" if height * DPI > len(found) else "antialiased",
             zorder=1,
         )
         _draw_labels(ax, found, height)
@@ -122,13 +124,18 @@ def draw(
         count = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
         title = f"{_TITLES.get(phase, phase)} ({count})"
         ax.set_title(title, fontsize=11, pad=10 + 14.4 * len(limits))
-    bar = figure.colorbar(image, ax=list(axes), location="bottom", aspect=60, shrink=0.5, pad=0.01)
+    bar = figure.colorbar(image, ax=list(axes), location="bottom", aspect=60, shrink=0.8, pad=0.01)
     bar.set_label("share of a tensor's elements that have this exponent", fontsize=9)
     shares = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1)
     bar.set_ticks(shares, labels=[f"{100 * x:.0f}%" for x in shares], fontsize=8)
     scaled = any(row.scale is not None for row in rows)
-    _draw_legend(matplotlib, figure, limits, scaled, columns=(2, 3, 6)[min(len(panels), 3) - 1])
+    _draw_legend(matplotlib, figure, limits, scaled)
     return figure
+
+
+def _height(rows: int) -> float:
+    """The height of a panel in inches: room for all labels if they are few, some pixels a row."""
+    return min(max(1.2, min(rows * _LABEL, 6.0), rows * 0.03), _MAX_HEIGHT)
 
 
 def _color_map(matplotlib: Any) -> Any:
@@ -260,9 +267,7 @@ def _draw_scales(ax: Any, rows: Sequence[Row], first: int, last: int) -> None:
         ax.scatter(*zip(*points), **_SCALE, s=6 if len(rows) < 250 else 3, zorder=3)
 
 
-def _draw_legend(
-    matplotlib: Any, figure: Any, limits: Sequence[Limits], scaled: bool, columns: int
-) -> None:
+def _draw_legend(matplotlib: Any, figure: Any, limits: Sequence[Limits], scaled: bool) -> None:
     line, patch = matplotlib.lines.Line2D, matplotlib.patches.Patch
     name = limits[0].name
     texts = ("smallest number", "smallest normal number", "largest number")
@@ -276,4 +281,4 @@ def _draw_legend(
         dot = dict(marker="o", markersize=5, color=color, markeredgecolor=edge, linestyle="none")
         marks.append(line([], [], **dot, label="exponent of the scale (colours: of the data)"))
     place = dict(loc="outside lower center", fontsize=8, frameon=False)
-    figure.legend(handles=marks, ncols=columns, **place)
+    figure.legend(handles=marks, ncols=2, **place)

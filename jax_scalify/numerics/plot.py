@@ -37,8 +37,8 @@ def plot_histogram(
     Colour is the share of a tensor's elements in `[2^e, 2^(e + 1))`; a column apart, left of the
     exponents, is for those that are zero, one on the right for nan and inf if there are any. Of a
     scaled tensor it is the data that is drawn, and a dot at the exponent of its scale. The passes
-    are panels side by side, each in the order of computation; what has only one element is left
-    out. What is beyond the exponents of the picture is drawn in its outermost columns.
+    are panels below one another, each in the order of computation; what has only one element is
+    left out. What is beyond the exponents of the picture is drawn in its outermost columns.
 
     Args:
         report: what `jsa.numerics.report` has returned, or a part of it (`Report.filter`).
@@ -132,12 +132,12 @@ def plot_scales(
     if names is None:
         curves = _most_moved(curves)
 
-    figure = _import("plot_scales").figure.Figure(figsize=(10, 6), layout="constrained")
+    figure = _import("plot_scales").figure.Figure(figsize=(8, 6.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     lines = _draw_curves(above, below, [record["step"] for record in records], curves)
     _style_axes(above, below)
     texts = [heat_map.short(name.split("/")) for name in curves]
-    figure.legend(lines, texts, loc="outside right upper", fontsize=8, frameon=False)
+    figure.legend(lines, texts, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     more = len(known) - len(curves)
     if names is None and more:
         text = f"{more} other tensors moved less"

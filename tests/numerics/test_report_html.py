@@ -153,7 +153,11 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def test_bars_are_in_view_and_titles_sort(scheme, tmp_path):
     """In a browser, on a wide screen and on a phone."""
     name = "blocks/0/attention/projection/kernel" * 2
-    rows = (row(name + "b", data=[2.0, 1.0]), row(name + "c", data=[8.0]), row(name + "a", data=[0.5]))
+    rows = (
+        row(name + "b", data=[2.0, 1.0]),
+        row(name + "c", data=[8.0]),
+        row(name + "a", data=[0.5]),
+    )
     page = html.escape(Report(rows, ("float16",), "update").to_html(), quote=True)
     frames = [f'<iframe width="{w}" height="500" srcdoc="{page}"></iframe>' for w in (1300, 400)]
     file = tmp_path / "frames.html"
