@@ -1,17 +1,21 @@
 """Build the wheel and the sdist, and check them as a user would meet them.
 
     python scripts/check_package.py              # what CI runs
-    python scripts/check_package.py --release    # and that the changelog has this version, dated
+    python scripts/check_package.py --release    # all that has to hold before a release
 
 The wheel is built from the sdist, and both are installed into a new environment with the runtime
 dependencies alone. There the package is imported, trains, reports, and is checked by pyright: every
 public name has a type. Optional parts must say what to install.
+
+Before a release the changelog has the version, dated. The wheel is installed, and trains, on every
+Python from 3.11 to 3.14 that is found; each extra is installed on the newest, and used.
 """
 
 import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -33,6 +37,16 @@ OPTIONAL = (  # what needs more, and has to say what to install
     "jsa.numerics.plot_histogram(jsa.numerics.report(jnp.sin)(jnp.ones(2)), 'a.png')",
     "jsa.numerics.report(jnp.sin)(jnp.ones(2)).to_dataframe()",
 )
+EXTRAS = {  # what each is for
+    "flax": "import jax_scalify.nn.linen, jax_scalify.nn.nnx, jax_scalify.unit_scaling.nnx",
+    "tensorboard": "import tensorboardX",
+    "checkpoint": "jsa.checkpoint.save('state', jnp.ones(2)); jsa.checkpoint.restore('state')",
+    "plot": "jsa.numerics.plot_histogram(jsa.numerics.report(jnp.sin)(jnp.ones(2)), 'a.png')",
+    "examples": "import equinox, optax, rich, sklearn; jsa.optim.low_precision(optax.adamw(1e-3))",
+    "test": "import chex, flatbuffers, hypothesis, nbclient, pytest, xdist",
+    "docs": "import myst_parser, sphinx, sphinx_book_theme, sphinx_copybutton, sphinx_design",
+    "dev": "import build, pyright, ruff, twine",
+}
 TRAINS = """
 import jax, jax.numpy as jnp, jax_scalify as jsa
 @jax.jit
@@ -130,6 +144,43 @@ def check_installed(python: Path, folder: Path) -> None:
             raise Failure(f"`{code}` without the package that it needs: {last or 'no error'}")
 
 
+def pythons() -> list[Path]:
+    """Return a Python of each version that is supported and found, the newest last."""
+    found = []
+    for minor in range(11, 15):
+        installed = Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3")
+        on_path = shutil.which(f"python3.{minor}")
+        for python in [*filter(None, [on_path]), *sorted(installed)]:
+            works = [python, "-c", "import ensurepip, venv"]
+            if subprocess.run(works, capture_output=True).returncode == 0:
+                found.append(Path(python))
+                break
+    return found
+
+
+def install(python: Path, folder: Path, what: str) -> Path:
+    """Install something into a new environment; return its Python."""
+    run(python, "-m", "venv", folder)
+    inside = folder / "bin" / "python"
+    run(inside, "-m", "pip", "install", "-q", what)
+    return inside
+
+
+def check_pythons(wheel: Path, folder: Path) -> None:
+    """Check the wheel on every Python, and every extra on the newest."""
+    found = pythons()
+    for number, python in enumerate(found):
+        inside = install(python, folder / f"python-{number}", str(wheel))
+        run(inside, "-c", TRAINS, cwd=folder)
+        print("  " + run(inside, "-m", "jax_scalify", cwd=folder).splitlines()[0], python)
+    for extra, code in EXTRAS.items():
+        place = folder / f"extra-{extra}"
+        inside = install(found[-1], place, f"{wheel}[{extra}]")
+        run(inside, "-c", f"import jax.numpy as jnp, jax_scalify as jsa; {code}", cwd=place)
+        shutil.rmtree(place)
+        print(f"  jax-scalify[{extra}]")
+
+
 def check_types(python: Path) -> None:
     """Check that every public name has a type."""
     names = run(python, "-c", PUBLIC_NAMES, cwd=python.parent).split()
@@ -159,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run all checks; say what fails and exit with 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--release", action="store_true", help="the changelog must have the version"
+        "--release", action="store_true", help="a dated changelog, every Python, every extra"
     )
     options = parser.parse_args(arguments)
     try:
@@ -180,6 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("installing the sdist")
             run(python, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", sdist)
             check_installed(python, folder)
+            if options.release:
+                print("every Python, every extra")
+                check_pythons(wheel, folder)
     except Failure as failure:
         sys.exit(f"FAILED: {failure}")
     print(f"jax_scalify {version}: sdist and wheel are good")

@@ -31,9 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
     results = []
+    if len(runs) > 1:
+        console.print(f"{len(runs)} runs of {runs[0].config.steps} steps, one after the other.")
+    started = time.perf_counter()
     try:
-        for run in runs:
-            with ProgressLine(run.preset, run.config.steps, console) as progress:
+        for i, run in enumerate(runs):
+            # What the runs so far have taken, the others will: most of it is compiling.
+            each = (time.perf_counter() - started) / i if i else None
+            later = (len(runs) - i - 1, each)
+            title = f"{i + 1}/{len(runs)} {run.preset}" if len(runs) > 1 else run.preset
+            with ProgressLine(title, run.config.steps, console, later) as progress:
                 results.append(run.train(resume=options.resume, progress=progress))
     except KeyboardInterrupt:
         print(f"\nstopped; go on with --resume --out {options.out}", file=sys.stderr)

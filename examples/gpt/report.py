@@ -27,7 +27,7 @@ STYLES = {
     "fp8-all": ("#D55E00", "-"),
     "fp16-plain": ("#B8A800", ":"),
 }
-DIFFERENCE_SHOWN = 1.5  # in %
+DIFFERENCE_SHOWN = 3.0  # in %
 
 
 class ProgressLine:
@@ -37,26 +37,36 @@ class ProgressLine:
         title: what is running.
         steps: the last step.
         console: where to write.
+        later: how many runs are to follow, and the seconds of one; None while that is not known.
     """
 
-    def __init__(self, title: str, steps: int, console: Console):
+    def __init__(
+        self,
+        title: str,
+        steps: int,
+        console: Console,
+        later: tuple[int, float | None] = (0, None),
+    ):
         self._title, self._steps, self._console = title, steps, console
         self._first: tuple[int, float] | None = None
         self._next_line = 0.0
         self._bar = Progress(
-            TextColumn("{task.description:<12}"),
-            BarColumn(bar_width=24),
+            TextColumn("{task.description:<15}"),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(title, total=steps, text="starting ...")
+        count, each = later
+        self._all = f"   {clock(count * each)} for the others" if count and each else ""
+        first = f"starting ...{self._all}"
+        self._task = self._bar.add_task(title, total=steps, text=first)
 
     def __enter__(self) -> "ProgressLine":
         self._bar.start()
         if not self._console.is_terminal:
-            self._console.print(f"{self._title:<12} starting ...")
+            self._console.print(f"{self._title:<15} starting ...{self._all}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,11 +81,11 @@ class ProgressLine:
         left = "-"
         if done:
             left = clock((now - self._first[1]) / done * (self._steps - step))
-        text = f"loss {loss:.3f}   {tokens_per_second:,.0f} tokens/s   {left} left"
+        text = f"loss {loss:.3f}   {tokens_per_second:,.0f} tokens/s   {left} left{self._all}"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, text=text)
         elif now >= self._next_line or step == self._steps:
-            self._console.print(f"{self._title:<12} {step:>5}/{self._steps}   {text}")
+            self._console.print(f"{self._title:<15} {step:>5}/{self._steps}   {text}")
             self._next_line = now + 5.0
 
 
@@ -149,7 +159,8 @@ def plot_losses(metrics: Mapping[str, Sequence[dict]], path: Path, *, title: str
         color, style = STYLES[preset]
         line = {"color": color, "linestyle": style, "linewidth": 1.6, "label": preset}
         step_shown, shown = _smooth(step, loss, window)
-        axes[0].plot(step_shown, shown, **line)
+        wide = {"linewidth": 6, "alpha": 0.25} if compare and preset == "fp32" else {}
+        axes[0].plot(step_shown, shown, **line | wide)  # seen below those that lie on it
         finite = np.isfinite(shown)
         if not finite.all():  # mark where the curve ends in nan
             end = np.flatnonzero(finite)[-1:]
@@ -162,10 +173,15 @@ def plot_losses(metrics: Mapping[str, Sequence[dict]], path: Path, *, title: str
     if compare:
         axes[1].axhline(0, color="black", linewidth=1.2)
         axes[1].set(xlabel="step", ylabel="training loss, difference from fp32 (%)")
-        # A run that breaks down must not flatten the others.
+        # A run that breaks down must not flatten the others, nor one in FP8 those in float16.
+        axes[1].set_yscale("symlog", linthresh=0.01)
+        ticks = (0.01, 0.1, 1)
+        axes[1].set_yticks([-t for t in ticks[::-1]] + [0, *ticks])
+        axes[1].yaxis.set_major_formatter("{x:g}")
         axes[1].set_ylim(-DIFFERENCE_SHOWN, DIFFERENCE_SHOWN)
     for ax in axes:
         ax.grid(color="#dddddd", linewidth=0.6)
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
     smoothed = f", running mean over {window} steps" if window > 1 else ""
