@@ -731,3 +731,12 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     ]
     assert_same(restore(tmp_path / "x", state(1)), good)
     save(tmp_path / "y", {"best": jnp.float32(np.inf)})  # is a value, where one says nothing
+
+
+def test_an_error_says_how_to_read_a_part_and_what_there_is():
+    stored = to_storable({"params": {"w": jnp.ones(2)}, "ema": {"ema": {"w": jnp.ones(2)}}})
+    with pytest.raises(ValueError, match="`partial=True` leaves out what has no place"):
+        from_storable(stored, {"params": {"w": jnp.ones(2)}})
+    with pytest.raises(ValueError, match="\nIt has .*'ema/ema/w'") as error:
+        from_storable(stored, {"ema": {"w": jnp.ones(2)}}, partial=True)
+    assert "partial" not in str(error.value)

@@ -55,8 +55,8 @@ jsa.numerics.plot_histogram(report, "report.png")
 - **Which values are badly scaled, and what is to be done?** `jsa.numerics.suggest(report)`:
   sentences, the most important first.
 - **Which line makes the first nan or infinity?** `jsa.numerics.find_nonfinite(update)(state,
-  batch)`, with the operands and a remedy. Give it the last arguments that were finite: save them,
-  or repeat the step that went wrong.
+  batch)`, with the operands and a remedy; None if all is finite. Give it the last arguments that
+  were finite: save them, or repeat the step that went wrong.
 - **Are matmuls FP8, on a GPU that need not be there?** `jsa.numerics.check_fp8` ([FP8](fp8.md)).
 - **What does the step cost on a GPU or TPU?** `jsa.numerics.compile_report` ([on GPUs and
   TPUs](accelerators.md)).

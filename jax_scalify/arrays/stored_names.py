@@ -77,10 +77,17 @@ def match(
             elif parts and (difference := _difference(parts, leaf, wanted)):
                 problems.append(f"{name!r} {difference}")
         found.append((leaf, names))
-    left = {} if partial else left
-    problems += [f"{name!r} ({_text(leaf)}) has no place in `like`" for name, leaf in left.items()]
-    if problems:
-        raise ValueError("The checkpoint differs from `like`:\n  " + "\n  ".join(problems))
+    lines = list(problems)
+    if not partial:
+        lines += [f"{name!r} ({_text(leaf)}) has no place in `like`" for name, leaf in left.items()]
+    if lines:
+        message = "The checkpoint differs from `like`:\n  " + "\n  ".join(lines)
+        if partial and left:
+            more = f" and {len(left) - 6} more" if len(left) > 6 else ""
+            message += f"\nIt has {', '.join(map(repr, list(left)[:6]))}{more}."
+        elif not problems:
+            message += "\n`partial=True` leaves out what has no place."
+        raise ValueError(message)
     return found
 
 

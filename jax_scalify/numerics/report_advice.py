@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jax_scalify.numerics.host_statistics import as_formats
 from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row
@@ -28,9 +30,10 @@ _BETTER = {
 def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
     """Say which tensors are badly scaled for a dtype, and what to do about each.
 
-    Tensors of one module, pass and line are taken together, and so are places of one cause: of
-    those that have no scale, say, the worst is described, and the others are named behind it.
-    Numbers that are not finite come first, then what loses most.
+    What a scalified optimizer computes in more bits than those of `dtype` is left out: it is stored
+    in few, and seen then. Tensors of one module, pass and line are taken together, and so are
+    places of one cause: of those that have no scale, say, the worst is described, and the others
+    are named behind it. Numbers that are not finite come first, then what loses most.
 
     Args:
         report: what `report` returned.
@@ -59,7 +62,8 @@ def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
     name = names[0] if names else None
     groups: dict[tuple, list[Row]] = {}
     for row in report.rows:
-        if row.nonfinite or max(row.shares(name)) > _SHARE:
+        is_bad = max(row.shares(name)) > _SHARE and not _is_wide_on_purpose(row, name)
+        if row.nonfinite or is_bad:
             groups.setdefault((row.name, row.phase, row.line, row.nonfinite > 0), []).append(row)
     if not groups:
         return [f"Nothing is lost in {name or 'the dtypes that values have'}: no value needs care."]
@@ -75,6 +79,13 @@ def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
     if len(worst) > limit:
         found.append(f"{len(worst) - limit} more places lose more than {_SHARE:.0%}.")
     return found
+
+
+def _is_wide_on_purpose(row: Row, dtype: str | None) -> bool:
+    """Tell whether a scalified optimizer computes a value in more bits than are asked about."""
+    if dtype is None or row.phase != "update" or row.scale is None:
+        return False
+    return jnp.finfo(row.dtype).bits > jnp.finfo(dtype).bits
 
 
 def _cause(row: Row, dtype: str | None) -> Any:

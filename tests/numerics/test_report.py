@@ -362,6 +362,24 @@ def test_a_cause_is_said_once():
     assert len([s for s in bad if "find_nonfinite" in s]) == 1 and "The same at" in bad[0]
 
 
+def test_suggestions_leave_out_what_an_optimizer_computes_wider():
+    optax = pytest.importorskip("optax")
+    optimizer = jsa.optim.low_precision(optax.adam(1e-3))
+    w = jsa.as_scaled_array(jnp.full((4, 4), 0.1), "rms", dtype=jnp.float16)
+    state = jsa.as_scaled_array(optimizer.init(w))
+
+    def step(w, state, x):
+        grads = jax.grad(lambda w: jnp.mean(jnp.square(x @ w)))(w)
+        updates, state = optimizer.update(grads, state, w)
+        return jsa.optim.apply_updates(w, updates), state
+
+    x = jnp.ones((2, 4), jnp.float16)
+    seen = report(jsa.scalify(step), formats=["float16"])(w, state, x)
+    lossy = [row for row in seen if max(row.shares("float16")) > 0.1]
+    assert {(row.phase, row.dtype) for row in lossy} == {("update", "float32")}
+    assert suggest(seen) == ["Nothing is lost in float16: no value needs care."]
+
+
 def test_suggestions_where_no_scale_helps():
     wide = np.float32(2.0 ** RNG.integers(-40, 40, 1000))
     wide /= np.sqrt(np.mean(np.float64(wide) ** 2)).astype(np.float32)
