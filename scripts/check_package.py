@@ -40,7 +40,7 @@ OPTIONAL = (  # what needs more, and has to say what to install
 EXTRAS = {  # what each is for
     "flax": "import jax_scalify.nn.linen, jax_scalify.nn.nnx, jax_scalify.unit_scaling.nnx",
     "tensorboard": "import tensorboardX",
-    "checkpoint": "x = jnp.ones(2); jsa.checkpoint.save('s', x); jsa.checkpoint.restore('s', like=x)",
+    "checkpoint": "jsa.checkpoint.save('s', jnp.ones(2)); jsa.checkpoint.restore('s', jnp.ones(2))",
     "plot": "jsa.numerics.plot_histogram(jsa.numerics.report(jnp.sin)(jnp.ones(2)), 'a.png')",
     "examples": "import equinox, optax, rich, sklearn; jsa.optim.low_precision(optax.adamw(1e-3))",
     "test": "import chex, flatbuffers, hypothesis, nbclient, pytest, xdist",
