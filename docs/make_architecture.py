@@ -47,7 +47,7 @@ LAYERS = (  # the lowest first
     Layer(
         "Around training",
         "FP8, optimizers, diagnostics, files",
-        ("fp8", "optim", "numerics", "serving", "unit_scaling"),
+        ("fp8", "checkpoint_policies", "optim", "numerics", "serving", "unit_scaling"),
     ),
     Layer(
         "Flax and optax",

@@ -4,6 +4,7 @@ from importlib import metadata as _metadata
 
 from jax_scalify import (
     checkpoint,
+    checkpoint_policies,
     fp8,
     lax,
     nn,
@@ -62,6 +63,7 @@ __all__ = [
     "asarray",
     "calibrate",
     "checkpoint",
+    "checkpoint_policies",
     "custom_scale",
     "delayed_rescale",
     "dynamic_rescale",

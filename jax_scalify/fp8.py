@@ -17,6 +17,7 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations, evaluate, scan_operands, while_operands
+from jax_scalify.interpreter.recomputing import with_recomputed_activations
 from jax_scalify.interpreter.tracing import trace
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.nn.fp8_dot import DotGeneral
@@ -146,6 +147,7 @@ def fp8_matmuls(
     forward_dtype: Any = jnp.float8_e4m3fn,
     backward_dtype: Any = jnp.float8_e5m2,
     accumulation_dtype: Any = None,
+    recompute: bool = False,
 ) -> Callable:
     """Transform a forward function so that its matmuls are those of `jsa.nn`.
 
@@ -165,6 +167,9 @@ def fp8_matmuls(
         backward_dtype: format of the cotangent.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
             in bfloat16 or float64, bfloat16 for results in float16, else float32.
+        recompute: whether the backward pass computes activation functions again, such as
+            `jax.nn.gelu` and `silu`, from their input, as `jax.checkpoint` does: FP8 operands that
+            they make are then all that is kept of their results. The values are the same.
 
     Returns:
         A function of the same arguments and results. Its derivatives are of reverse mode; second
@@ -200,7 +205,7 @@ def fp8_matmuls(
             )
         traced = trace(fun, args, kwargs)
         names = [jax.tree_util.keystr(path[1:]) for path in traced.paths]
-        rewriter = _Rewriter(dot, select)
+        rewriter = _Rewriter(dot, select, recompute)
         out = rewriter.run(traced.closed, traced.operands, names, "")
         if rewriter.in_backward_pass:
             warnings.warn(
@@ -243,6 +248,7 @@ class _Rewriter:
 
     dot: DotGeneral
     select: Predicate
+    recompute: bool
     in_backward_pass: list[str] = dataclasses.field(default_factory=list)
     """Scopes of what was rewritten, but has been differentiated already."""
 
@@ -254,6 +260,7 @@ class _Rewriter:
         scope: str,
     ) -> list[Any]:
         """Evaluate a closed jaxpr, given the names of the arguments that its operands are."""
+        closed = with_recomputed_activations(closed) if self.recompute else closed
 
         def equation(eqn: Any, pairs: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
             operands, given = [list(each) for each in zip(*pairs)] if pairs else ([], [])
@@ -284,11 +291,13 @@ class _Rewriter:
             numbers = params["ragged_dot_dimension_numbers"]
             return self.dot.ragged(lhs, rhs, group_sizes[0], numbers, **types)
         params = eqn.primitive.get_bind_params(params)
+        again = name in ("checkpoint", "remat2")  # all of it is computed again
+        inner = dataclasses.replace(self, recompute=self.recompute and not again)
         for key in _BODIES.get(name, ()):
             bodies = params[key]
             several = isinstance(bodies, tuple)
             bodies = [
-                self._body(body, _names_of_body(eqn, key, names), scope)
+                inner._body(body, _names_of_body(eqn, key, names), scope)
                 for body in (bodies if several else (bodies,))
             ]
             params = {**params, key: tuple(bodies) if several else bodies[0]}

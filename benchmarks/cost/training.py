@@ -73,14 +73,24 @@ def plain_step(model: Model, devices: int = 1, dtype: Any = jnp.bfloat16) -> Ste
     return _sharded(update, jax.eval_shape(make, jax.random.key(0)), model.batch, devices)
 
 
-def scaled_step(model: Model, devices: int = 1, *, fp8: bool = False, frozen: bool = False) -> Step:
-    """The README's recipe: everything in float16, or with FP8 matmuls, or with static scales."""
+def scaled_step(
+    model: Model,
+    devices: int = 1,
+    *,
+    fp8: bool = False,
+    frozen: bool = False,
+    recompute: bool = False,
+) -> Step:
+    """The README's recipe: everything in float16, or with FP8 matmuls, or with static scales.
+
+    With FP8, the backward pass may `recompute` activation functions.
+    """
     optimizer = jsa.optim.low_precision(make_optimizer())
 
     def loss(params: PyTree, other: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         return model.loss(params, other, batch, jnp.float16)
 
-    loss = jsa.fp8_matmuls(loss) if fp8 else loss
+    loss = jsa.fp8_matmuls(loss, recompute=recompute) if fp8 else loss
 
     @jsa.scalify
     def update(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:

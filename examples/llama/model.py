@@ -166,12 +166,19 @@ def _experts(x: jax.Array, w: PyTree, sizes: Sizes) -> jax.Array:
 
 
 def loss_fn(
-    params: PyTree, tokens: jax.Array, sizes: Sizes, layout: Layout | None = None
+    params: PyTree,
+    tokens: jax.Array,
+    sizes: Sizes,
+    layout: Layout | None = None,
+    remat: Callable[[Callable], Callable] = jax.checkpoint,
 ) -> jax.Array:
-    """Mean cross-entropy of the next token, in nats; tokens are `(batch, context + 1)`."""
+    """Mean cross-entropy of the next token, in nats; tokens are `(batch, context + 1)`.
+
+    `remat` goes around a layer, and says what is kept of it for the backward pass.
+    """
     layout = layout or Layout(None)
 
-    @jax.checkpoint
+    @remat
     def layer(x: jax.Array, w: PyTree) -> tuple[jax.Array, None]:
         x = layout.stream(x)
         y = layout.rows(_rms_norm(x, w["attention_norm"]))

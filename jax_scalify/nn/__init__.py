@@ -29,6 +29,7 @@ from jax_scalify.nn.losses import (
 from jax_scalify.nn.normalization import batch_norm, group_norm, layer_norm, rms_norm, standardize
 from jax_scalify.nn.ragged import ragged_dot, ragged_dot_general
 from jax_scalify.nn.softmax import log_softmax, logsumexp, softmax
+from jax_scalify.nn.stored import store_inputs
 
 __all__ = [
     "DotGeneral",
@@ -66,6 +67,7 @@ __all__ = [
     "squared_error",
     "squared_relu",
     "standardize",
+    "store_inputs",
     "swiglu",
     "swish",
     "tanh",

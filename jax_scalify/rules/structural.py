@@ -262,8 +262,17 @@ def select_and_gather_add_rule(
 
 
 @register_scale_rule(lax.reduce_precision_p, elements="cast", elementwise=True)
-def reduce_precision_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`out = f(data)`, scale unchanged."""
+def reduce_precision_rule(
+    ctx: RuleContext, x: Operand, *, exponent_bits: int, mantissa_bits: int, **params: Any
+) -> ScaledArray:
+    """`out = f(data)`, scale unchanged; FP8 data that has the precision stays as it is."""
+    kind = jnp.finfo(x.dtype)
+    fits = exponent_bits >= kind.nexp and mantissa_bits >= kind.nmant
+    # XLA makes nan of E4M3 above 240 and 0 of subnormal numbers, and `jax.checkpoint` asks for it
+    # wherever a policy keeps an array (JAX 0.12).
+    if fits and dtypes.is_narrow_float(x.dtype):
+        return x
+    params = params | {"exponent_bits": exponent_bits, "mantissa_bits": mantissa_bits}
     return ScaledArray(ctx.bind(x.data, **params), x.scale)
 
 

@@ -1,0 +1,94 @@
+"""Functions whose backward pass gets their inputs in FP8."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_scalify.base import dtypes
+from jax_scalify.ops.scaling import cast
+from jax_scalify.primitives.straight_through import straight_through
+
+
+def store_inputs(
+    fun: Callable, dtype: Any = jnp.float8_e4m3fn, argnums: int | Sequence[int] = 0
+) -> Callable:
+    """Transform a function so that its backward pass gets inputs that were kept in `dtype`.
+
+    `grad = vjp(fun)(cast(x, dtype))`: results are those of `fun`, and the backward pass computes
+    `fun` again, at the inputs rounded. Meant for norms, activations and gates, whose derivative is
+    smooth: one byte an element is kept, where JAX keeps several arrays in the dtype of `x`.
+
+    Scales: inside `scalify` it is the data that is rounded, beside its scale. Without, values
+    should be near 1: E4M3 has 448 as its largest, and 0.002 as its smallest.
+
+    Args:
+        fun: a function of arrays, or trees of them. All that is differentiated is an argument: it
+            may not close over weights.
+        dtype: a floating dtype, of at most 16 bits.
+        argnums: which arguments are kept in `dtype`; others are kept as they are. Arrays of rank
+            0 and 1, as scales and biases, always are.
+
+    Returns:
+        A function of the same positional arguments and results. Its derivatives are of reverse
+        mode; second ones, of either mode, are those of `fun` where it is not rounded.
+
+    Raises:
+        TypeError: if `fun` is not callable, or `dtype` not a floating dtype of at most 16 bits.
+
+    Source: Xi et al., "COAT: Compressing Optimizer States and Activations for Memory-Efficient FP8
+    Training", 2024, which scales each group of elements by its largest one; here it is the scale
+    that was propagated.
+
+    Example:
+        >>> norm = jsa.nn.store_inputs(jsa.nn.rms_norm)
+        >>> x, weight = jnp.float16([[3.0, 3.1]]), jnp.ones(2, jnp.float16)
+        >>> bool((norm(x, weight) == jsa.nn.rms_norm(x, weight)).all())
+        True
+    """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
+    dtype = dtypes.as_floating(dtype, "dtype", real=True)
+    if dtype.itemsize > 2:
+        raise TypeError(f"`dtype` must have at most 16 bits, as jnp.float8_e4m3fn, got {dtype}.")
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @jax.custom_vjp
+    def stored(*args: Any) -> Any:
+        return fun(*args)
+
+    def forward(*args: Any) -> Any:
+        kept = [
+            jax.tree.map(functools.partial(_narrowed, dtype=dtype), arg) if i in chosen else arg
+            for i, arg in enumerate(args)
+        ]
+        return fun(*args), (kept, args)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        kept, args = residuals
+        _, pull = jax.vjp(fun, *jax.tree.map(_widened, kept, list(args)))
+        return pull(cotangents)
+
+    stored.defvjp(forward, backward)
+    return functools.wraps(fun)(lambda *args: stored(*args))
+
+
+def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
+    if x.ndim < 2 or not dtypes.is_scalable(x.dtype) or x.dtype.itemsize <= dtype.itemsize:
+        return x
+    return straight_through(cast(x, dtype))
+
+
+def _widened(kept: jax.Array, x: jax.Array) -> jax.Array:
+    """The rounded numbers in the dtype of `x`, whose derivative they have."""
+    if kept.dtype == x.dtype:
+        return x
+    return straight_through(kept.astype(x.dtype), _same, x)
+
+
+def _same(x: Any) -> Any:
+    return x
