@@ -20,6 +20,7 @@ from jax_scalify.base.jaxprs import all_equations, evaluate, scan_operands, whil
 from jax_scalify.interpreter.recomputing import with_recomputed_activations
 from jax_scalify.interpreter.tracing import trace
 from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.nn._patches import patches_of
 from jax_scalify.nn.fp8_dot import DotGeneral
 
 __all__ = [
@@ -151,12 +152,13 @@ def fp8_matmuls(
 ) -> Callable:
     """Transform a forward function so that its matmuls are those of `jsa.nn`.
 
-    Each `dot_general` becomes `jsa.nn.dot_general`, and each `ragged_dot`, as experts have, becomes
-    `jsa.nn.ragged_dot`. The function is an ordinary one, of any library; differentiate the result:
-    `jsa.scalify(jax.grad(jsa.fp8_matmuls(loss)))`. The backward pass has FP8 matmuls too. Matmuls
-    inside `jit`, `scan`, `while_loop`, `cond` and `jax.checkpoint` are found; those inside
-    `shard_map` or a function with derivative rules of its own (`jax.custom_vjp`), and those of
-    operands that are narrow already, stay as they are.
+    Each `dot_general` becomes `jsa.nn.dot_general`, each `ragged_dot`, as experts have, becomes
+    `jsa.nn.ragged_dot`, and a convolution that is a matmul, with a kernel of 1 x 1 or of
+    patches side by side and no padding, becomes one. The function is an ordinary one, of any
+    library; differentiate the result: `jsa.scalify(jax.grad(jsa.fp8_matmuls(loss)))`. The
+    backward pass has FP8 matmuls too. Matmuls inside `jit`, `scan`, `while_loop`, `cond` and
+    `jax.checkpoint` are found; those inside `shard_map` or a function with derivative rules of
+    its own (`jax.custom_vjp`), and those of operands that are narrow already, stay as they are.
 
     Args:
         fun: a traceable function of plain arrays; strings, callables, Python bools and `None`
@@ -220,7 +222,8 @@ def fp8_matmuls(
     return rewritten
 
 
-_MATMULS = ("dot_general", "ragged_dot_general")
+_CONVOLUTION = "conv_general_dilated"
+_MATMULS = ("dot_general", "ragged_dot_general", _CONVOLUTION)
 
 # The parameters that hold the jaxprs of a primitive.
 _BODIES = {
@@ -288,6 +291,11 @@ class _Rewriter:
             )
             if name == "dot_general":
                 return self.dot(lhs, rhs, params["dimension_numbers"], **types)
+            if name == _CONVOLUTION:
+                patches = patches_of(lhs.shape, rhs.shape, **params)
+                del types["out_sharding"]
+                product = self.dot(patches.cut(lhs), rhs, patches.dimension_numbers, **types)
+                return patches.arrange(product)
             numbers = params["ragged_dot_dimension_numbers"]
             return self.dot.ragged(lhs, rhs, group_sizes[0], numbers, **types)
         params = eqn.primitive.get_bind_params(params)
@@ -310,7 +318,13 @@ class _Rewriter:
         if not all(wide) or any(dtypes.is_narrow_float(x.dtype) for x in (lhs, rhs)):
             return False
         ragged = eqn.params.get("ragged_dot_dimension_numbers")
-        if ragged is None:
+        if eqn.primitive.name == _CONVOLUTION:
+            patches = patches_of(lhs.shape, rhs.shape, **eqn.params)
+            if patches is None:
+                return False
+            lhs = jax.ShapeDtypeStruct(patches.shape, lhs.dtype)
+            dims = patches.dimension_numbers, ()
+        elif ragged is None:
             dims = eqn.params["dimension_numbers"], ()
         else:
             dims = ragged.dot_dimension_numbers, tuple(ragged.rhs_group_dimensions)

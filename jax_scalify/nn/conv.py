@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify.base import dtypes
+from jax_scalify.nn._patches import patches_of
 from jax_scalify.nn.fp8_dot import DotGeneral
 from jax_scalify.ops.cast import reduce_precision_on_backward, reduce_precision_on_forward
 from jax_scalify.ops.scaling import cast
@@ -32,9 +33,10 @@ def conv_general_dilated(
 ) -> jax.Array:
     """Convolve like `jax.lax.conv_general_dilated`, in one format forward and another backward.
 
-    The operands and the cotangent are rounded to the values of their formats and convolved in the
-    operands' dtype: XLA has no convolution of FP8 arrays. Fits the `conv_general_dilated=` argument
-    of Flax's convolutions.
+    Where windows do not overlap and nothing is padded, as of 1 x 1 kernels and patch embeddings, it
+    is the matmul `dot_general` of this module. Otherwise the operands and the cotangent are
+    rounded to the values of their formats and convolved in the operands' dtype: XLA has no
+    convolution of FP8 arrays. Fits the `conv_general_dilated=` argument of Flax's convolutions.
 
     Args:
         lhs: images, in the layout that `dimension_numbers` says.
@@ -63,6 +65,23 @@ def conv_general_dilated(
     dtypes.as_floating(rhs.dtype, "rhs", real=True)
     dot = DotGeneral(**formats)
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    ones = (1,) * len(window_strides)
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    patches = patches_of(
+        lhs.shape,
+        rhs.shape,
+        window_strides=window_strides,
+        padding=_pads(lhs.shape, rhs.shape, numbers, window_strides, padding, rhs_dilation or ones),
+        lhs_dilation=lhs_dilation or ones,
+        rhs_dilation=rhs_dilation or ones,
+        dimension_numbers=numbers,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+    )
+    if patches is not None:
+        types = precision, preferred_element_type or common
+        out = patches.arrange(dot(patches.cut(lhs), rhs, patches.dimension_numbers, *types))
+        return out if out_sharding is None else lax.with_sharding_constraint(out, out_sharding)
     lhs, rhs = (
         reduce_precision_on_forward(x.astype(common), dtype)
         for x, dtype in zip((lhs, rhs), dot.forward_dtype, strict=True)
@@ -84,3 +103,14 @@ def conv_general_dilated(
     if out_sharding is not None:
         out = lax.with_sharding_constraint(out, out_sharding)
     return reduce_precision_on_backward(out, dot.backward_dtype)
+
+
+def _pads(
+    lhs: Sequence[int], rhs: Sequence[int], numbers: Any, strides: Any, padding: Any, dilation: Any
+) -> Any:
+    """The padding of each spatial dim, in pixels."""
+    if not isinstance(padding, str):
+        return padding
+    images, windows = [lhs[a] for a in numbers[0][2:]], [rhs[a] for a in numbers[1][2:]]
+    windows = [(k - 1) * d + 1 for k, d in zip(windows, dilation, strict=True)]
+    return lax.padtype_to_pads(images, windows, strides, padding)

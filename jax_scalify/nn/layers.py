@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
@@ -20,9 +21,10 @@ from jax_scalify.scales.algebra import Scale
 def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Look up rows: `table[ids]`, as `jnp.take`.
 
-    Scales: that of the table. A row's gradient is the sum over all of its uses, which for words
-    and bytes follow Zipf's law: of `n` ids out of `v`, row i is used about `n / (i * log(v))`
-    times. The gradient has the cotangent's scale times the RMS of that, at least 1.
+    Scales: that of the table; of one with a scale for each row, those of the rows. A row's gradient
+    is the sum over all of its uses, which for words and bytes follow Zipf's law: of `n` ids out
+    of `v`, row i is used about `n / (i * log(v))` times. The gradient has the cotangent's scale
+    times the RMS of that, at least 1.
 
     Args:
         table: `(vocabulary, channels)`, of a floating dtype.
@@ -46,8 +48,11 @@ def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 @embed.defscale
 def _embed_scale(table: Operand, ids: jax.Array) -> ScaledArray:
-    table = uniform_over(table)
-    return ScaledArray(jnp.take(table.data, ids, axis=0), table.scale)
+    rows = jnp.take(table.data, ids, axis=0)
+    if not np.ndim(table.scale):
+        return ScaledArray(rows, table.scale)
+    scale = jnp.broadcast_to(jnp.asarray(table.scale), (table.shape[0], np.shape(table.scale)[1]))
+    return ScaledArray(rows, jnp.take(scale, ids, axis=0, mode="clip"))
 
 
 @embed.defscale_vjp
