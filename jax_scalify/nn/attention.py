@@ -26,6 +26,9 @@ def dot_product_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = True,
@@ -48,6 +51,10 @@ def dot_product_attention(
         mask: bool, broadcasts likewise: True where a query may look.
         scale: factor of the scores; by default `1 / sqrt(channels)`.
         is_causal: no query looks at later sources.
+        query_seq_lengths: integers `(batch,)`: queries from this one on give 0.
+        key_value_seq_lengths: integers `(batch,)`: nobody looks at sources from this one on.
+        local_window_size: how many sources before and behind its own place a query looks at; one
+            number for both, or a pair.
         dropout_rate: probability with which a weight becomes 0; see `dropout`.
         dropout_key: of `jax.random`, for dropout.
         broadcast_dropout: drop the same weights in all examples and heads.
@@ -62,7 +69,7 @@ def dot_product_attention(
         An array of the shape and dtype of `query`, with the channels of `value`.
 
     Raises:
-        TypeError: if `mask` is not bool, or a format not floating point.
+        TypeError: if `mask` is not bool, lengths are no integers, or a format not floating point.
         ValueError: if the shapes do not fit, or as `dropout`.
 
     Example:
@@ -80,6 +87,9 @@ def dot_product_attention(
             mask,
             scale=scale,
             is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
             broadcast_dropout=broadcast_dropout,
@@ -94,11 +104,20 @@ def dot_product_attention(
         raise TypeError(f"`mask` must be bool, True where a query may look, got {mask.dtype}.")
     for name, array in (("bias", bias), ("mask", mask)):
         _check_fits(name, array, (batch, heads, time, source))
+    positions = _Positions(time, source)
+    if is_causal:
+        mask = positions.seen(mask, right=0)
+    if local_window_size is not None:
+        mask = positions.seen(mask, *_window(local_window_size))
+    if key_value_seq_lengths is not None:
+        _check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+        known = jnp.arange(source) < key_value_seq_lengths[:, None, None, None]
+        mask = known if mask is None else mask & known
     products = _Products.of(forward_dtype, backward_dtype)
     scores = _scores(query, key, factor, products)
     if bias is not None:
         scores = (scores + bias).astype(scores.dtype)
-    weights = softmax(_masked(scores, mask, is_causal)).astype(query.dtype)
+    weights = softmax(_masked(scores, mask)).astype(query.dtype)
     weights = dropout(
         weights,
         dropout_rate,
@@ -110,7 +129,42 @@ def dot_product_attention(
     # octave of sources, where the sum of products counts 2**-1/4. So are their gradients.
     value = on_backward(value, _Rebalance(_eighth_root(time * heads // groups)))
     out = products.weighted("bgrts,bsgc->btgrc", weights, value)
-    return rebalance_scale(out.reshape(*query.shape[:-1], value.shape[-1]), _eighth_root(source))
+    out = out.reshape(*query.shape[:-1], value.shape[-1])
+    if query_seq_lengths is not None:
+        _check_lengths("query_seq_lengths", query_seq_lengths, batch)
+        is_query = jnp.arange(time)[:, None, None] < query_seq_lengths[:, None, None, None]
+        out = jnp.where(is_query, out, jnp.zeros_like(out))
+    return rebalance_scale(out, _eighth_root(source))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Positions:
+    """The places of queries and sources, which begin together."""
+
+    time: int
+    source: int
+
+    def seen(self, mask: Any, left: int | None = None, right: int | None = None) -> jax.Array:
+        """A mask, and no source further than `left` before a query or `right` behind it."""
+        distance = jnp.arange(self.source) - jnp.arange(self.time)[:, None]  # (time, source)
+        for limit, near in ((left, lambda n: distance >= -n), (right, lambda n: distance <= n)):
+            if limit is not None:
+                mask = near(limit) if mask is None else mask & near(limit)
+        return mask
+
+
+def _window(size: Any) -> tuple[int, int]:
+    left, right = (size, size) if isinstance(size, int) else size
+    if left < 0 or right < 0:
+        raise ValueError(f"`local_window_size` must not be negative, got {size}.")
+    return left, right
+
+
+def _check_lengths(name: str, lengths: jax.Array, batch: int) -> None:
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"`{name}` must be integers, got {lengths.dtype}.")
+    if lengths.shape != (batch,):
+        raise ValueError(f"`{name}` must be one for each example, ({batch},), got {lengths.shape}.")
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -192,11 +246,8 @@ def _scores(query: jax.Array, key: jax.Array, factor: float, products: _Products
     return scores.reshape(batch, heads, time, source)
 
 
-def _masked(scores: jax.Array, mask: jax.Array | None, is_causal: bool) -> jax.Array:
+def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
     """Scores, the smallest finite number where a query may not look."""
-    if is_causal:
-        causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        mask = causal if mask is None else mask & causal
     return scores if mask is None else jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
 
 
