@@ -34,7 +34,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training parity fp8 gpu-fp8 gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out clean
+	scale-quality float16-training parity fp8 gpu-fp8 gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out kept clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	@echo "A GPT learns English in nine precisions: about three minutes on two free CPU cores. Stopped, it goes on."
@@ -90,6 +90,9 @@ release-check: lint test-full site examples  ## all that has to hold before a re
 table3: $(VENV)/.installed  ## Table 3 of the paper; goes on where it was stopped
 	$(VENV)/bin/python -m benchmarks.accuracy.table3
 
+kept: $(VENV_ACCELERATORS)/.installed  ## memory of training steps, bfloat16 and FP8, on an H100; of docs/fp8.md
+	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.kept
+
 # The newest JAX comes last: it writes the page from the results of both.
 bench-cost: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## compile time, size, step time, memory; docs/cost.md
 	$(VENV_LOWEST)/bin/python -m benchmarks.cost.steps
@@ -135,6 +138,9 @@ accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 
 
 scale-out: $(VENV_ACCELERATORS)/.installed  ## what Llamas of 8b to 405b ask of H100s and TPUs; docs/scale_out.md
 	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.scale_out --docs docs/scale_out.md
+
+kept: $(VENV_ACCELERATORS)/.installed  ## memory of training steps, bfloat16 and FP8, on an H100; of docs/fp8.md
+	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.kept
 
 # The newest JAX comes last: it writes the page from the results of both.
 coverage: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## JAX's own test harnesses, and docs/coverage.md

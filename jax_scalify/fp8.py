@@ -20,7 +20,7 @@ from jax_scalify.base.jaxprs import all_equations, evaluate, scan_operands, whil
 from jax_scalify.interpreter.recomputing import with_recomputed_activations
 from jax_scalify.interpreter.tracing import trace
 from jax_scalify.interpreter.traits import traits_of
-from jax_scalify.nn._patches import patches_of
+from jax_scalify.nn._patches import Patches, patches_of
 from jax_scalify.nn.fp8_dot import DotGeneral
 
 __all__ = [
@@ -291,8 +291,7 @@ class _Rewriter:
             )
             if name == "dot_general":
                 return self.dot(lhs, rhs, params["dimension_numbers"], **types)
-            if name == _CONVOLUTION:
-                patches = patches_of(lhs.shape, rhs.shape, **params)
+            if (patches := _patches(eqn)) is not None:
                 del types["out_sharding"]
                 product = self.dot(patches.cut(lhs), rhs, patches.dimension_numbers, **types)
                 return patches.arrange(product)
@@ -318,10 +317,10 @@ class _Rewriter:
         if not all(wide) or any(dtypes.is_narrow_float(x.dtype) for x in (lhs, rhs)):
             return False
         ragged = eqn.params.get("ragged_dot_dimension_numbers")
-        if eqn.primitive.name == _CONVOLUTION:
-            patches = patches_of(lhs.shape, rhs.shape, **eqn.params)
-            if patches is None:
-                return False
+        patches = _patches(eqn)
+        if eqn.primitive.name == _CONVOLUTION and patches is None:
+            return False
+        if patches is not None:
             lhs = jax.ShapeDtypeStruct(patches.shape, lhs.dtype)
             dims = patches.dimension_numbers, ()
         elif ragged is None:
@@ -342,6 +341,13 @@ class _Rewriter:
         with _compat.no_name_stack():
             new = jax.make_jaxpr(flat)(*closed.in_avals)
         return new if hasattr(body, "consts") else _compat.open_jaxpr(new)
+
+
+def _patches(eqn: Any) -> Patches | None:
+    """How a convolution is a matmul; None of another and of other equations."""
+    if eqn.primitive.name != _CONVOLUTION:
+        return None
+    return patches_of(*(v.aval.shape for v in eqn.invars), **eqn.params)
 
 
 def _joined(scope: str, eqn: Any) -> str:

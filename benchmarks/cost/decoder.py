@@ -1,6 +1,7 @@
 """The Llama of the examples, small, as a model that a training step is compiled for."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,14 +26,19 @@ SIZES = Sizes(
 )
 
 
-def make_decoder(devices: int = 1, sizes: Sizes = SIZES) -> Model:
-    """The model that a training step takes."""
+def make_decoder(
+    devices: int = 1,
+    sizes: Sizes = SIZES,
+    sequences: int = SEQUENCES,
+    remat: Callable[[Callable], Callable] = jax.checkpoint,
+) -> Model:
+    """The model that a training step takes; `remat` goes around a layer."""
     layout = Layout(mesh_of(devices) if devices > 1 else None)
 
     def loss(params: PyTree, other: PyTree, tokens: jax.Array, dtype: Any) -> Any:
-        return loss_fn(params, tokens, sizes, layout), other
+        return loss_fn(params, tokens, sizes, layout, remat), other
 
-    tokens = jax.ShapeDtypeStruct((SEQUENCES * devices, sizes.context + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((sequences * devices, sizes.context + 1), jnp.int32)
     return Model(lambda key: (init(sizes, key), ()), loss, tokens)
 
 

@@ -1,6 +1,7 @@
 """A GPT and a ResNet of Flax at sizes that a GPU is for, as training steps take them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ class Gpt(Block):
     """Tokens `(batch, time)` to logits; layers are not scanned, the embedding is used twice."""
 
     sizes: GptSizes
+    remat: Callable[[Any], Any] = lambda layer: layer
 
     @linen.compact
     def __call__(self, tokens):
@@ -48,7 +50,7 @@ class Gpt(Block):
         positions = self.make("Embed", sizes.tokens, sizes.width, name="positions")
         x = embed(tokens) + positions(jnp.arange(sizes.tokens))
         for i in range(sizes.layers):
-            x = TransformerLayer(self.layers, self.dtype, name=f"layer_{i}")(x)
+            x = self.remat(TransformerLayer)(self.layers, self.dtype, name=f"layer_{i}")(x)
         return embed.attend(self.make("LayerNorm", name="norm")(x))
 
 
@@ -70,16 +72,21 @@ class ResNet(Block):
         return self.make("Dense", sizes.classes, name="head")(x.mean(axis=(1, 2)))
 
 
-def make_gpt(sizes: GptSizes, devices: int = 1) -> Model:
-    """The GPT that a training step takes; a batch is `(sequences, tokens + 1)`."""
+def make_gpt(
+    sizes: GptSizes, devices: int = 1, remat: Callable[[Any], Any] = lambda layer: layer
+) -> Model:
+    """The GPT that a training step takes; a batch is `(sequences, tokens + 1)`.
+
+    `remat` goes around the class of a layer, as `linen.remat` does.
+    """
     batch = jax.ShapeDtypeStruct((sizes.sequences * devices, sizes.tokens + 1), jnp.int32)
 
     def init(key: jax.Array) -> tuple[PyTree, PyTree]:
         tokens = jnp.zeros((1, sizes.tokens), jnp.int32)
-        return Gpt(PLAIN, jnp.float32, sizes).init(key, tokens)["params"], ()
+        return Gpt(PLAIN, jnp.float32, sizes, remat).init(key, tokens)["params"], ()
 
     def loss(params: PyTree, other: PyTree, tokens: jax.Array, dtype: Any) -> Any:
-        logits: Any = Gpt(PLAIN, dtype, sizes).apply({"params": params}, tokens[:, :-1])
+        logits: Any = Gpt(PLAIN, dtype, sizes, remat).apply({"params": params}, tokens[:, :-1])
         return _cross_entropy(logits, tokens[:, 1:]), other
 
     return Model(init, loss, batch)
