@@ -26,6 +26,7 @@ from jax_scalify.arrays.conversions import (
 )
 from jax_scalify.arrays.packing import pack_scales, unpack_scales
 from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base.block_formats import BlockFormat
 from jax_scalify.config import Pow2RoundMode, ScalifyConfig
 from jax_scalify.fp8 import fp8_matmuls
 from jax_scalify.interpreter.registry import (
@@ -53,6 +54,7 @@ except _metadata.PackageNotFoundError:  # a source tree that was not installed
     __version__ = "0.0.0"
 
 __all__ = [
+    "BlockFormat",
     "Calibration",
     "DequantisedWarning",
     "MissingRuleError",

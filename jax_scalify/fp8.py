@@ -149,6 +149,7 @@ def fp8_matmuls(
     backward_dtype: Any = jnp.float8_e5m2,
     accumulation_dtype: Any = None,
     recompute: bool = False,
+    hadamard: int = 0,
 ) -> Callable:
     """Transform a forward function so that its matmuls are those of `jsa.nn`.
 
@@ -165,13 +166,15 @@ def fp8_matmuls(
             among its arguments are static.
         select: tells of a `jsa.fp8.Matmul` whether to rewrite it; by default those without batch
             dims. See `jsa.fp8` for ready-made ones.
-        forward_dtype: format of both operands, or a pair with one for each.
+        forward_dtype: format of both operands, or a pair with one for each: a dtype, or a block
+            format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
         backward_dtype: format of the cotangent.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
             in bfloat16 or float64, bfloat16 for results in float16, else float32.
         recompute: whether the backward pass computes activation functions again, such as
             `jax.nn.gelu` and `silu`, from their input, as `jax.checkpoint` does: FP8 operands that
             they make are then all that is kept of their results. The values are the same.
+        hadamard: as of `jsa.nn.DotGeneral`.
 
     Returns:
         A function of the same arguments and results. Its derivatives are of reverse mode; second
@@ -196,6 +199,7 @@ def fp8_matmuls(
         forward_dtype=forward_dtype,
         backward_dtype=backward_dtype,
         accumulation_dtype=accumulation_dtype,
+        hadamard=hadamard,
     )
 
     @functools.wraps(fun)

@@ -18,7 +18,10 @@ from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
+from jax_scalify.base.block_formats import BlockFormat
 from jax_scalify.ops.scaling import cast
+from jax_scalify.primitives.block_dot import block_dot_general, block_round
+from jax_scalify.primitives.quantising import Quantiser
 from jax_scalify.primitives.straight_through import straight_through
 
 
@@ -110,6 +113,20 @@ class Form:
         out = lax.dot_general(lhs, rhs, (contract, batch), precision, accumulate)
         out = jnp.moveaxis(out, len(batch[0]), 0)
         return out if sharding is None else jax.sharding.reshard(out, sharding)
+
+    def within_groups(self, lhs: Any, rhs: Any, group_sizes: Any) -> tuple[Any, Any]:
+        """Operands of a sum over each group with 0 in the rows behind the last one.
+
+        These are nobody's: they must not have a part in the scale of a block.
+        """
+        if group_sizes.ndim != 1:
+            return lhs, rhs
+        place = self.contract[0].index(self.ragged)
+        out = []
+        for x, axes in zip((lhs, rhs), self.contract, strict=True):
+            rows = lax.broadcasted_iota(group_sizes.dtype, x.shape, axes[place])
+            out.append(jnp.where(rows < jnp.sum(group_sizes), x, jnp.zeros((), x.dtype)))
+        return out[0], out[1]
 
     def _membership(self, lhs: Any, group_sizes: Any) -> Any:
         """Which group has which row: `(groups, ...)`, with 1 for the other dims of `lhs`."""
@@ -232,16 +249,16 @@ def multiply(lhs: Any, rhs: Any, group_sizes: Any, matmul: Matmul) -> jax.Array:
 
 
 def _forward(lhs: Any, rhs: Any, group_sizes: Any, matmul: Matmul) -> Any:
-    wide = lhs, rhs
-    pairs = zip(wide, matmul.formats.forward_dtype, strict=True)
-    narrow = tuple(_narrowed(x, dtype) for x, dtype in pairs)
-    product = _Product(matmul.form, matmul, matmul.out, matmul.out_sharding)
+    wide, formats = (lhs, rhs), matmul.formats.forward_dtype
+    narrow = tuple(_narrowed(x, dtype) for x, dtype in zip(wide, formats, strict=True))
+    product = _Product(matmul.form, matmul, matmul.out, matmul.out_sharding, formats)
     return product(narrow, wide, group_sizes), (narrow, wide, group_sizes)
 
 
 def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
     narrow, wide, group_sizes = residuals
-    narrow_cotangent = _narrowed(cotangent, matmul.formats.backward_dtype)
+    formats = matmul.formats
+    narrow_cotangent = _narrowed(cotangent, formats.backward_dtype)
     ndims = narrow[0].ndim, narrow[1].ndim
     form = matmul.form
     if form.is_by_group and group_sizes.ndim > 1 and len(form.contract[0]) > 1:
@@ -257,8 +274,16 @@ def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
             spec = (*sharding.spec, *(None,) * (ndims[side] - len(sharding.spec)))
             sharding = sharding.update(spec=jax.P(*(spec[a] for a in positions)))
         own, other = (narrow_cotangent, cotangent), (narrow[1 - side], wide[1 - side])
-        lhs, rhs = (own, other) if found.cotangent_first else (other, own)
-        product = _Product(found.form, matmul, operand.dtype, sharding)
+        of_own, of_other = formats.backward_dtype, formats.forward_dtype[1 - side]
+        if isinstance(of_other, BlockFormat) and not isinstance(of_own, BlockFormat):
+            # The numbers that the forward pass has multiplied, whose blocks lie along its dims.
+            dims = form.contract[1 - side], form.batch[1 - side]
+            other, of_other = (_in_blocks(other[0], of_other, *dims), other[1]), None
+        lhs, rhs, pair = own, other, (of_own, of_other)
+        if not found.cotangent_first:
+            lhs, rhs, pair = other, own, (of_other, of_own)
+        hadamard = formats.hadamard if side else 0
+        product = _Product(found.form, matmul, operand.dtype, sharding, pair, hadamard)
         out = product((lhs[0], rhs[0]), (lhs[1], rhs[1]), group_sizes)
         return lax.transpose(out, [positions.index(a) for a in range(ndims[side])])
 
@@ -270,19 +295,57 @@ multiply.defvjp(_forward, _backward)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Product:
-    """One of the three products of a matmul."""
+    """One of the three products of a matmul.
+
+    Attributes:
+        form: the dims.
+        matmul: what it is one of.
+        out: dtype of the result.
+        out_sharding: of the result, on a mesh of explicit axes; else None.
+        formats: of the operands. Those of block formats are still to be quantised.
+        hadamard: length of the transform of both operands, if both are of block formats.
+    """
 
     form: Form
     matmul: Matmul
     out: Any
     out_sharding: Any
+    formats: tuple[Any, Any]
+    hadamard: int = 0
 
     def __call__(self, narrow: Any, wide: Any, group_sizes: Any) -> Any:
         """Multiply narrow arrays; the derivative is that of the wide ones."""
         sums = self.matmul.formats.accumulate(self.out)
-        value = self._multiply(self.form.multiply, narrow, group_sizes, sums)
+        value = self._of_narrow(narrow, group_sizes, sums)
         sizes = () if group_sizes is None else (group_sizes,)
         return straight_through(value, self._of_wide, *narrow, *wide, *sizes)
+
+    def _of_narrow(self, narrow: Any, group_sizes: Any, sums: Any) -> Any:
+        """The product of operands in their formats."""
+        in_blocks = [isinstance(f, BlockFormat) for f in self.formats]
+        if not any(in_blocks):
+            return self._multiply(self.form.multiply, narrow, group_sizes, sums)
+        if all(in_blocks) and self.form.ragged is None:
+            total = block_dot_general(
+                straight_through(narrow[0]),
+                straight_through(narrow[1]),
+                self.form.numbers,
+                quantisers=tuple(map(Quantiser.of, self.formats)),
+                hadamard=self.hadamard,
+                precision=self.matmul.precision,
+                preferred_element_type=np.dtype(sums),
+                out_sharding=self.out_sharding,
+            )
+            return cast(total, self.out)
+        if self.form.is_by_group:
+            narrow = self.form.within_groups(narrow[0], narrow[1], group_sizes)
+        operands = [
+            _in_blocks(x, f, self.form.contract[i], self.form.batch[i]) if in_blocks[i] else x
+            for i, (x, f) in enumerate(zip(narrow, self.formats, strict=True))
+        ]
+        common = jnp.promote_types(*(_exact_16_bits(x.dtype) for x in operands))
+        operands = [x.astype(common) for x in operands]
+        return self._multiply(self.form.multiply, operands, group_sizes, sums)
 
     def _of_wide(self, *arrays: Any) -> Any:
         """The product in the dtypes of the wide arrays, of the numbers that the narrow ones are."""
@@ -305,5 +368,15 @@ def _same(x: Any) -> Any:
 
 
 def _narrowed(x: Any, dtype: Any) -> Any:
-    """Cast to the format of a matmul, without a derivative."""
-    return straight_through(cast(x, dtype))
+    """Cast to the format of a matmul, without a derivative; for a block format it is done later."""
+    return x if isinstance(dtype, BlockFormat) else straight_through(cast(x, dtype))
+
+
+def _in_blocks(x: Any, format: BlockFormat, contract: Any, batch: Any) -> Any:
+    """The numbers that an operand has in a block format, in bfloat16, without a derivative."""
+    return block_round(straight_through(x), Quantiser.of(format), contract, batch)
+
+
+def _exact_16_bits(dtype: Any) -> Any:
+    """What an operand is multiplied in: bfloat16 has all numbers of FP8."""
+    return jnp.bfloat16 if dtypes.is_narrow_float(dtype) else dtype

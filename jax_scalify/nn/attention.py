@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
+from jax_scalify.base.block_formats import BlockFormat
 from jax_scalify.nn.fp8_dot import DotGeneral
 from jax_scalify.nn.layers import dropout
 from jax_scalify.nn.softmax import softmax
@@ -217,11 +218,13 @@ class _Products:
 
     def weighted(self, subscripts: str, weights: jax.Array, value: jax.Array) -> jax.Array:
         """A product with numbers between 0 and 1."""
-        if self.formats is None or not dtypes.is_narrow_float(self.formats.forward_dtype[0]):
+        formats = self.formats
+        in_blocks = formats is not None and isinstance(formats.forward_dtype[0], BlockFormat)
+        if formats is None or in_blocks or not dtypes.is_narrow_float(formats.forward_dtype[0]):
             return self.einsum(subscripts, weights, value, None)
         # Without scales the numbers are multiplied, and inside of `scalify` the data is. The
         # cotangents are not: what is undone behind the product is undone before its backward pass.
-        largest = 2.0 ** math.floor(math.log2(jnp.finfo(self.formats.forward_dtype[0]).max))
+        largest = 2.0 ** math.floor(math.log2(jnp.finfo(formats.forward_dtype[0]).max))
         numbers = set_scaling(on_backward(weights * largest, _Times(1 / largest)), 1.0)
         value = on_backward(value, _Times(1 / largest))
         out = self.einsum(subscripts, numbers, value, jnp.promote_types(weights.dtype, value.dtype))

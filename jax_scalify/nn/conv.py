@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify.base import dtypes
+from jax_scalify.base.block_formats import BlockFormat
 from jax_scalify.nn._patches import patches_of
 from jax_scalify.nn.fp8_dot import DotGeneral
 from jax_scalify.ops.cast import reduce_precision_on_backward, reduce_precision_on_forward
@@ -54,7 +55,7 @@ def conv_general_dilated(
         **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
 
     Raises:
-        TypeError: as `dot_general`.
+        TypeError: as `dot_general`, and for a block format.
 
     Example:
         >>> x = jnp.full((1, 1, 4), 1.1)
@@ -82,6 +83,12 @@ def conv_general_dilated(
         types = precision, preferred_element_type or common
         out = patches.arrange(dot(patches.cut(lhs), rhs, patches.dimension_numbers, *types))
         return out if out_sharding is None else lax.with_sharding_constraint(out, out_sharding)
+    blocks = [f for f in (*dot.forward_dtype, dot.backward_dtype) if isinstance(f, BlockFormat)]
+    if blocks:
+        raise TypeError(
+            f"`conv_general_dilated` takes dtypes, got {blocks[0].name!r}: blocks lie along one "
+            "contracted dim, and this convolution has several. Use float8_e4m3fn."
+        )
     lhs, rhs = (
         reduce_precision_on_forward(x.astype(common), dtype)
         for x, dtype in zip((lhs, rhs), dot.forward_dtype, strict=True)

@@ -11,6 +11,7 @@ from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
+from jax_scalify.base.block_formats import BlockFormat, as_format
 from jax_scalify.nn._products import Form, Matmul, Operand, multiply, sharding_of
 
 
@@ -21,13 +22,22 @@ class DotGeneral:
     The class itself is a `dot_general_cls=`.
 
     Attributes:
-        forward_dtype: format of both operands, or a pair with one for each.
-        backward_dtype: format of the cotangent.
+        forward_dtype: format of both operands, or a pair with one for each: a dtype, or a block
+            format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
+        backward_dtype: format of the cotangent. If it is a block format, each of the three
+            matmuls quantises its operands along its own contracted dims; if it is a dtype, the
+            cotangent meets the numbers that the forward pass has multiplied.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
-            in bfloat16 or float64, bfloat16 for float16 results of FP8 formats, else float32.
+            in bfloat16 or float64, bfloat16 for float16 results of FP8 and block formats, else
+            float32.
+        hadamard: the right operand's gradient (of a layer: the weight's) takes a random Hadamard
+            transform of this length of both operands before they are quantised, which spreads
+            outliers over as many elements and leaves the product as it is. A power of two; 0 for
+            none. For block formats, and not for matmuls of groups.
 
     Raises:
         TypeError: if a format is not floating point.
+        ValueError: for a `hadamard` that is no power of two, or without block formats for it.
 
     Example:
         >>> dot = DotGeneral(forward_dtype=(jnp.float8_e4m3fn, jnp.float8_e5m2))
@@ -38,6 +48,7 @@ class DotGeneral:
     forward_dtype: Any = jnp.float8_e4m3fn
     backward_dtype: Any = jnp.float8_e5m2
     accumulation_dtype: Any = None
+    hadamard: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what is no floating-point format."""
@@ -45,14 +56,27 @@ class DotGeneral:
         pair = forward if isinstance(forward, (tuple, list)) else (forward, forward)
         if len(pair) != 2:
             raise TypeError(f"`forward_dtype` must be one dtype or two, got {forward}.")
-        forward = tuple(dtypes.as_floating(d, "forward_dtype", real=True) for d in pair)
+        forward = tuple(as_format(d, "forward_dtype") for d in pair)
         accumulation = self.accumulation_dtype
         if accumulation is not None:
             accumulation = dtypes.as_floating(accumulation, "accumulation_dtype", real=True)
         object.__setattr__(self, "forward_dtype", forward)
         object.__setattr__(self, "accumulation_dtype", accumulation)
-        backward = dtypes.as_floating(self.backward_dtype, "backward_dtype", real=True)
+        backward = as_format(self.backward_dtype, "backward_dtype")
         object.__setattr__(self, "backward_dtype", backward)
+        self._check_hadamard()
+
+    def _check_hadamard(self) -> None:
+        length = self.hadamard
+        if type(length) is not int or length < 0 or length & (length - 1) or length == 1:
+            raise ValueError(f"`hadamard` must be 0 or a power of two from 2, got {length!r}.")
+        formats = self.forward_dtype[0], self.backward_dtype
+        if length and not all(isinstance(f, BlockFormat) for f in formats):
+            raise ValueError(
+                f"`hadamard` needs block formats for the right operand's gradient, got {formats}: "
+                "its operands are the left one, in `forward_dtype`, and the cotangent, in "
+                "`backward_dtype`."
+            )
 
     def __call__(
         self,
@@ -115,7 +139,7 @@ class DotGeneral:
         if self.accumulation_dtype is not None:
             return self.accumulation_dtype
         formats = *self.forward_dtype, self.backward_dtype
-        is_fp8 = all(map(dtypes.is_narrow_float, formats))
+        is_fp8 = all(isinstance(f, BlockFormat) or dtypes.is_narrow_float(f) for f in formats)
         return dtypes.sum_dtype(jnp.bfloat16 if is_fp8 and out == jnp.float16 else out)
 
 
@@ -130,6 +154,7 @@ def dot_general(
     forward_dtype: Any = jnp.float8_e4m3fn,
     backward_dtype: Any = jnp.float8_e5m2,
     accumulation_dtype: Any = None,
+    hadamard: int = 0,
 ) -> jax.Array:
     """Multiply like `jax.lax.dot_general`, in one format forward and another backward.
 
@@ -145,10 +170,13 @@ def dot_general(
         out_sharding: as in `jax.lax.dot_general`.
         preferred_element_type: dtype of the result; by default that of the operands' promotion.
             Give it for operands that are FP8 already.
-        forward_dtype: format of both operands, or a pair with one for each.
+        forward_dtype: format of both operands, or a pair with one for each: a dtype, or a block
+            format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
         backward_dtype: format of the cotangent.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
-            in bfloat16 or float64, bfloat16 for float16 results of FP8 formats, else float32.
+            in bfloat16 or float64, bfloat16 for float16 results of FP8 and block formats, else
+            float32.
+        hadamard: as of `DotGeneral`.
 
     Raises:
         TypeError: if an operand or a format is not floating point.
@@ -162,6 +190,7 @@ def dot_general(
         forward_dtype=forward_dtype,
         backward_dtype=backward_dtype,
         accumulation_dtype=accumulation_dtype,
+        hadamard=hadamard,
     )
     types = (precision, preferred_element_type)
     return dot(lhs, rhs, dimension_numbers, *types, out_sharding=out_sharding)
@@ -182,7 +211,8 @@ def matmul(
         b: `(..., k, n)` or `(k,)`; leading axes broadcast.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: dtype of the result.
-        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
+        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype`, `hadamard` of
+            `dot_general`.
 
     Raises:
         TypeError: as `dot_general`.
@@ -226,7 +256,8 @@ def einsum(
         optimize: as in `jax.numpy.einsum`.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: dtype of the result.
-        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
+        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype`, `hadamard` of
+            `dot_general`.
 
     Raises:
         TypeError: as `dot_general`.
@@ -259,7 +290,8 @@ def linear(
         bias: `(n,)`.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: dtype of the result.
-        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
+        **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype`, `hadamard` of
+            `dot_general`.
 
     Raises:
         TypeError: as `dot_general`.

@@ -19,6 +19,7 @@ from jax_scalify.interpreter.operand import Facts, Operand, defer, settled, spli
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, register_value_rule
 from jax_scalify.interpreter.value import Plain, Value, filled
 from jax_scalify.primitives import definitions as primitives
+from jax_scalify.primitives.block_dot import block_round_p
 from jax_scalify.primitives.straight_through import straight_through_p
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.products import times
@@ -83,6 +84,15 @@ def _moved(raw: Any, factor: Scale, scale: Scale) -> ScaledArray:
 def cast_rule(ctx: RuleContext, x: Operand, *, dtype: Any) -> ScaledArray:
     """The data only, saturating; scale unchanged."""
     return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0]), dtype), x.scale)
+
+
+@register_scale_rule(block_round_p, elements="cast")
+def block_round_rule(ctx: RuleContext, x: Operand, *, quantiser: Any, **dims: Any) -> ScaledArray:
+    """The data only, rounded to a block format; scale unchanged."""
+    data = filled(x.data, ctx.out_avals[0])
+    if ctx.inputs[0].is_scaled:
+        quantiser = quantiser.of_unit_data(0)
+    return ScaledArray(block_round_p.bind(data, quantiser=quantiser, **dims), x.scale)
 
 
 @register_scale_rule(straight_through_p, elements="same")

@@ -18,12 +18,14 @@ from jax_scalify.base import dtypes
 from jax_scalify.interpreter.multiplying import multiply
 from jax_scalify.interpreter.operand import Facts, Operand, split, split_product, with_scale
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import filled
+from jax_scalify.interpreter.value import Value, filled
+from jax_scalify.primitives.block_dot import block_dot_p
 from jax_scalify.primitives.narrow_dot import (
     SMALLEST_EXPONENT,
     narrow_dot_general,
     narrow_dot_p,
 )
+from jax_scalify.primitives.quantising import Quantiser
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
 from jax_scalify.rules.shared.products import factors_in_range
@@ -154,17 +156,7 @@ def narrow_dot_rule(
 
 
 def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any]) -> Operand:
-    dims = params["dimension_numbers"]
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-    lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
-    lhs, rhs = _factors_together(lhs, rhs, *dims)
-    lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
-    lhs_free = lhs.ndim - len(lhs_contract) - len(lhs_batch)
-    rhs_free = rhs.ndim - len(rhs_contract) - len(rhs_batch)
-    scale = _operand_scale(lhs, lhs_contract, lhs_batch, 0, rhs_free)
-    scale = scale * _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
-    count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
-    factor = growth(ctx, count, Terms.of(lhs, rhs))
+    lhs, rhs, scale, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     *data, exponent = split_product(lhs, rhs)
     params = {name: value for name, value in params.items() if name != "preferred_element_type"}
     if params.get("precision") in _OF_FLOAT16:  # it is what the sums' dtype says, everywhere
@@ -177,6 +169,44 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     preferred = _preferred(ctx, kinds)
     total = lax.dot_general_p.bind(*data, preferred_element_type=preferred, **params)
     return finish(ctx, total, scale, factor, exponent)
+
+
+def _of_product(
+    ctx: RuleContext, lhs: Operand, rhs: Operand, dims: Any
+) -> tuple[Operand, Operand, Scale, Scale]:
+    """The operands as they are multiplied, the product of their scales, and by what it grows."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
+    lhs, rhs = _factors_together(lhs, rhs, *dims)
+    lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
+    lhs_free = lhs.ndim - len(lhs_contract) - len(lhs_batch)
+    rhs_free = rhs.ndim - len(rhs_contract) - len(rhs_batch)
+    scale = _operand_scale(lhs, lhs_contract, lhs_batch, 0, rhs_free)
+    scale = scale * _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
+    count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
+    return lhs, rhs, scale, growth(ctx, count, Terms.of(lhs, rhs))
+
+
+@register_scale_rule(block_dot_p, elements="summed", degree="product")
+def block_dot_rule(
+    ctx: RuleContext, lhs: Operand, rhs: Operand, *, quantisers: Any, **params: Any
+) -> ScaledArray:
+    """The rule of `dot_general`: block scales are chosen from the data, and no scale is."""
+    lhs, rhs, scale, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
+    *data, exponent = split_product(lhs, rhs)
+    params |= dict(
+        quantisers=tuple(map(of_data, quantisers, ctx.inputs, (lhs, rhs), data)),
+        preferred_element_type=_preferred(ctx, {ctx.out_dtype}),
+    )
+    total = block_dot_p.bind(*data, **params)
+    return finish(ctx, total, scale, factor, exponent)
+
+
+def of_data(quantiser: Quantiser, value: Value, x: Operand, data: Any) -> Quantiser:
+    """How data is quantised: what has a scale is of unit size, or was before it was deferred."""
+    if not value.is_scaled:
+        return quantiser
+    return quantiser.of_unit_data(x.exponent if data is x.raw else 0)
 
 
 def _preferred(ctx: RuleContext, kinds: set[Any]) -> Any:
