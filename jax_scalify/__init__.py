@@ -16,6 +16,7 @@ from jax_scalify import (
     tree,
     unit_scaling,
 )
+from jax_scalify.arrays.block_scaled_array import BlockScaledArray
 from jax_scalify.arrays.conversions import (
     as_scaled_array,
     asarray,
@@ -55,6 +56,7 @@ except _metadata.PackageNotFoundError:  # a source tree that was not installed
 
 __all__ = [
     "BlockFormat",
+    "BlockScaledArray",
     "Calibration",
     "DequantisedWarning",
     "MissingRuleError",

@@ -23,8 +23,11 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
+from jax_scalify.arrays import block_storage
 from jax_scalify.arrays import packing as storage
+from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
 from jax_scalify.arrays.finite import check_finite as refuse_nonfinite
+from jax_scalify.arrays.placement import placed_like, sharding_like
 from jax_scalify.arrays.scaled_array import (
     PACKED,
     ScaledArray,
@@ -147,7 +150,7 @@ def restore(
         found = match(flatten(metadata), like, partial)
         wanted = {name for _, names in found for name in names.values()}
         shardings = {
-            stored_data(names): _sharding(leaf.data if is_scaled(leaf) else leaf)
+            stored_data(names): sharding_like(leaf.data if is_array_of_ours(leaf) else leaf)
             for leaf, names in found
             if not is_key(leaf)
         }
@@ -174,8 +177,10 @@ def to_storable(state: Any, *, pack: bool = True) -> dict[str, Any]:
     """Turn a state into a flat dictionary of plain arrays, without loss.
 
     A `ScaledArray` becomes `name/data` and `name/scale`, or `name/static_scale`; a key of
-    `jax.random` its data under `name/key<…>`. What is no array, number or key (functions, strings)
-    and arrays without elements are left out: `from_storable` takes them from its `like`.
+    `jax.random` its data under `name/key<…>`. A `BlockScaledArray` becomes
+    `name/mxfp4_32x1/block_data`, with two elements of 4 bits in a byte, and so on. What is no
+    array, number or key (functions, strings) and arrays without elements are left out:
+    `from_storable` takes them from its `like`.
 
     Args:
         state: any pytree of concrete arrays.
@@ -215,6 +220,7 @@ def from_storable(stored: Any, like: Any, *, dtype: Any = None, partial: bool = 
       scale by itself), to less if the maximum would overflow, and without negative values (second
       moments) to more if the smallest one would underflow, up to 1/16 of the dtype's maximum.
     - plain to scaled is `as_scaled_array(scale="rms")`, with the same care.
+    - block formats are exact to the same format and block shape; all other ways go by values.
     - scaled to plain is `to_array(dtype)`; plain to plain is cast, as `asarray` does.
     - a Python number has no dtype of its own: a stored scalar of its kind (integer, floating or
       complex) is welcome, and keeps the dtype that it has as an array. A Python number that was
@@ -241,10 +247,10 @@ def from_storable(stored: Any, like: Any, *, dtype: Any = None, partial: bool = 
         raise TypeError(f"`dtype` must be a real floating dtype, got {jnp.dtype(dtype)}.")
     flat = flatten(stored)
     leaves = [
-        _load({part: flat[name] for part, name in names.items()}, leaf, dtype)
+        _load(block_storage.read_parts(flat, names, leaf), leaf, dtype)
         for leaf, names in match(flat, like, partial)
     ]
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_scaled), leaves)
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_array_of_ours), leaves)
 
 
 def _orbax() -> Any:
@@ -266,11 +272,13 @@ def _load(parts: dict[str, Any], leaf: Any, dtype: Any) -> Any:
     wanted = stored_shape(leaf)
     if wanted is None:
         return leaf
+    if is_block_scaled(leaf) and parts:
+        return block_storage.load_like(parts, leaf)
     data = stored_data(parts)
     if data is None:  # an array without elements
         data = np.zeros(wanted.shape, wanted.dtype)
     if is_key(leaf):
-        return _placed(jax.random.wrap_key_data(jnp.asarray(data), impl=_key_impl(leaf)), leaf)
+        return placed_like(jax.random.wrap_key_data(jnp.asarray(data), impl=_key_impl(leaf)), leaf)
     scale = _stored_scale(parts, data.shape)
     if dtype is None or not jnp.issubdtype(wanted.dtype, jnp.floating):
         dtype = wanted.dtype
@@ -299,11 +307,13 @@ def _load_number(data: Any, scale: Any, leaf: Any) -> Any:
 def _load_array(data: Any, scale: Any, leaf: Any, dtype: Any) -> Any:
     """A plain array where another one is."""
     if scale is None and jnp.issubdtype(dtype, jnp.integer) and data.dtype != dtype:
-        return _placed(jnp.asarray(np.asarray(data).item(), dtype), leaf)  # raises if too large
+        return placed_like(jnp.asarray(np.asarray(data).item(), dtype), leaf)  # raises if too large
     if scale is None:
-        return _placed(_cast(data, dtype), leaf)
+        return placed_like(_cast(data, dtype), leaf)
     array = ScaledArray(data, scale)
-    return _placed(array.__array__(dtype) if _is_wide(data, dtype) else array.to_array(dtype), leaf)
+    return placed_like(
+        array.__array__(dtype) if _is_wide(data, dtype) else array.to_array(dtype), leaf
+    )
 
 
 def _load_scaled(data: Any, scale: Any, leaf: ScaledArray, dtype: np.dtype) -> ScaledArray:
@@ -314,13 +324,13 @@ def _load_scaled(data: Any, scale: Any, leaf: ScaledArray, dtype: np.dtype) -> S
         scale = np.broadcast_to(along_leading_axes(scale, data.ndim), full)
     if scale is None or _is_shorter(dtype, data.dtype):
         data, scale = _by_rms(data, 1.0 if scale is None else scale, dtype, full)
-    data, scale = _placed(_cast(data, dtype), leaf.data), scale.reshape(shape)
+    data, scale = placed_like(_cast(data, dtype), leaf.data), scale.reshape(shape)
     if leaf.is_static:
         return ScaledArray(data, float(scale))
     if is_packed(leaf):
         packed = storage.pack_scales(ScaledArray(np.zeros(data.shape), scale)).scale
-        return ScaledArray(data, _placed(packed, leaf.scale))
-    return ScaledArray(data, _placed(scale.astype(leaf.scale.dtype), leaf.scale))
+        return ScaledArray(data, placed_like(packed, leaf.scale))
+    return ScaledArray(data, placed_like(scale.astype(leaf.scale.dtype), leaf.scale))
 
 
 def _by_rms(data: Any, scale: Any, dtype: np.dtype, full: tuple) -> tuple[jax.Array, np.ndarray]:
@@ -368,27 +378,3 @@ def _key_impl(key: Any) -> Any:
     impls = []
     jax.eval_shape(lambda k: impls.append(jax.random.key_impl(k)), key)
     return impls[0]
-
-
-def _sharding(like: Any) -> Any:
-    """Where an array has been put, or an abstract one is to be; None for no matter where."""
-    if isinstance(like, jax.Array) and not like.committed:
-        return None
-    sharding = getattr(like, "sharding", None)
-    named = isinstance(sharding, jax.sharding.NamedSharding)
-    if not named or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
-        return sharding
-    mesh = jax.sharding.get_mesh()  # `eval_shape` in a mesh of explicit axes names no devices
-    if mesh.abstract_mesh != sharding.mesh:
-        raise ValueError(
-            f"`like` is sharded over {sharding.mesh}, without devices: restore it inside of "
-            "`with jax.set_mesh(mesh)`, or give the arrays of `like` shardings of their own."
-        )
-    return jax.sharding.NamedSharding(mesh, sharding.spec)
-
-
-def _placed(value: Any, like: Any) -> Any:
-    if isinstance(like, (np.ndarray, np.generic)):
-        return np.asarray(value) if isinstance(like, np.ndarray) else np.asarray(value)[()]
-    sharding = _sharding(like)
-    return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)

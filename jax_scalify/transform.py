@@ -106,7 +106,7 @@ def scalify(
         active = config or current_config()
         check_scaled(args, "args")
         check_scaled(kwargs, "kwargs")
-        traced = trace(fun, args, kwargs)
+        traced = trace(fun, args, kwargs, takes_blocks=True)
         closed, operands = traced.closed, traced.operands
         used = {eqn.primitive for eqn in all_equations(closed.jaxpr)}
         if not any(map(is_scaled, operands)) and primitives.set_scaling_p not in used:

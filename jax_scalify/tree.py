@@ -1,4 +1,4 @@
-"""`jax.tree` with `ScaledArray` as a leaf."""
+"""`jax.tree` with `ScaledArray` and `BlockScaledArray` as leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from jax_scalify.arrays import conversions
 from jax_scalify.arrays import scaled_array as array_lib
-from jax_scalify.arrays.placement import check_shardings
+from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
+from jax_scalify.arrays.placement import check_blocks_fit, check_shardings
 from jax_scalify.arrays.scaled_array import ScaledArray
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
 
 
 def _is_leaf(is_leaf: Callable | None) -> Callable[[Any], bool]:
-    return lambda x: array_lib.is_scaled(x) or (is_leaf is not None and is_leaf(x))
+    return lambda x: is_array_of_ours(x) or (is_leaf is not None and is_leaf(x))
 
 
 def map(f: Callable, tree: Any, *rest: Any, is_leaf: Callable | None = None) -> Any:
@@ -89,6 +90,8 @@ def astype(tree: Any, dtype: Any) -> Any:
     """
 
     def cast(leaf: Any) -> Any:
+        if is_block_scaled(leaf):  # elements stay as they are stored
+            return dataclasses.replace(leaf, dtype=jnp.dtype(dtype))
         return leaf.astype(dtype) if array_lib.is_scaled(leaf) else conversions.asarray(leaf, dtype)
 
     return map(cast, tree)
@@ -110,12 +113,17 @@ def size(tree: Any) -> int:
 def shardings(tree: Any, data_shardings: Any) -> Any:
     """Return the shardings of a state whose data is sharded: every scale is replicated.
 
+    Block scales are cut as their elements are, so that each device has whole blocks.
+
     Args:
         tree: state with `ScaledArray` leaves.
         data_shardings: a `NamedSharding` for all leaves, or a tree of them, one a leaf.
 
     Returns:
         What the `in_shardings`, `out_shardings` of `jax.jit` and `jax.device_put` take.
+
+    Raises:
+        ValueError: if a device would have a part of a block of a `BlockScaledArray`.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("data",))
@@ -137,7 +145,11 @@ def shardings(tree: Any, data_shardings: Any) -> Any:
 
     out = []
     for leaf, spec in zip(flat, specs, strict=True):
-        if not array_lib.is_scaled(leaf):
+        if is_block_scaled(leaf):
+            scale = leaf.scale if leaf.is_static else replicated(spec)
+            check_blocks_fit(leaf, spec)
+            out.append(dataclasses.replace(leaf, data=spec, block_scales=spec, scale=scale))
+        elif not array_lib.is_scaled(leaf):
             out.append(spec)
         else:
             scale = leaf.scale if leaf.is_static else replicated(spec)

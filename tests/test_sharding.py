@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.interpreter import registry
-from tests import layouts, wire
+from tests import block_layouts, layouts, wire
 
 DEVICES = 8
 CASES = {}
@@ -621,7 +621,7 @@ def misplaced_scales_are_named():
         sharding("no_such_axis")
 
 
-CASES |= wire.CASES
+CASES |= wire.CASES | block_layouts.CASES
 
 # What is called with a mark runs on the newest JAX only.
 CASES_OF_LAYOUTS = [pytest.param(name, marks=pytest.mark.newest) for name in layouts.CASES]

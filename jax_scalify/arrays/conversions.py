@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -13,6 +14,12 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
+from jax_scalify.arrays.block_scaled_array import (
+    BlockScaledArray,
+    block_scaled_array,
+    is_array_of_ours,
+    is_block_scaled,
+)
 from jax_scalify.arrays.leaf_rules import Options
 from jax_scalify.arrays.nnx_objects import map_states
 from jax_scalify.arrays.scaled_array import (
@@ -25,7 +32,7 @@ from jax_scalify.arrays.scaled_array import (
     rescale_data,
 )
 from jax_scalify.arrays.stored_names import is_key
-from jax_scalify.base import dtypes, pow2
+from jax_scalify.base import block_rounding, dtypes, pow2
 from jax_scalify.base.statistics import statistic
 
 
@@ -119,6 +126,8 @@ def _convert(leaf: Any, path: tuple, options: Options) -> Any:
             f"`tree{tree_util.keystr(path)}` is an array of dtype {leaf.dtype}: only numbers have "
             "scales. Remove it from the tree or convert it to a numeric dtype."
         )
+    if is_block_scaled(leaf):
+        return leaf
     kind = leaf.dtype if is_scaled(leaf) else dtypes.leaf_dtype(leaf)
     if kind is None or not dtypes.is_scalable(kind):
         return leaf
@@ -126,11 +135,37 @@ def _convert(leaf: Any, path: tuple, options: Options) -> Any:
     if found is None:
         return leaf
     scale, dtype, scale_dtype, axis = found
+    block = options.block_of_leaf(path, leaf)
+    if block is not None:
+        return _in_blocks(leaf, block, path, options, found)
     if is_scaled(leaf):
         return leaf if dtype is None else leaf.astype(dtype)
     data = jnp.asarray(leaf)
     power = _choose_scale(data, scale, scale_dtype, axis)
     return ScaledArray(_divided(data, align_scale(power, data.ndim), dtype), power)
+
+
+def _in_blocks(
+    leaf: Any, block: tuple[Any, int | None], path: tuple, options: Options, found: Any
+) -> BlockScaledArray:
+    """Quantise a leaf. A `ScaledArray` keeps its scale, and MX formats need none of the whole."""
+    (format, block_axis), (scale, dtype, scale_dtype, axis) = block, found
+    key = options.key_of_leaf(path) if format.rounding == "stochastic" else None
+    types = dict(axis=block_axis, dtype=leaf.dtype if dtype is None else dtype, key=key)
+    if is_scaled(leaf):
+        return block_scaled_array(leaf.data, format, scale=leaf.scale, **types)
+    data = jnp.asarray(leaf)
+    if scale is None and format.is_mx:
+        return block_scaled_array(data, format, **types)
+    if scale is None:
+        axes = _keepdims_axes(axis, data.ndim)
+        exponent = block_rounding.tensor_exponent(data.astype(jnp.float32), axes)
+        exponent = exponent if len(axes) < data.ndim else jnp.squeeze(exponent)
+        power = pow2.power(exponent, scale_dtype)
+    else:
+        power = _choose_scale(data, scale, scale_dtype, axis)
+    data = _divided(data, align_scale(power, data.ndim), jnp.float32)
+    return block_scaled_array(data, format, scale=power, **types)
 
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
@@ -146,6 +181,8 @@ def as_scaled_array(
     dtype: Any = None,
     scale_dtype: Any = None,
     axis: int | Sequence[int] | None = None,
+    block: Any = None,
+    key: Any = None,
 ) -> Any:
     """Turn every floating-point leaf of a tree into a `ScaledArray` of the same value.
 
@@ -163,14 +200,20 @@ def as_scaled_array(
         scale_dtype: dtype of the scales, float32 by default.
         axis: axis or axes along which every index has a scale of its own, of shape `(..., n, ...)`
             with 1 for the other axes. A leaf without that axis has one scale.
+        block: a block format, `jsa.BlockFormat` or its name, for leaves of rank 2 and more, which
+            become a `jsa.BlockScaledArray`; or a pair of it and the axis that blocks lie along, by
+            default the one before the last: that of the inputs of a kernel `(inputs, outputs)`.
+            With `scale=None` MX formats have a static scale 1 of the whole, NVFP4 the smallest
+            power of two with which all is in range; else block scales are of what `scale` leaves.
+        key: of `jax.random`, for a block format whose rounding is stochastic.
 
-    Each of `scale`, `dtype` and `axis` may be a rule instead: a function of a key path of
+    Each of `scale`, `dtype`, `axis` and `block` may be a rule instead: a function of a key path of
     `jax.tree_util` and of the floating leaf there, which returns what the argument would be. A leaf
     of which `dtype` or `scale` returns `None` stays as it is, without a scale; from `axis`, `None`
-    means one scale.
+    means one scale, and from `block` no blocks.
 
     Returns:
-        The tree with `ScaledArray` leaves whose scales are dynamic.
+        The tree with `ScaledArray` leaves whose scales are dynamic, or `BlockScaledArray` leaves.
 
     Raises:
         TypeError: for an array of objects or strings, naming the leaf; for a `dtype` that is not
@@ -189,8 +232,10 @@ def as_scaled_array(
         >>> params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
         >>> jsa.tree.map(lambda x: str(x.dtype), as_scaled_array(params, dtype=rule))
         {'bias': 'float32', 'kernel': 'float8_e4m3fn'}
+        >>> jsa.tree.map(lambda x: type(x).__name__, as_scaled_array(params, block="mxfp8"))
+        {'bias': 'ScaledArray', 'kernel': 'BlockScaledArray'}
     """
-    options = Options.of(scale, dtype, axis, scale_dtype)
+    options = Options.of(scale, dtype, axis, scale_dtype, block, key)
     check_scaled(tree)
     paths: list[str] = []
 
@@ -210,7 +255,7 @@ def _map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
 
     def of_pytree(tree: Any) -> Any:
         return tree_util.tree_map_with_path(
-            lambda path, leaf: convert(leaf, path), tree, is_leaf=is_scaled
+            lambda path, leaf: convert(leaf, path), tree, is_leaf=is_array_of_ours
         )
 
     return map_states(of_pytree, tree)
@@ -218,6 +263,8 @@ def _map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
 
 def asarray(tree: Any, dtype: Any = None) -> Any:
     """Turn every `ScaledArray` of a tree back into a plain array `data * scale`.
+
+    A `BlockScaledArray` becomes one, too.
 
     Args:
         tree: any pytree; plain leaves pass through unchanged unless `dtype` is given, then
@@ -233,7 +280,7 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
     check_scaled(tree, any_scale=True)
 
     def convert(leaf: Any, path: tuple) -> Any:
-        if is_scaled(leaf):
+        if is_array_of_ours(leaf):
             return leaf.to_array(dtype)
         kind = dtypes.leaf_dtype(leaf)
         if dtype is None or kind is None or not dtypes.is_scalable(kind):
@@ -273,11 +320,11 @@ def to_numbers(tree: Any) -> Any:
         return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
     def convert(leaf: Any, path: tuple) -> Any:
-        kind = leaf.dtype if is_scaled(leaf) else getattr(leaf, "dtype", None)
+        kind = getattr(leaf, "dtype", None)
         if kind is None or np.dtype(kind).kind in "OUS":
             return leaf
         wide = dtypes.compute_dtype(kind) if dtypes.is_scalable(kind) else kind
-        values = leaf.__array__(wide) if is_scaled(leaf) else np.asarray(leaf).astype(wide)
+        values = leaf.__array__(wide) if is_array_of_ours(leaf) else np.asarray(leaf).astype(wide)
         return values if values.ndim else values.item()
 
     return _map_leaves(convert, jax.device_get(_map_leaves(check, tree)))
@@ -303,14 +350,14 @@ def freeze_scales(tree: Any) -> Any:
     check_scaled(tree)
 
     def freeze(leaf: Any, path: tuple) -> Any:
-        if not is_scaled(leaf) or leaf.is_static or np.ndim(leaf.scale):
+        if not is_array_of_ours(leaf) or leaf.is_static or np.ndim(leaf.scale):
             return leaf
         if _compat.is_traced(leaf.scale):
             raise TypeError(
                 f"`tree{tree_util.keystr(path)}.scale` must be concrete: what is traced has no "
                 "value yet. Call `freeze_scales` outside of `jit`, on the state between two steps."
             )
-        return ScaledArray(leaf.data, float(leaf.scale))
+        return dataclasses.replace(leaf, scale=float(leaf.scale))
 
     return _map_leaves(freeze, tree)
 
@@ -326,8 +373,9 @@ def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:
     check_scaled(tree)
 
     def thaw(leaf: Any, path: tuple) -> Any:
-        if is_scaled(leaf) and leaf.is_static:
-            return ScaledArray(leaf.data, jnp.array(leaf.scale, scale_dtype or jnp.float32))
+        if is_array_of_ours(leaf) and leaf.is_static:
+            scale = jnp.array(leaf.scale, scale_dtype or jnp.float32)
+            return dataclasses.replace(leaf, scale=scale)
         return leaf
 
     return _map_leaves(thaw, tree)

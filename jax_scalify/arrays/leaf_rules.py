@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
 from jax_scalify.arrays.scaled_array import check_scale, check_scale_dtype, is_scaled
 from jax_scalify.base import dtypes
+from jax_scalify.base.block_formats import NAMES, BlockFormat, block_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Options:
     Attributes:
         scale, dtype, axis: its arguments, checked unless they are rules.
         scale_dtype: dtype of scales.
+        block: a block format and the axis that blocks lie along, a rule, or None.
+        key: for stochastic rounding.
         matched: the rules that have said something of a leaf.
     """
 
@@ -29,27 +34,34 @@ class Options:
     dtype: Any
     axis: Any
     scale_dtype: Any
+    block: Any = None
+    key: Any = None
     matched: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
-    def of(cls, scale: Any, dtype: Any, axis: Any, scale_dtype: Any) -> Options:
+    def of(
+        cls, scale: Any, dtype: Any, axis: Any, scale_dtype: Any, block: Any = None, key: Any = None
+    ) -> Options:
         """Check the arguments, as far as they are no rules."""
         return cls(
             scale if callable(scale) else _known_statistic(scale),
             dtype if _is_rule(dtype) or dtype is None else dtypes.as_floating(dtype, "dtype"),
             axis if callable(axis) else _own_axes(axis),
             check_scale_dtype(scale_dtype),
+            block if callable(block) else _known_block(block),
+            key,
         )
 
     @property
     def rules(self) -> dict[str, Callable]:
         """The arguments that are functions of a path and a leaf."""
         found = {"dtype": self.dtype, "scale": self.scale, "axis": self.axis}
+        found["block"] = self.block
         return {name: rule for name, rule in found.items() if _is_rule(rule)}
 
     def of_leaf(self, path: tuple, leaf: Any) -> tuple[Any, Any, Any, Any] | None:
         """Scale, dtype, dtype of the scale and axes of a leaf; None if it stays as it is."""
-        said = {name: rule(path, leaf) for name, rule in self.rules.items()}
+        said = {name: rule(path, leaf) for name, rule in self.rules.items() if name != "block"}
         self.matched.update(name for name, value in said.items() if value is not None)
         if any(said.get(name, "") is None for name in ("dtype", "scale")):
             return None
@@ -63,6 +75,31 @@ class Options:
             where = f"`tree{tree_util.keystr(path)}`, {leaf.dtype}{list(np.shape(leaf))}"
             raise type(error)(f"A rule of `as_scaled_array` for {where}: {error}") from None
         return scale, dtype, self.scale_dtype, axis
+
+    def block_of_leaf(self, path: tuple, leaf: Any) -> tuple[BlockFormat, int | None] | None:
+        """The block format of a leaf and the axis that blocks lie along; None without blocks."""
+        if not callable(self.block):
+            return self.block if np.ndim(leaf) > 1 and _is_real(leaf) else None
+        said = self.block(path, leaf)
+        if said is None:
+            return None
+        self.matched.add("block")
+        try:
+            found = _known_block(said)
+            if not np.ndim(leaf) or not _is_real(leaf):
+                raise ValueError("a block format is for real arrays of rank 1 and more.")
+        except (TypeError, ValueError) as error:
+            where = f"`tree{tree_util.keystr(path)}`, {leaf.dtype}{list(np.shape(leaf))}"
+            raise type(error)(f"A rule of `as_scaled_array` for {where}: {error}") from None
+        return found
+
+    def key_of_leaf(self, path: tuple) -> Any:
+        """A key of the leaf's own."""
+        if self.key is None:
+            raise ValueError(
+                "`key` must be a key of `jax.random` for a block format with stochastic rounding."
+            )
+        return jax.random.fold_in(self.key, zlib.crc32(tree_util.keystr(path).encode()))
 
     def check_matches(self, paths: list[str]) -> None:
         """Refuse rules that have said nothing of any leaf."""
@@ -86,6 +123,28 @@ def _known_statistic(scale: Any) -> Any:
             f'`scale` must be None, a number, an array, "rms" or "max", got {scale!r}.'
         )
     return scale
+
+
+def _known_block(block: Any) -> tuple[BlockFormat, int | None] | None:
+    """A block format, and the axis that blocks lie along or None for the default."""
+    if block is None:
+        return None
+    format, axis = block if isinstance(block, (tuple, list)) and len(block) == 2 else (block, None)
+    found = block_format(format)
+    if found is None:
+        raise TypeError(
+            f"`block` must be a `jsa.BlockFormat` or one of {list(NAMES)}, or a pair of it and an "
+            f"axis, got {block!r}."
+        )
+    if axis is not None and found.square:
+        raise ValueError(
+            f"`block` has square blocks, which lie along the last two axes, got {axis}."
+        )
+    return found, None if axis is None else operator.index(axis)
+
+
+def _is_real(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _axes_of(leaf: Any, axis: Any) -> tuple[int, ...]:

@@ -6,9 +6,11 @@ import hashlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jax_scalify.arrays.block_scaled_array import BlockScaledArray
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 
 _REMEDY = "`jax.device_put(state, jsa.tree.shardings(state, …))` places data and scales."
@@ -67,6 +69,50 @@ def _misplaced(leaf: ScaledArray) -> str | None:
         if names is not None and names != along:
             return f"along other axes: {where}"
     return None
+
+
+def sharding_like(like: Any) -> Any:
+    """Where an array has been put, or an abstract one is to be; None for no matter where."""
+    if isinstance(like, jax.Array) and not like.committed:
+        return None
+    sharding = getattr(like, "sharding", None)
+    named = isinstance(sharding, jax.sharding.NamedSharding)
+    if not named or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        return sharding
+    mesh = jax.sharding.get_mesh()  # `eval_shape` in a mesh of explicit axes names no devices
+    if mesh.abstract_mesh != sharding.mesh:
+        raise ValueError(
+            f"`like` is sharded over {sharding.mesh}, without devices: restore it inside of "
+            "`with jax.set_mesh(mesh)`, or give the arrays of `like` shardings of their own."
+        )
+    return jax.sharding.NamedSharding(mesh, sharding.spec)
+
+
+def placed_like(value: Any, like: Any) -> Any:
+    """Put an array to where another one is: on its devices, or the host."""
+    if isinstance(like, (np.ndarray, np.generic)):
+        return np.asarray(value) if isinstance(like, np.ndarray) else np.asarray(value)[()]
+    sharding = sharding_like(like)
+    return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
+
+
+def check_blocks_fit(array: BlockScaledArray, sharding: Any) -> None:
+    """Refuse to cut an array of a block format through its blocks.
+
+    Raises:
+        ValueError: naming the axis.
+    """
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return
+    sizes = (1,) * (array.ndim - len(array.block_shape)) + array.block_shape
+    own = sharding.shard_shape(array.shape)
+    for axis, (length, size) in enumerate(zip(own, sizes, strict=True)):
+        if length != array.shape[axis] and length % size:
+            raise ValueError(
+                f"Axis {axis} of a BlockScaledArray {array.shape} has blocks of {size}, and "
+                f"{_described(sharding)} would give each device {length}. Cut another axis, or "
+                f"one into parts that are multiples of {size}."
+            )
 
 
 def _described(sharding: Any) -> str:

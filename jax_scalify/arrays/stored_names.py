@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
+from jax_scalify.arrays import block_storage
+from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 
 
@@ -27,13 +29,15 @@ def is_key(leaf: Any) -> bool:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by name, those that are scaled in two parts."""
+    """The leaves of a tree by name, those that are scaled or in a block format in several parts."""
     flat = {}
-    for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
+    for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_array_of_ours):
         name = name_of(path)
         if 0 in getattr(leaf, "shape", ()):
             continue  # orbax refuses arrays without elements
-        if is_scaled(leaf):
+        if is_block_scaled(leaf):
+            parts = block_storage.stored_parts(name, leaf)
+        elif is_scaled(leaf):
             kind = "static_scale" if leaf.is_static else "scale"
             parts = {_join(name, "data"): leaf.data, _join(name, kind): leaf.scale}
         elif is_key(leaf):
@@ -56,7 +60,8 @@ def _find(flat: dict[str, Any], name: str, leaf: Any) -> dict[str, str]:
     ]
     if is_key(leaf):  # the second is how orbax alone stores it
         forms = [{"plain": _join(name, str(leaf.dtype))}, {"plain": name}]
-    return next((form for form in forms if flat.keys() >= set(form.values())), {})
+    found = next((form for form in forms if flat.keys() >= set(form.values())), {})
+    return found or block_storage.find_parts(flat, name)
 
 
 def match(
@@ -67,7 +72,7 @@ def match(
     With `partial` there may be more than `like` has.
     """
     found, problems, left = [], [], dict(flat)
-    for path, leaf in tree_util.tree_leaves_with_path(like, is_leaf=is_scaled):
+    for path, leaf in tree_util.tree_leaves_with_path(like, is_leaf=is_array_of_ours):
         name, wanted, names = name_of(path), stored_shape(leaf), {}
         if wanted is not None:
             names = _find(left, name, leaf)
@@ -123,6 +128,8 @@ def _text(leaf: Any) -> str:
 
 def _difference(parts: dict[str, Any], leaf: Any, wanted: jax.ShapeDtypeStruct) -> str | None:
     """How what is stored of a leaf does not fit; None if it does."""
+    if block_storage.is_stored_in_blocks(parts):
+        return block_storage.shape_difference(parts, wanted.shape)
     data = stored_data(parts)
     for part in parts.values():
         if hasattr(part, "dtype") and part.dtype.type is np.void:

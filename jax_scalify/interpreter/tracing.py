@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
 from jax_scalify.arrays.nnx_objects import PureCall, pure_call
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
@@ -58,19 +59,21 @@ class Traced:
         return self.finish(jax.tree.unflatten(self.out_tree, leaves))
 
 
-def trace(fun: Callable, args: Any, kwargs: Any) -> Traced:
+def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) -> Traced:
     """Trace a function; strings, callables, bools, ints and `None` among its arguments are static.
 
     A Python int may be a shape or an exponent; `jax.jit` has made an array of it if it is to be
     traced. Python ints, strings and callables among the results, as an Equinox model has them, are
-    static as well, and so are tangents of integers, which nothing computes.
+    static as well, and so are tangents of integers, which nothing computes. With `takes_blocks` a
+    `BlockScaledArray` is a `ScaledArray` of its values.
 
     Raises:
         TypeError: if `fun` uses or returns a `ScaledArray` that was no argument.
     """
     call = pure_call(fun, args, kwargs)
-    paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs), is_leaf=is_scaled)
-    leaves = [leaf for _, leaf in paths]
+    is_leaf = is_array_of_ours if takes_blocks else is_scaled
+    paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs), is_leaf=is_leaf)
+    leaves = [leaf.to_scaled_array() if is_block_scaled(leaf) else leaf for _, leaf in paths]
     dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
     out_tree: Any = None
     static_results: dict[int, Any] = {}

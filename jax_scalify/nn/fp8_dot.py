@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import _compat
+from jax_scalify.arrays.block_scaled_array import is_block_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.block_formats import BlockFormat, as_format
 from jax_scalify.nn._products import Form, Matmul, Operand, multiply, sharding_of
@@ -119,6 +120,7 @@ class DotGeneral:
         preferred_element_type: Any,
         out_sharding: Any,
     ) -> jax.Array:
+        lhs, rhs = (jnp.asarray(x) if is_block_scaled(x) else x for x in (lhs, rhs))
         dtypes.as_floating(lhs.dtype, "lhs", real=True)
         dtypes.as_floating(rhs.dtype, "rhs", real=True)
         out = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))

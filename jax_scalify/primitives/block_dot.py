@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jax_scalify import _compat
 from jax_scalify.base.block_formats import E5M2
 from jax_scalify.base.block_rounding import times_power
 from jax_scalify.primitives.quantising import Quantised, Quantiser, Rows
@@ -75,8 +76,8 @@ def _written_out(lhs: Any, rhs: Any, *, dtype: Any, **params: Any) -> Any:
     """The product of what the quantised operands stand for."""
     quantised, dims = _quantised_operands(lhs, rhs, params)
     lhs, rhs = (q.values(dtype) for q in quantised)
-    types = {n: params[n] for n in ("precision", "preferred_element_type", "out_sharding")}
-    return lax.dot_general(lhs, rhs, dims, **types)
+    types = params["precision"], params["preferred_element_type"]
+    return lax.dot_general(lhs, rhs, dims, *types)
 
 
 def _has_kernel(quantisers: Sequence[Quantiser]) -> bool:
@@ -147,7 +148,7 @@ def block_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **
     return block_dot_p.bind(lhs, rhs, dimension_numbers=dimension_numbers, **params)
 
 
-def _own(params: dict[str, Any]) -> dict[str, Any]:
+def _of_dot(params: dict[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in params.items() if n not in ("quantisers", "hadamard")}
 
 
@@ -155,7 +156,7 @@ def _own(params: dict[str, Any]) -> dict[str, Any]:
 def _dot_aval(lhs: Any, rhs: Any, **params: Any) -> Any:
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
     lhs, rhs = lhs.update(dtype=common), rhs.update(dtype=common)
-    return lax.dot_general_p.abstract_eval(lhs, rhs, **_own(params))[0]
+    return lax.dot_general_p.abstract_eval(lhs, rhs, **_of_dot(params))[0]
 
 
 @functools.partial(jax.jit, static_argnames="params")
@@ -169,12 +170,29 @@ def _dot_impl(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _for_cuda(lhs: Any, rhs: Any, **params: Any) -> Any:
-    has_kernel = _has_kernel(params["quantisers"])
-    return (
-        _kernel(lhs, rhs, **params)
-        if has_kernel
-        else _written_out(lhs, rhs, dtype=jnp.bfloat16, **params)
-    )
+    if _has_kernel(params["quantisers"]):
+        return _kernel(lhs, rhs, **params)
+    return _written_out(lhs, rhs, dtype=jnp.bfloat16, **params)
+
+
+def _on_any_mesh(function: Callable, aval: Any, *operands: Any) -> Any:
+    """Call a function whose reshapes say nothing of shardings, on a mesh of explicit axes too."""
+    sharding = _compat.explicit_sharding(aval)
+    if sharding is None:
+        return function(*operands)
+    with jax.sharding.use_abstract_mesh(sharding.mesh):
+        return jax.sharding.auto_axes(function, out_sharding=sharding)(*operands)
+
+
+def _lowered(function: Callable) -> Callable:
+    """How the product is lowered, by a function of its operands."""
+
+    def lowered(lhs: Any, rhs: Any, **params: Any) -> Any:
+        aval = _dot_aval(jax.typeof(lhs), jax.typeof(rhs), **params)
+        own = functools.partial(function, **{**params, "out_sharding": None})
+        return _on_any_mesh(own, aval, lhs, rhs)
+
+    return mlir.lower_fun(lowered, multiple_results=False)
 
 
 for _platform, _function in (
@@ -182,8 +200,7 @@ for _platform, _function in (
     ("cpu", functools.partial(_written_out, dtype=jnp.float32)),
     ("cuda", _for_cuda),
 ):
-    _lowered = mlir.lower_fun(_function, multiple_results=False)
-    mlir.register_lowering(block_dot_p, _lowered, platform=_platform)
+    mlir.register_lowering(block_dot_p, _lowered(_function), platform=_platform)
 
 
 def _batch_dot(args: Any, dims: Any, **params: Any) -> Any:
@@ -234,8 +251,11 @@ def block_round(x: jax.Array, quantiser: Quantiser, contract: Any, batch: Any) -
 
 
 def _rounded(x: Any, *, quantiser: Quantiser, contract: Any, batch: Any) -> Any:
-    rows = quantiser.rows(x, contract, batch)
-    return rows.undo(quantiser.quantise(rows).values(jnp.bfloat16), x.shape)
+    def function(x: Any) -> Any:
+        rows = quantiser.rows(x, contract, batch)
+        return rows.undo(quantiser.quantise(rows).values(jnp.bfloat16), x.shape)
+
+    return _on_any_mesh(function, jax.typeof(x), x)
 
 
 block_round_p.def_impl(jax.jit(_rounded, static_argnames=("quantiser", "contract", "batch")))
