@@ -18,6 +18,7 @@ from jax._src import (
     compiler,
     config,  # pyright: ignore[reportPrivateImportUsage]
     core,
+    dispatch,
     source_info_util,
 )
 from jax._src.interpreters import mlir, pxla
@@ -288,6 +289,14 @@ def bind_longer_jit(eqn: jex_core.JaxprEqn, closed: Any, args: Sequence[Any]) ->
 def einsum(dot_general: Any, *args: Any, **kwargs: Any) -> jax.Array:
     """`jax.numpy.einsum` by another `dot_general`."""
     return jnp.einsum(*args, _dot_general=dot_general, **kwargs)
+
+
+def lower_with_devices(primitive: jex_core.Primitive) -> None:
+    """Have JAX lower programs with a primitive for devices that are known.
+
+    `jax.nn.scaled_matmul` has a rule of its own for how devices share it, which asks for them.
+    """
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def no_name_stack() -> Any:

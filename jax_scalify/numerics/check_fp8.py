@@ -18,10 +18,12 @@ from jax_scalify.numerics.compiling import CompiledProgram, compile_traced, find
 from jax_scalify.numerics.fp8_report import Fp8Report, Matmul
 from jax_scalify.numerics.hlo import Sizes
 from jax_scalify.numerics.scopes import clean_name, phase_of, scopes
+from jax_scalify.primitives.block_dot import has_kernel
 
 # What cuBLASLt takes, as XLA rewrites a dot of FP8 operands into a call of it.
 _FORMATS = ("f8e4m3fn", "f8e5m2")
 _RESULTS = ("bf16", "f16", "f32")
+_BLACKWELL = "a kernel of block formats is cuDNN's, on a Blackwell GPU"
 # What becomes of a product that is compiled as no matmul.
 _NO_MATMUL = frozenset({"multiply", "reduce"})
 
@@ -54,7 +56,10 @@ def check_fp8(
         A report with a row for each matmul; `print` shows a table, `to_json` is for programs. A
         dot is eligible if its operands are E4M3 x E4M3 or E4M3 x E5M2 in either order (the formats
         of NVIDIA), its result is bfloat16, float16 or float32, and each operand has a contracting
-        dim and a free dim: XLA merges several. A ragged dot is one, of all groups at once.
+        dim and a free dim: XLA merges several. A ragged dot is one, of all groups at once. One of
+        block formats is eligible if Blackwell has a kernel for both: the same kind of scales and
+        width of elements, and not E5M2 x E5M2. Products of groups in block formats are rounded to
+        them and multiplied in bfloat16, and listed as such.
 
     Raises:
         TypeError: if `fun` is not callable, or an argument of a function that is not jitted is
@@ -124,8 +129,13 @@ def _matmuls(jaxpr: Any) -> Iterator[tuple[JaxprEqn, str, int | None]]:
 def _as_traced(eqn: JaxprEqn, path: str, runs: int | None) -> Matmul:
     lhs, rhs, out = _avals(eqn)
     dtypes = [_short_name(aval.dtype) for aval in (lhs, rhs, out)]
-    reasons, notes = [*_wrong_dtypes(*dtypes)], []
     op = eqn.primitive.name
+    if op == "block_dot_general":
+        dtypes[:2] = [q.format.name for q in eqn.params["quantisers"]]
+        reasons = [*_wrong_blocks(eqn, *dtypes)]
+    else:
+        reasons = [*_wrong_dtypes(*dtypes)]
+    notes = []
     if op == "conv_general_dilated":
         sizes = _conv_sizes(eqn)
         reasons.append("a convolution: only dot_general is known to become an FP8 kernel")
@@ -179,6 +189,13 @@ def _wrong_dtypes(lhs: str, rhs: str, out: str) -> Iterator[str]:
         yield "f8e5m2 x f8e5m2: one of the operands must be f8e4m3fn"
     if out not in _RESULTS:
         yield f"the result is {out}: set `preferred_element_type` to bfloat16, float16 or float32"
+
+
+def _wrong_blocks(eqn: JaxprEqn, lhs: str, rhs: str, out: str) -> Iterator[str]:
+    if not has_kernel(eqn.params["quantisers"]):
+        yield f"no block-scaled kernel multiplies {lhs} x {rhs}"
+    if out not in _RESULTS:
+        yield f"the result is {out}: a block-scaled kernel has none like this"
 
 
 def _wrong_dims(lhs_ndim: int, rhs_ndim: int, contract: Any, batch: Any) -> Iterator[str]:
@@ -281,7 +298,10 @@ def _as_compiled(
         # XLA merges matmuls of one operand; a product with a vector may be no matmul any more.
         is_fp8 = None if opcodes & _NO_MATMUL else is_fp8
         notes.append("fewer compiled than traced under this name: some were merged or dropped")
-    if row.has_fp8_operands and is_fp8 is False:
+    if row.is_of_blocks and is_fp8 is False:
+        wide = " and ".join(dict.fromkeys(dtype for m in found for dtype in (m.lhs, m.rhs)))
+        notes.append(f"written out, with elements times block scales in {wide}: {_BLACKWELL}")
+    elif row.has_fp8_operands and is_fp8 is False:
         to = " and ".join(dict.fromkeys(dtype for m in found for dtype in (m.lhs, m.rhs)))
         notes.append(f"FP8 operands were converted to {to}")
     return dataclasses.replace(row, kernel=" or ".join(kernels), is_fp8=is_fp8, notes=tuple(notes))

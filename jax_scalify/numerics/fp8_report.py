@@ -22,7 +22,7 @@ class Matmul:
         op: its primitive.
         phase: "forward", "backward", or "recompute" for the forward pass again, under remat.
         sizes: `batch` products of an `(m, k)` by a `(k, n)` matrix.
-        lhs, rhs, out: dtypes as traced, in HLO's spelling: "f8e4m3fn", "f16".
+        lhs, rhs, out: dtypes as traced, in HLO's spelling: "f8e4m3fn", "f16"; or block formats.
         runs: how often an execution runs it, by the lengths of the scans around it; None in a
             `while` loop. A branch counts as if it were taken.
         eligible: whether a GPU could run it as an FP8 kernel of cuBLASLt, as it was traced.
@@ -48,8 +48,13 @@ class Matmul:
 
     @property
     def has_fp8_operands(self) -> bool:
-        """Whether both operands were traced as FP8."""
-        return hlo.is_fp8(self.lhs) and hlo.is_fp8(self.rhs)
+        """Whether both operands were traced as FP8, or in block formats."""
+        return all(hlo.is_fp8(x) or self.is_of_blocks for x in (self.lhs, self.rhs))
+
+    @property
+    def is_of_blocks(self) -> bool:
+        """Whether its operands are in block formats."""
+        return self.op == "block_dot_general"
 
     @property
     def library(self) -> str:

@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-MATMULS = ("dot_general", "narrow_dot_general", "ragged_dot_general", "conv_general_dilated")
+MATMULS = (
+    *("dot_general", "narrow_dot_general", "ragged_dot_general", "conv_general_dilated"),
+    "block_dot_general",
+)
 _FP8_LIBRARIES = ("cuBLASLt", "cuDNN", "Triton")
 
 
@@ -48,8 +51,8 @@ class CompiledMatmul:
 
     @property
     def is_fp8(self) -> bool | None:
-        """Whether it multiplies FP8 numbers; None if it is given some by who knows what library."""
-        if not (is_fp8(self.lhs) and is_fp8(self.rhs)):
+        """Whether it multiplies numbers of 8 or 4 bits; None if by who knows what library."""
+        if not all(x.startswith(("f8", "f4")) for x in (self.lhs, self.rhs)):
             return False
         return True if self.library in _FP8_LIBRARIES else None
 
@@ -230,6 +233,7 @@ def _library(instruction: Instruction, callers: dict[str, Instruction]) -> str |
             ("__cublas$lt$", "cuBLASLt"),
             ("__cublas$", "cuBLAS"),
             ("__cudnn$conv", "cuDNN"),
+            ("__cudnn$blockScaledDot", "cuDNN"),
             ("__onednn$matmul", "oneDNN"),
         ):
             if target.startswith(prefix):

@@ -80,7 +80,7 @@ def _written_out(lhs: Any, rhs: Any, *, dtype: Any, **params: Any) -> Any:
     return lax.dot_general(lhs, rhs, dims, *types)
 
 
-def _has_kernel(quantisers: Sequence[Quantiser]) -> bool:
+def has_kernel(quantisers: Sequence[Quantiser]) -> bool:
     """Whether a kernel multiplies operands of these formats: no mixture, not E5M2 by E5M2."""
     lhs, rhs = (q.format for q in quantisers)
     sizes = lhs.block_size == rhs.block_size, lhs.scale_dtype == rhs.scale_dtype
@@ -132,6 +132,7 @@ def _along_result(x: jax.Array, side: int, ndims: Sequence[int], dims: Any) -> j
 
 
 block_dot_p = Primitive("block_dot_general")
+_compat.lower_with_devices(block_dot_p)
 
 
 def block_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **params: Any) -> Any:
@@ -170,7 +171,7 @@ def _dot_impl(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _for_cuda(lhs: Any, rhs: Any, **params: Any) -> Any:
-    if _has_kernel(params["quantisers"]):
+    if has_kernel(params["quantisers"]):
         return _kernel(lhs, rhs, **params)
     return _written_out(lhs, rhs, dtype=jnp.bfloat16, **params)
 
