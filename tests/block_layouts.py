@@ -75,3 +75,23 @@ def matmuls_of_block_formats_are_those_of_one_device():
                 )
             for g, a in zip(results[1], args, strict=True):
                 assert kind is AxisType.Auto or jax.typeof(g).sharding == jax.typeof(a).sharding
+
+
+@case
+def matmuls_of_block_formats_and_fp8_in_shard_map():
+    """A weight that all devices share has a gradient that is summed over them."""
+    x, w = reference.normal(8, 40), reference.normal(40, 8, seed=1)
+    for name in ("mxfp8", jnp.float8_e4m3fn):
+        dot = functools.partial(jsa.nn.matmul, forward_dtype=name, backward_dtype=jnp.float32)
+
+        def gradient(w, x, dot=dot):
+            return jax.grad(lambda w: jnp.sum(jnp.sin(dot(x, w))))(w)
+
+        specs = dict(in_specs=(P(), P("data")), out_specs=P())
+        shared = jax.shard_map(gradient, mesh=mesh(), **specs)
+        want = gradient(w, x)
+        for got in (
+            jax.jit(shared)(w, x),
+            jax.jit(jsa.scalify(shared))(*jsa.as_scaled_array((w, x))),
+        ):
+            np.testing.assert_allclose(jsa.asarray(got), want, rtol=1e-4, atol=1e-4)

@@ -1,13 +1,14 @@
-"""What becomes of FP8 experts and of an FP8 base under adapters, by the compilers of devices.
+"""What becomes of FP8 experts, of an FP8 base under adapters and of block formats, by compilers.
 
     python -m benchmarks.cost.fp8_forms                # an H100 and a B200
     python -m benchmarks.cost.fp8_forms --targets v5p
 
-Needs the plugins of the targets, as `make accelerators` does, and no device. `docs/fp8.md` quotes
-the lines.
+Needs the plugins of the targets, as `make accelerators` does, and no device. `docs/fp8.md` and
+`docs/block_scales.md` quote the lines.
 """
 
 import argparse
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -72,12 +73,34 @@ def adapters(kind: str) -> tuple[Callable, tuple]:
     return jax.jit(step, donate_argnums=(0, 1)), (small, state, base, *examples)
 
 
+def linear(**formats) -> tuple[Callable, tuple]:
+    """The three matmuls of a linear layer in bfloat16: a function and its operands."""
+    multiply = functools.partial(jsa.nn.matmul, **formats) if formats else jnp.matmul
+
+    def passes(x, w, cotangent):
+        out, pull = jax.vjp(multiply, x, w)
+        return out, *pull(cotangent)
+
+    shapes = (ROWS, WIDTH), (WIDTH, 2 * HIDDEN), (ROWS, 2 * HIDDEN)
+    return jax.jit(passes), tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+
+
+def both(name: str) -> dict:
+    """A block format in both passes."""
+    return {"forward_dtype": name, "backward_dtype": name}
+
+
 CASES = {
     "experts, bfloat16": lambda: experts(lax.ragged_dot),
     "experts, FP8": lambda: experts(jsa.nn.ragged_dot),
     "adapters, base in bfloat16": lambda: adapters("bfloat16"),
     "adapters, base in FP8": lambda: adapters("fp8-base"),
     "adapters, base in FP8, FP8 matmuls": lambda: adapters("fp8-matmuls"),
+    "linear, bfloat16": linear,
+    "linear, FP8": lambda: linear(forward_dtype=E4M3),
+    "linear, MXFP8": lambda: linear(**both("mxfp8")),
+    "linear, MXFP4": lambda: linear(**both("mxfp4")),
+    "linear, NVFP4": lambda: linear(**both("nvfp4")),
 }
 
 
@@ -93,8 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compile every case for every target, and print a line of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", default=["h100", "b200"])
-    for target in parser.parse_args(arguments).targets:
+    parser.add_argument("--only", default="", help="cases whose names begin so")
+    options = parser.parse_args(arguments)
+    for target in options.targets:
         for name, make in CASES.items():
+            if not name.startswith(options.only):
+                continue
             step, args = make()
             report = jsa.numerics.compile_report(step, *args, target=target)
             print(f"{name}: {report.summary}")

@@ -70,7 +70,9 @@ def round_blocks(
         `uint8` with 1 for the odd axes.
     """
     inner = tuple(range(1, blocks.ndim, 2))
-    pattern = lax.bitcast_convert_type(blocks, jnp.uint32) & (_EXPONENT | _FRACTION)
+    raw = lax.bitcast_convert_type(blocks, jnp.uint32)
+    pattern = raw & (_EXPONENT | _FRACTION)
+    size = lax.bitcast_convert_type(pattern, jnp.float32)
     is_nan = pattern > _EXPONENT
     pattern = jnp.where(pattern <= _FRACTION, jnp.uint32(0), pattern)
     if format.is_fp8:  # FP8 has nan: it does not spread to its block
@@ -78,19 +80,20 @@ def round_blocks(
     amax = jnp.max(pattern, inner, keepdims=True, initial=0)
     if format.is_mx:
         codes = _e8m0_codes(amax, format)
-        scaled = _times_power(blocks, -_exponents(codes))
-        elements = round_to(scaled, format.dtype, bits)
+        scaled = _times_power(size, -_exponents(codes))
+        elements = _round_sizes(scaled, format.dtype, bits)
     else:
         codes, scale = _e4m3_codes(amax)
         nonzero = jnp.where(scale == 0, jnp.float32(1), scale)
         if bits is None:
-            elements = _nearest_quotient(blocks, nonzero)
+            elements = _nearest_quotient(size, nonzero)
         else:
-            elements = round_to(blocks / nonzero, format.dtype, bits)
+            elements = _round_sizes(size / nonzero, format.dtype, bits)
         elements = jnp.where((scale == 0) | jnp.isnan(scale), jnp.float32(0), elements)
     if not format.is_fp8:  # which has no nan: it is the block scale that has
         elements = jnp.where(amax > _EXPONENT, jnp.float32(0), elements)
-    return jnp.copysign(jnp.abs(elements), blocks), codes
+    signed = lax.bitcast_convert_type(elements, jnp.uint32) | (raw & ~(_EXPONENT | _FRACTION))
+    return lax.bitcast_convert_type(signed, jnp.float32), codes
 
 
 def times_scales(elements: jax.Array, codes: jax.Array, format: BlockFormat) -> jax.Array:
@@ -124,27 +127,6 @@ def times_power(x: jax.Array, exponent: Any) -> jax.Array:
     return _times_power(x, jnp.asarray(exponent, jnp.int32))
 
 
-def round_to(x: jax.Array, dtype: Any, bits: jax.Array | None = None) -> jax.Array:
-    """Round float32 to the numbers of a narrow dtype; what is beyond them saturates.
-
-    With random `uint32` bits the rounding is stochastic, else to nearest even.
-    """
-    info = jnp.finfo(dtype)
-    size = jnp.abs(x)
-    smallest, largest = math.ldexp(1.0, info.minexp), math.ldexp(1.0, info.maxexp)
-    ulp = jnp.clip(binade(size), smallest, largest) * np.float32(2.0**-info.nmant)
-    steps = size / ulp
-    if bits is None:
-        steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
-    else:
-        down = lax.floor(steps)
-        threshold = ((steps - down) * np.float32(2.0**32)).astype(jnp.uint32)
-        steps = down + (bits < threshold).astype(jnp.float32)
-    rounded = jnp.minimum(steps * ulp, np.float32(info.max))
-    rounded = jnp.where(jnp.isinf(x), np.float32(info.max), rounded)
-    return jnp.copysign(jnp.where(jnp.isnan(x), x, rounded), x)
-
-
 def hashed_bits(x: jax.Array) -> jax.Array:
     """Bits that look random, `uint32`, from the bits and the places of elements of float32.
 
@@ -158,6 +140,26 @@ def hashed_bits(x: jax.Array) -> jax.Array:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
     return mixed ^ (mixed >> np.uint32(16))
+
+
+def _round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None) -> jax.Array:
+    """Round positive numbers to those of a narrow dtype; what is beyond them saturates.
+
+    With random `uint32` bits the rounding is stochastic, else to nearest even. nan stays nan.
+    """
+    info = jnp.finfo(dtype)
+    smallest, largest = math.ldexp(1.0, info.minexp), math.ldexp(1.0, info.maxexp)
+    ulp = jnp.clip(binade(size), smallest, largest) * np.float32(2.0**-info.nmant)
+    steps = size / ulp
+    if bits is None:
+        steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
+    else:
+        down = lax.floor(steps)
+        threshold = ((steps - down) * np.float32(2.0**32)).astype(jnp.uint32)
+        steps = down + (bits < threshold).astype(jnp.float32)
+    rounded = jnp.where(size == np.inf, np.float32(info.max), steps * ulp)
+    rounded = jnp.where(rounded > np.float32(info.max), np.float32(info.max), rounded)
+    return jnp.where(jnp.isnan(size), size, rounded)
 
 
 def _smallest_exponent(amax: jax.Array, largest: float) -> jax.Array:
@@ -210,9 +212,9 @@ def _e4m3_codes(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     return codes, scale
 
 
-def _nearest_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Round `|x| / scale` to E2M1, by products with E4M3 scales, which are exact."""
-    size, out = jnp.abs(x), jnp.zeros_like(x)
+def _nearest_quotient(size: jax.Array, scale: jax.Array) -> jax.Array:
+    """Round `size / scale` to E2M1, by products with E4M3 scales, which are exact."""
+    out = jnp.zeros_like(size)
     for middle, belongs_above, step in _E2M1_STEPS:
         limit = scale * np.float32(middle)
         above = size >= limit if belongs_above else size > limit

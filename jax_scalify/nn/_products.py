@@ -285,6 +285,9 @@ def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
         hadamard = formats.hadamard if side else 0
         product = _Product(found.form, matmul, operand.dtype, sharding, pair, hadamard)
         out = product((lhs[0], rhs[0]), (lhs[1], rhs[1]), group_sizes)
+        # In a `shard_map`: an operand that all devices share has a gradient that they share.
+        missing = _compat.varying_axes(out) - _compat.varying_axes(wide[side])
+        out = lax.psum(out, tuple(sorted(missing, key=str))) if missing else out
         return lax.transpose(out, [positions.index(a) for a in range(ndims[side])])
 
     return gradient(0), gradient(1), None

@@ -146,6 +146,8 @@ def block_dot_general(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **
             of both along the contracted dims), and `precision`, `preferred_element_type` and
             `out_sharding` as in `jax.lax.dot_general`.
     """
+    axes = _compat.varying_axes(lhs) | _compat.varying_axes(rhs)
+    lhs, rhs = (_compat.as_varying(x, axes) for x in (lhs, rhs))
     return block_dot_p.bind(lhs, rhs, dimension_numbers=dimension_numbers, **params)
 
 
