@@ -87,8 +87,7 @@ def source_line(eqn: jex_core.JaxprEqn) -> str:
     return calling_line() or "an unknown line"
 
 
-_LIBRARIES = ("flax", "equinox", "haiku", "penzai", "optax")
-_LAYERS = tuple(os.sep + name + os.sep for name in _LIBRARIES)
+_LAYERS = tuple(f"{os.sep}{n}{os.sep}" for n in ("flax", "equinox", "haiku", "penzai", "optax"))
 
 
 def own_line(eqn: jex_core.JaxprEqn) -> str:
@@ -222,8 +221,7 @@ def live_jaxpr(closed: Any) -> jex_core.Jaxpr:
 
 def live_closed_jaxpr(closed: Any) -> Any:
     """Return a closed jaxpr, with all of its operands, without the equations that nothing needs."""
-    jaxpr = closed.jaxpr
-    live = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)[0]
+    live = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), True)[0]
     return close_jaxpr(live, closed.consts)
 
 
@@ -292,10 +290,7 @@ def einsum(dot_general: Any, *args: Any, **kwargs: Any) -> jax.Array:
 
 
 def lower_with_devices(primitive: jex_core.Primitive) -> None:
-    """Have JAX lower programs with a primitive for devices that are known.
-
-    `jax.nn.scaled_matmul` has a rule of its own for how devices share it, which asks for them.
-    """
+    """Lower a primitive for known devices: `jax.nn.scaled_matmul`'s sharding asks for them."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
