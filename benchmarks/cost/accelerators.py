@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = dict(make_tasks(options.targets))
     if options.only:
         tasks = {key: task for key, task in tasks.items() if re.search(options.only, key)}
-    cells.add(tasks, {"version": jsa.__version__})
+    cells.add(tasks, {})
     results = cells.run()
     if options.only:
         for key, cell in results.items():

@@ -17,7 +17,6 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-import jax_scalify as jsa
 from benchmarks.cells import Cells, Store
 from benchmarks.paths import RESULTS, ROOT
 from examples.gpt.train import write_text
@@ -110,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{size}/{target}/{recipe}": functools.partial(plan, size, target, mesh, recipe)
             for recipe in RECIPES
         }
-        cells.add(tasks, {"version": jsa.__version__, "mesh": mesh})
+        cells.add(tasks, {"mesh": mesh})
     results = cells.run()
     for size, target, mesh in RUNS:
         keys = {recipe: f"{size}/{target}/{recipe}" for recipe in RECIPES}
