@@ -31,9 +31,9 @@ MODULES = {
         name: f"jax_scalify.{name}"
         for name in (
             *("nn", "nn.linen", "nn.nnx", "ops", "lax", "tree", "optim", "fp8", "numerics"),
-            *("checkpoint", "serving", "testing", "unit_scaling", "unit_scaling.functional"),
-            *("unit_scaling.constraints", "unit_scaling.optim", "unit_scaling.nnx"),
-            "unit_scaling.linen",
+            *("checkpoint", "checkpoint_policies", "serving", "testing", "unit_scaling"),
+            *("unit_scaling.functional", "unit_scaling.constraints", "unit_scaling.optim"),
+            *("unit_scaling.nnx", "unit_scaling.linen"),
         )
     },
 }
