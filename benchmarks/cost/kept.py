@@ -23,6 +23,7 @@ from benchmarks.cost.training import Model, Step, plain_step, scaled_step
 SEQUENCES = 4
 POLICIES = {
     "none": None,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "fp8": jsa.checkpoint_policies.fp8_operands_and_dots,
     "fp8-only": jsa.checkpoint_policies.fp8_operands,
@@ -35,6 +36,7 @@ CASES = {
     "bfloat16, dots saved": ("bfloat16", "dots"),
     "fp8, dots saved": ("fp8", "dots"),
     "fp8, operands and dots saved": ("fp8", "fp8"),
+    "bfloat16, nothing saved": ("bfloat16", "nothing"),
     "fp8, operands saved": ("fp8", "fp8-only"),
 }
 

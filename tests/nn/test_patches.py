@@ -55,7 +55,12 @@ def counted(fun, *args):
     return collections.Counter(e.primitive.name for e in equations)
 
 
-@pytest.mark.parametrize("name", MATMULS)
+def sampled(names, *by_default):
+    """All names, but for those by default marked as of the whole suite."""
+    return [n if n in by_default else pytest.param(n, marks=pytest.mark.full) for n in names]
+
+
+@pytest.mark.parametrize("name", sampled(MATMULS, "patches", "channels first", "strided"))
 def test_a_convolution_of_patches_is_a_matmul(name):
     conv, x, w = made(MATMULS[name])
     wide = dict(forward_dtype=jnp.float32, backward_dtype=jnp.float32)
@@ -152,7 +157,7 @@ LOOKUPS = {
 
 
 @pytest.mark.parametrize("stored", ["float16", "float8_e4m3fn"])
-@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("name", sampled(LOOKUPS, "take", "jsa.nn.embed"))
 def test_tables_with_a_scale_for_each_row(name, stored):
     """Rows of very different size keep their digits; gradients come back for each row."""
     rng = np.random.default_rng(0)
