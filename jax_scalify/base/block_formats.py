@@ -40,8 +40,8 @@ class BlockFormat:
         name: `"mxfp8"` (E4M3 elements, E8M0 scales, 32 a block), `"mxfp8_e5m2"`, `"mxfp4"` (E2M1,
             E8M0, 32) or `"nvfp4"` (E2M1, E4M3, 16).
         square: blocks of 32 x 32 (16 x 16) instead of 32 (16) in a row, so that the transpose of a
-            matrix has the same values: for weights. In a matmul it counts for operands without
-            batch dims that have one contracted and one free dim; others have blocks in rows.
+            matrix has the same values: for weights. In a matmul they lie along the last contracted
+            and the last free dim.
         rounding: of the elements, to `"nearest"` even or `"stochastic"`.
         scale_rounding: of block scales. `"up"`: the smallest power of two with which no element
             saturates (the default of MX formats); `"floor"`: the OCP's rule, with which up to 1/8

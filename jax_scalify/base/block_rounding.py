@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.base.block_formats import BlockFormat
-from jax_scalify.base.dtypes import binade
 
 _EXPONENT, _FRACTION = np.uint32(0x7F800000), np.uint32(0x007FFFFF)
 _BIAS = 127
@@ -148,9 +147,14 @@ def _round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None) -> jax.Arr
     With random `uint32` bits the rounding is stochastic, else to nearest even. nan stays nan.
     """
     info = jnp.finfo(dtype)
-    smallest, largest = math.ldexp(1.0, info.minexp), math.ldexp(1.0, info.maxexp)
-    ulp = jnp.clip(binade(size), smallest, largest) * np.float32(2.0**-info.nmant)
-    steps = size / ulp
+    # Products with powers of two made of bits are exact on every device, as quotients need not be.
+    binade = lax.bitcast_convert_type(size, jnp.uint32) >> np.uint32(23)
+    binade = jnp.clip(binade, np.uint32(info.minexp + _BIAS), np.uint32(info.maxexp + _BIAS))
+    ulp, inverse = (
+        lax.bitcast_convert_type(biased << np.uint32(23), jnp.float32)
+        for biased in (binade - np.uint32(info.nmant), np.uint32(254 + info.nmant) - binade)
+    )
+    steps = size * inverse
     if bits is None:
         steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
     else:
