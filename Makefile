@@ -90,9 +90,6 @@ release-check: lint test-full site examples  ## all that has to hold before a re
 table3: $(VENV)/.installed  ## Table 3 of the paper; goes on where it was stopped
 	$(VENV)/bin/python -m benchmarks.accuracy.table3
 
-kept: $(VENV_ACCELERATORS)/.installed  ## memory of training steps, bfloat16 and FP8, on an H100; of docs/fp8.md
-	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.kept
-
 # The newest JAX comes last: it writes the page from the results of both.
 bench-cost: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## compile time, size, step time, memory; docs/cost.md
 	$(VENV_LOWEST)/bin/python -m benchmarks.cost.steps
