@@ -29,7 +29,7 @@ _DATA, _SCALES = "block_data", "block_scales"
 def stored_parts(name: str, array: BlockScaledArray) -> dict[str, Any]:
     """The arrays that are stored of an array, by name: `w/mxfp4_32x1/block_data`, ..."""
     prefix = f"{name}/" if name else ""
-    prefix += f"{array.format.name}_{'x'.join(map(str, array.block_shape))}/"
+    prefix += f"{kind_of(array)}/"
     data = array.data
     if not array.format.is_fp8 and not _compat.is_traced(data):
         if not isinstance(data, jax.ShapeDtypeStruct):
@@ -37,6 +37,19 @@ def stored_parts(name: str, array: BlockScaledArray) -> dict[str, Any]:
     kind = "static_scale" if array.is_static else "scale"
     parts = {_DATA: data, _SCALES: array.block_scales, kind: array.scale}
     return {prefix + part: value for part, value in parts.items()}
+
+
+def kind_of(array: BlockScaledArray) -> str:
+    """Format and block shape of an array: `mxfp4_32x1`."""
+    return f"{array.format.name}_{'x'.join(map(str, array.block_shape))}"
+
+
+def read_kind(text: str) -> tuple[BlockFormat, tuple[int, ...]]:
+    """Read what `kind_of` has written."""
+    found = _read(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no block format; there are {', '.join(NAMES)}.")
+    return found
 
 
 def find_parts(flat: Mapping[str, Any], name: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_scalify import _compat
 from jax_scalify import tree as tree_lib
+from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
 from jax_scalify.arrays.conversions import as_scaled_array
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
@@ -27,6 +28,7 @@ from jax_scalify.arrays.scaled_array import (
 from jax_scalify.arrays.stored_names import is_key
 from jax_scalify.base import dtypes
 from jax_scalify.serving import safetensors
+from jax_scalify.serving.blocks import block_tensors
 from jax_scalify.serving.names import LAYOUTS, Layout, Place, input_scale_name, path_of, place_of
 
 FORMATS = ("float32", "bfloat16", "float16", "fp8", "scaled")
@@ -55,8 +57,8 @@ def linear_kernels(path: str, leaf: Any) -> bool:
 def to_fp8(params: Any, select: Select = linear_kernels) -> Any:
     """Cast the data of some weights to E4M3, as FP8 matmuls do; scales stay as they are.
 
-    A weight without a scale gets one by RMS. What is E4M3 already stays, bit for bit. Data out of
-    range saturates.
+    A weight without a scale, or in a block format, gets one by RMS. What is E4M3 already stays, bit
+    for bit. Data out of range saturates.
 
     Args:
         params: any tree.
@@ -78,10 +80,11 @@ def to_fp8(params: Any, select: Select = linear_kernels) -> Any:
         if not _is_floating(leaf) or not select(path_of(path), leaf):
             return leaf
         chosen.append(path)
+        leaf = _values(leaf)
         scaled = leaf if is_scaled(leaf) else as_scaled_array(leaf, scale="rms")
         return scaled.astype(E4M3)
 
-    new = jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_scaled)
+    new = jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_array_of_ours)
     if not chosen:
         paths = [path_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params, is_scaled)]
         raise ValueError(f"`select` must choose at least one leaf; there are {paths}.")
@@ -111,7 +114,10 @@ def export(
                                                   `…_scale` in float32, as compressed-tensors and
                                                   vLLM read it: one of shape `(1,)`, or one for each
                                                   output channel; the others in `dtype`
-    `"scaled"`                                    data as it is, and `…_scale`: every bit is kept
+    `"scaled"`                                    data as it is, and `…_scale`: every bit is kept,
+                                                  also of weights in block formats (`…_packed`: two
+                                                  elements of 4 bits a byte), of which the others
+                                                  take the values
     ============================================  ================================================
 
     Names are paths joined with ".". With `layout="torch"` those of Flax's layers become PyTorch's:
@@ -164,13 +170,15 @@ def export(
     if path.exists() and not overwrite:
         raise FileExistsError(f"`path`: {str(path)!r} exists; `overwrite=True` replaces it.")
     check_scaled(params, "params")
+    if format != "scaled":
+        params = jax.tree.map(_values, params, is_leaf=is_array_of_ours)
     narrow = to_fp8(params, select) if format == "fp8" else params
     arrays: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
-    before = jax.tree.leaves(params, is_leaf=is_scaled)
-    after = jax.tree_util.tree_leaves_with_path(narrow, is_leaf=is_scaled)
+    before = jax.tree.leaves(params, is_leaf=is_array_of_ours)
+    after = jax.tree_util.tree_leaves_with_path(narrow, is_leaf=is_array_of_ours)
     for (keys, leaf), old in zip(after, before, strict=True):
-        if dtypes.leaf_dtype(leaf.data if is_scaled(leaf) else leaf) is None:
+        if dtypes.leaf_dtype(leaf.data if is_array_of_ours(leaf) else leaf) is None:
             continue
         place = place_of(path_of(keys), np.ndim(leaf), layout)
         if rename is not None:
@@ -213,8 +221,13 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _values(leaf: Any) -> Any:
+    """A leaf; if it is in a block format, its values, in float32."""
+    return leaf.to_array(jnp.float32) if is_block_scaled(leaf) else leaf
+
+
 def _is_floating(leaf: Any) -> bool:
-    kind = leaf.dtype if is_scaled(leaf) else dtypes.leaf_dtype(leaf)
+    kind = leaf.dtype if is_array_of_ours(leaf) else dtypes.leaf_dtype(leaf)
     return kind is not None and jnp.issubdtype(kind, jnp.floating)
 
 
@@ -224,6 +237,8 @@ def _tensor(
     """The arrays of a leaf by their names in the file, and what the card says of it."""
     if is_key(leaf) or any(map(_compat.is_traced, jax.tree.leaves(leaf))):
         raise TypeError(f"{place.path!r} must be a concrete array of numbers, got {leaf!r}.")
+    if is_block_scaled(leaf):
+        return block_tensors(leaf, place)
     data = leaf.data if is_scaled(leaf) else leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     kept = format == "scaled" or (format == "fp8" and is_scaled(leaf) and data.dtype == E4M3)
     entry: dict[str, Any] = {"path": place.path}

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_scalify.arrays.block_scaled_array import is_array_of_ours
 from jax_scalify.arrays.conversions import asarray
-from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.arrays.stored_names import name_of
 from jax_scalify.base import dtypes
 from jax_scalify.checkpoint import from_storable
 from jax_scalify.serving import safetensors
+from jax_scalify.serving.blocks import block_array
 from jax_scalify.serving.exporting import CARD
 from jax_scalify.serving.names import Place, input_scale_name, path_of
 
@@ -50,7 +52,8 @@ def load(
 ) -> Any:
     """Read the weights of a file of the format safetensors.
 
-    Scaled weights, in FP8 too, come back as `ScaledArray`s, bit for bit. A file that `export` has
+    Scaled weights, in FP8 too, come back as `ScaledArray`s, bit for bit, those in block formats as
+    `BlockScaledArray`s. A file that `export` has
     not written is read as plain arrays, by the names in it.
 
     Args:
@@ -81,6 +84,9 @@ def load(
     for name, entry in card.get("tensors", {}).items():
         axes = entry.get("axes")
         place = Place(entry["path"], name, None if axes is None else tuple(axes))
+        if "block" in entry:
+            found[place.path] = block_array(entry, place, arrays)
+            continue
         data = place.restored(arrays.pop(name))
         if "scale" in entry:
             scale = arrays.pop(f"{name}_scale")
@@ -98,7 +104,7 @@ def load(
     if like is None and dtype is None:
         return _nested(found)
     like = _nested(found) if like is None else like
-    for keys, _ in jax.tree_util.tree_leaves_with_path(like, is_leaf=is_scaled):
+    for keys, _ in jax.tree_util.tree_leaves_with_path(like, is_leaf=is_array_of_ours):
         if path_of(keys) in found:  # a variable of NNX has one name more
             found[name_of(keys)] = found.pop(path_of(keys))
     return from_storable(found, like, dtype=dtype, partial=partial)

@@ -338,6 +338,36 @@ def test_torch_reads_it(tmp_path):
     np.testing.assert_array_equal(theirs.numpy().T, ours)
 
 
+@pytest.mark.parametrize("layout", ["jax", "torch"])
+def test_weights_in_block_formats(tmp_path, layout):
+    w = jax.random.normal(jax.random.key(0), (70, 5))
+    formats = ("mxfp8", "mxfp4", jsa.BlockFormat("mxfp4", square=True), "nvfp4")
+    params = {
+        f"layer_{i}": {"kernel": jsa.as_scaled_array(w * 2.0**i, block=format)}
+        for i, format in enumerate(formats)
+    }
+    path = tmp_path / "model.safetensors"
+    export(params, path, format="scaled", layout=layout)
+    for found in (load(path), load(path, like=params)):
+        for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+            assert got.dtype == want.dtype and bool((got == want).all())
+        assert jax.tree.structure(found) == jax.tree.structure(params)
+    values = {name: layer["kernel"].to_array() for name, layer in params.items()}
+    export(params, path, layout=layout, overwrite=True)
+    for name, layer in load(path).items():
+        np.testing.assert_array_equal(layer["kernel"], values[name])
+    export(params, path, format="fp8", layout=layout, overwrite=True)
+    for name, layer in load(path).items():
+        got, want = jsa.asarray(layer["kernel"], jnp.float32), values[name]
+        np.testing.assert_allclose(got, want, rtol=2**-4, atol=2**-10 * float(jnp.abs(want).max()))
+
+
+def test_block_formats_that_do_not_turn(tmp_path):
+    kernel = jsa.as_scaled_array(jnp.ones((3, 3, 8, 4)), block="mxfp8")
+    with pytest.raises(ValueError, match="'conv/kernel' has shape .* turns matrices"):
+        export({"conv": {"kernel": kernel}}, tmp_path / "a", format="scaled", layout="torch")
+
+
 def test_errors(tmp_path):
     w = {"a": {"kernel": jnp.ones((2, 2))}}
     path = tmp_path / "x"
