@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.base.block_formats import BlockFormat
+from jax_scalify.base.mixing import mixed
 
 _EXPONENT, _FRACTION = np.uint32(0x7F800000), np.uint32(0x007FFFFF)
 _BIAS = 127
@@ -131,14 +132,9 @@ def hashed_bits(x: jax.Array) -> jax.Array:
 
     For rounding without a key, in a backward pass. Equal elements in different places get different
     bits, and so does an element that changes.
-
-    Source: the mixing function is that of MurmurHash3 (Appleby, in the public domain).
     """
     place = lax.iota(jnp.uint32, x.size).reshape(x.shape)
-    mixed = lax.bitcast_convert_type(x, jnp.uint32) ^ (place * np.uint32(0x9E3779B9))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
-    return mixed ^ (mixed >> np.uint32(16))
+    return mixed(lax.bitcast_convert_type(x, jnp.uint32) ^ (place * np.uint32(0x9E3779B9)))
 
 
 def _round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None) -> jax.Array:

@@ -14,13 +14,13 @@ from jax_scalify import _compat
 from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
+from jax_scalify.base.mixing import mixed
 from jax_scalify.ops.scaling import stop_scaling
 from jax_scalify.optim.applying import statistic_scales, widen
 from jax_scalify.optim.low_precision import Optimizer, checked_dtype
 from jax_scalify.optim.storing import (
     add_stochastically,
     drawn,
-    mixed,
     store_weight,
     stored,
 )

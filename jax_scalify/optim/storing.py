@@ -19,6 +19,7 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.mixing import mixed
 from jax_scalify.interpreter.multiplying import at_whole_scale
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.primitives.custom_scale import custom_scale
@@ -60,16 +61,6 @@ def bits_of(x: jax.Array, salt: jax.Array) -> jax.Array:
     """
     first, second = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, salt))
     return mixed(first * np.uint32(0x9E3779B1) + second)
-
-
-def mixed(bits: jax.Array) -> jax.Array:
-    """Make numbers that look random of those that differ.
-
-    Source: the last steps of MurmurHash3 by Austin Appleby.
-    """
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
-    return bits ^ (bits >> np.uint32(16))
 
 
 def reduced(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
