@@ -20,18 +20,31 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what runs with `--full` only; thousands of skipped tests would take their time."""
+    """Leave out what runs with `--full` only; thousands of skipped tests would take their time.
+
+    Of a test's many parameters one in 3 runs, or one in n of `sampled(n)`, but at least one.
+    """
     if config.getoption("--full"):
         return
-    chosen, left_out = [], []
+    sample = config.getoption("--sample")
+    by_function = {}
     for item in items:
-        marker, sample = item.get_closest_marker("sampled"), config.getoption("--sample")
-        one_in = max(1, round(sample * (marker.args[0] if marker else 1)))
-        is_out = item.get_closest_marker("full") or zlib.crc32(item.nodeid.encode()) % one_in
-        is_out = is_out or (sample > 1 and item.get_closest_marker("newest"))
-        (left_out if is_out else chosen).append(item)
-    items[:] = chosen
-    config.hook.pytest_deselected(items=left_out)
+        if not item.get_closest_marker("full"):
+            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = set()
+    for function in by_function.values():
+        running = [item for item in function if _runs(item, sample)]
+        chosen.update(running or function[: sample == 1])
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def _runs(item, sample):
+    marker = item.get_closest_marker("sampled")
+    one_in = marker.args[0] if marker else 3 if hasattr(item, "callspec") else 1
+    if sample > 1 and item.get_closest_marker("newest"):
+        return False
+    return zlib.crc32(item.nodeid.encode()) % max(1, round(sample * one_in)) == 0
 
 
 def pytest_collection_finish():

@@ -21,6 +21,8 @@ from tests.helpers import is_scaled
 from tests.test_doc_pages import run_page
 
 CASES = {}
+WITH_FULL_ONLY = set()
+FULL = os.environ.get("SHARDING_TESTS") == "full"
 SIZES = Sizes(2, 32, 8, 4, hidden=64, vocabulary=64, context=16)
 MESHES = (
     "data=8",
@@ -31,9 +33,6 @@ MESHES = (
 )
 
 
-FULL = os.environ.get("SHARDING_TESTS") == "full"
-
-
 def case(fun):
     """Add a case to those that run on eight devices."""
     CASES[fun.__name__] = fun
@@ -42,7 +41,8 @@ def case(fun):
 
 def full(fun):
     """Add a case that runs with `--full` only."""
-    return case(fun) if FULL else fun
+    WITH_FULL_ONLY.add(fun.__name__)
+    return case(fun)
 
 
 def tokens_of(sizes, batch=8):
@@ -102,8 +102,9 @@ def _on_mesh(text):
     assert_near(fp8[0], plain[0], 2e-2)
 
 
-for _text in MESHES if FULL else MESHES[-1:]:
+for _text in MESHES:
     CASES[f"a_llama_on_{_text}"] = functools.partial(_on_mesh, _text)
+WITH_FULL_ONLY |= {f"a_llama_on_{_text}" for _text in MESHES[:-1]}
 
 
 @full

@@ -623,25 +623,27 @@ def misplaced_scales_are_named():
 
 CASES |= wire.CASES | block_layouts.CASES
 
-# What is called with a mark runs on the newest JAX only.
-CASES_OF_LAYOUTS = [pytest.param(name, marks=pytest.mark.newest) for name in layouts.CASES]
+CASES_OF_LAYOUTS = [
+    pytest.param(
+        name, marks=[pytest.mark.newest] + [pytest.mark.full] * (name in layouts.WITH_FULL_ONLY)
+    )
+    for name in layouts.CASES
+]
 
 # The process with eight devices, and the test that asks it.
 
 
 def main():
-    """Run every case; print the traceback of each that fails, as JSON."""
+    """Run the cases that the arguments name; print the traceback of each that fails, as JSON."""
     assert len(jax.devices()) == DEVICES
-    kind = os.environ.get("SHARDING_TESTS")
-    jax.config.update("jax_disable_most_optimizations", kind != "full")
+    jax.config.update("jax_disable_most_optimizations", not layouts.FULL)
     failures = {}
-    cases = CASES | (layouts.CASES if kind else {})
-    for name, fun in cases.items():
+    for name in sys.argv[1:]:
         registry._warned.clear()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                fun()
+                (CASES | layouts.CASES)[name]()
         except BaseException:
             failures[name] = traceback.format_exc()
     print(json.dumps(failures))
@@ -650,15 +652,14 @@ def main():
 @pytest.fixture(scope="module")
 def failures(request):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    options = request.config
-    kind = (
-        "full" if options.getoption("--full") else "newest" * (options.getoption("--sample") == 1)
-    )
-    more = {"SHARDING_TESTS": kind}
+    items = [i for i in request.session.items if i.originalname == "test_on_eight_devices"]
+    names = [item.callspec.params["name"] for item in items]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    kind = "full" if request.config.getoption("--full") else ""
+    more = {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "SHARDING_TESTS": kind}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.test_sharding"],
-        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", **more},
+        [sys.executable, "-m", "tests.test_sharding", *names],
+        env={**os.environ, **more},
         cwd=root,
         capture_output=True,
         text=True,
@@ -672,12 +673,6 @@ def failures(request):
 def test_on_eight_devices(name, failures):
     if name in failures:
         pytest.fail(failures[name], pytrace=False)
-
-
-def test_cases_that_run_with_full_only(failures):
-    others = [text for name, text in failures.items() if name not in CASES | layouts.CASES]
-    if others:
-        pytest.fail("\n".join(others), pytrace=False)
 
 
 if __name__ == "__main__":

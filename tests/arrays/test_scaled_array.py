@@ -16,6 +16,8 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.scales.algebra import Scale
 
+pytestmark = pytest.mark.sampled(1)
+
 DTYPES = ("float32", "float16", "bfloat16")
 
 

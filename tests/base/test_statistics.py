@@ -9,6 +9,8 @@ import pytest
 
 from jax_scalify.base.statistics import statistic
 
+pytestmark = pytest.mark.sampled(1)
+
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 STATS = ["rms", "l2", "l1", "max"]
 RNG = np.random.default_rng(0)

@@ -14,6 +14,8 @@ import jax_scalify as jsa
 from jax_scalify.numerics import report, suggest
 from jax_scalify.numerics.host_statistics import Fit, Measure, measure
 
+pytestmark = pytest.mark.sampled(1)
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 16)).astype(np.float32)
 W = RNG.normal(size=(16, 4)).astype(np.float32)

@@ -12,6 +12,8 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from tests.helpers import scaled
 
+pytestmark = pytest.mark.sampled(1)
+
 X = np.array([1.0, -2.0, 3.0], np.float32)
 FP8 = {
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,

@@ -10,7 +10,7 @@ import jax_scalify as jsa
 from tests.helpers import leaves
 from tests.programs import DTYPES, KINDS, all_outcomes, check_rows, outcomes, rows, scaled
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 MASK = np.array([True, False, True])
 
 

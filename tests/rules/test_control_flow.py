@@ -95,7 +95,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["jit", "vmap", "grad"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_and_branches(name, way):

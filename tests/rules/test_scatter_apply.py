@@ -13,7 +13,7 @@ from tests.helpers import in_one_program
 
 pytestmark = [
     pytest.mark.usefixtures("every_primitive_has_a_rule"),
-    pytest.mark.sampled(2),
+    pytest.mark.sampled(3),
 ]
 
 DTYPES = ("float16", "bfloat16", "float32")

@@ -10,7 +10,7 @@ import pytest
 
 from jax_scalify.unit_scaling import functional as F
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 MULTS = [2.0**-4, 0.25, 1.0, 4.0, 2.0**4]
 TOLERANCE = 0.10
 SOFTMAX_TOLERANCE = 0.25
