@@ -132,8 +132,9 @@ def make_optimizer(rate: float, steps: int) -> optax.GradientTransformation:
     )
 
 
+@functools.lru_cache(maxsize=1)
 def make_step(model: Model, variant: str, steps: int, rate: float) -> tuple[Callable, Callable]:
-    """Return `first_state(seed)` and `update(state, batch) -> (state, loss)`."""
+    """Return `first_state(seed)` and `update(state, batch) -> (state, loss)`, the same of seeds."""
     optimizer = make_optimizer(rate, steps)
     narrow = variant not in ("float32", "bfloat16")
     moment = {"first_moment_dtype": jnp.float8_e4m3fn} if variant == "fp8-moment" else {}
@@ -169,13 +170,19 @@ def make_step(model: Model, variant: str, steps: int, rate: float) -> tuple[Call
     return first_state, update
 
 
+@functools.lru_cache(maxsize=1)
+def compiled(update: Callable, narrow: bool) -> Callable:
+    """Return the compiled step, without a calibration: that of all seeds."""
+    return jax.jit(jsa.scalify(update) if narrow else update)
+
+
 class Scales:
     """A scalified step that is calibrated once, and again when the guard says so."""
 
     def __init__(self, update: Callable, mode: str, batch: Callable[[int], dict]):
         self._update, self._mode, self._batch = update, mode, batch
         self._calibration: jsa.Calibration | None = None
-        self.step = jax.jit(jsa.scalify(update))
+        self.step = compiled(update, True)
         self.calibrations = 0
 
     def look(self, state: PyTree, step: int) -> PyTree:
@@ -199,7 +206,7 @@ def train(model: Model, variant: str, mode: str, seed: int, steps: int, rate: fl
     state, bad = first_state(seed), jnp.int32(-1)
     narrow = variant not in ("float32", "bfloat16")
     scales = Scales(update, mode, lambda step: model.batch(seed, step)) if narrow else None
-    step_of = jax.jit(update)
+    step_of = compiled(update, narrow)
     every = max(steps // LOOKS, 1)
     for step in range(steps):
         if scales is not None:
@@ -301,8 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells = Cells(store, options.fresh, console)
     found, settings = {}, {name: settings_of(name, options.steps) for name in models}
     known = find_models()
-    each = itertools.product(options.models, options.seeds, options.variants, options.modes)
-    for name, seed, variant, mode in each:
+    each = itertools.product(options.models, options.variants, options.modes, options.seeds)
+    for name, variant, mode, seed in each:
         (key,) = keys_of(name, variant, mode, [seed])
         rate = LEARNING_RATES[name]
         task = functools.partial(train, known[name], variant, mode, seed, options.steps, rate)

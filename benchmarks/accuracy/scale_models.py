@@ -397,10 +397,10 @@ class Model:
 
 def make_model(name: str, module: Callable[..., Block], batch: Callable) -> Model:
     """Make a model of `module(layers, dtype)` that is trained on the cross-entropy."""
+    first = jax.jit(lambda *args: module(PLAIN, jnp.float32).init(*args))
 
     def init(seed):
-        init = jax.jit(module(PLAIN, jnp.float32).init)
-        state = dict(init(jax.random.key(seed), batch(seed, 0)["inputs"]))
+        state = dict(first(jax.random.key(seed), batch(seed, 0)["inputs"]))
         return state.pop("params"), state
 
     def loss(params, other_state, batch, layers, dtype):
