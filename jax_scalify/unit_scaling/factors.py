@@ -62,19 +62,31 @@ def softmax_moment(lengths: np.ndarray, shares: np.ndarray, mult: float, *powers
 
 
 @functools.cache
-def softmax_stds(length: int, mult: float, is_causal: bool = False) -> tuple[float, float, float]:
+def softmax_stds(
+    length: int,
+    mult: float,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    queries: int | None = None,
+) -> tuple[float, float, float]:
     """Return three RMS values for `p = softmax(mult * z)` of unit Gaussians.
 
     Args:
         length: of the softmax.
         mult: of its operands.
-        is_causal: average over softmaxes of all lengths up to this one.
+        is_causal: average over the softmaxes of queries that see no key behind their position.
+        window: how many keys before and behind its own position a query sees; None for all.
+        queries: their number, by default `length`; it counts if not all of them see all keys.
 
     Returns:
         Of `sum(p * v)` for a unit Gaussian `v`; of an element of `p - 1/length`; and of the root of
         the sum of the squares of `p * (v - sum(p * v))`: of a cotangent `v` on its way back.
     """
-    lengths, shares = _all_lengths(length) if is_causal else (np.array([length]), np.ones(1))
+    lengths, shares = np.array([length]), np.ones(1)
+    if is_causal or window is not None:
+        left, right = window or (length, length)
+        right = 0 if is_causal else right
+        lengths, shares = _seen_lengths(length, length if queries is None else queries, left, right)
     moment = functools.partial(softmax_moment, lengths, shares, min(mult, _ONE_HOT))
     uniform = float(np.sum(shares / lengths))
     square, cube = moment(2), moment(3)
@@ -87,8 +99,19 @@ def softmax_stds(length: int, mult: float, is_causal: bool = False) -> tuple[flo
     return math.sqrt(square), math.sqrt(variance / length), math.sqrt(back)
 
 
-def _all_lengths(longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths from 1 on, all of the short ones, and what share of all each stands for."""
-    edges = np.unique(np.concatenate([np.arange(257), np.geomspace(256, longest, 65).round()]))
-    edges = edges[edges <= longest]
-    return ((edges[:-1] + 1 + edges[1:]) / 2).astype(int), np.diff(edges) / longest
+def _seen_lengths(
+    length: int, queries: int, left: int, right: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many keys queries see, and which share of the queries sees so many.
+
+    Query t sees keys t - left to t + right: of 4 keys with left 1 and right 0, one query sees 1 and
+    three see 2. Numbers beyond 256 are put together, 64 intervals up to the length.
+    """
+    t = np.arange(queries)
+    seen = np.minimum(t + right, length - 1) - np.maximum(t - left, 0) + 1
+    lengths, counts = np.unique(np.maximum(seen, 1), return_counts=True)
+    edges = np.unique(np.concatenate([np.arange(257), np.geomspace(256, max(length, 257), 65)]))
+    bins = np.searchsorted(edges, lengths)
+    shares = np.bincount(bins, counts)
+    means = np.bincount(bins, counts * lengths)[shares > 0] / shares[shares > 0]
+    return means.round().astype(int), shares[shares > 0] / queries

@@ -49,6 +49,32 @@ def test_under_transformations():
     np.testing.assert_array_equal(jax.hessian(lambda x: (both(x) ** 2).sum())(X), np.eye(3) * 0.5)
 
 
+def test_factors_may_be_data():
+    """A scan over factors does what Python's loop over numbers does, in both passes."""
+    factors = jnp.array([0.5, 4.0, 2.0**-3])
+
+    def loop(x, factors):
+        for f in factors:
+            x = us.scale_bwd(us.scale_fwd(jnp.sin(x), f), 2 * f)
+        return x.sum()
+
+    def scanned(x, factors):
+        def body(x, f):
+            return us.scale_bwd(us.scale_fwd(jnp.sin(x), f), 2 * f), None
+
+        return jax.lax.scan(body, x, factors)[0].sum()
+
+    want = jax.value_and_grad(loop)(X, [0.5, 4.0, 2.0**-3])
+    np.testing.assert_allclose(want[1], jax.grad(scanned)(X, factors), rtol=1e-6)
+    np.testing.assert_allclose(want[0], scanned(X, factors), rtol=1e-6)
+    scaled = jsa.scalify(jax.grad(scanned))(*jsa.as_scaled_array((X, factors)))
+    np.testing.assert_allclose(jsa.asarray(scaled), want[1], rtol=1e-6)
+    # They are constants in derivatives, and taken in the dtype of what they multiply.
+    assert not jax.grad(scanned, 1)(X, factors).any()
+    half = jax.jit(lambda f: us.scale_fwd(X.astype(jnp.float16), f))(0.5)
+    assert half.dtype == jnp.float16
+
+
 def test_inside_scalify():
     x = jsa.as_scaled_array(X, 2.0**30)
     value = jsa.asarray(jsa.scalify(both)(x))
@@ -66,8 +92,12 @@ def test_the_dtype_stays(dtype):
 def test_what_is_no_factor_is_refused():
     with pytest.raises(TypeError, match="floating or complex dtype, got int32"):
         us.scale_fwd(jnp.arange(2), 2.0)
-    with pytest.raises(TypeError, match="must be a Python number"):
-        jax.jit(lambda f: us.scale_bwd(X, f))(2.0)
+    with pytest.raises(TypeError, match="must be a number, got list"):
+        us.scale_bwd(X, [2.0])
+    with pytest.raises(TypeError, match="must be a number"):
+        jax.jit(lambda f: us.scale_bwd(X, f))(2)
+    with pytest.raises(ValueError, match=r"must be a scalar, got \(3,\)"):
+        jax.jit(lambda f: us.scale_fwd(X, f))(X)
     with pytest.raises(ValueError, match="must be finite"):
         us.scale_bwd(X, math.inf)
 
@@ -122,3 +152,13 @@ def test_moments_of_causal_softmaxes_are_the_mean_over_lengths():
     np.testing.assert_allclose(softmax_stds(40, 1.0, True)[0] ** 2, single.mean(), rtol=1e-6)
     flat = math.sqrt(sum(1 / n for n in range(1, 5001)) / 5000)
     np.testing.assert_allclose(softmax_stds(5000, 1e-3, True)[0], flat, rtol=1e-3)
+
+
+@pytest.mark.parametrize("is_causal, window, queries", [(True, (5, 0), 40), (False, (3, 6), 33)])
+def test_moments_of_windows_are_the_mean_over_queries(is_causal, window, queries):
+    seen = [min(t + window[1], 39) - max(t - window[0], 0) + 1 for t in range(queries)]
+    single = np.mean([np.square(softmax_stds(n, 1.0))[[0, 2]] for n in seen], 0)
+    got = softmax_stds(40, 1.0, is_causal, window, queries)
+    np.testing.assert_allclose(np.square(got)[[0, 2]], single, rtol=1e-6)
+    everything = softmax_stds(40, 1.0, False, (40, 40), 7)
+    np.testing.assert_allclose(everything, softmax_stds(40, 1.0), rtol=1e-12)

@@ -12,6 +12,7 @@ from jax_scalify.unit_scaling import functional as F
 
 pytestmark = pytest.mark.sampled(3)
 MULTS = [2.0**-4, 0.25, 1.0, 4.0, 2.0**4]
+MULTS_FULL = [1.0, *(pytest.param(m, marks=pytest.mark.full) for m in MULTS if m != 1)]
 TOLERANCE = 0.10
 SOFTMAX_TOLERANCE = 0.25
 
@@ -132,12 +133,37 @@ def test_attention_has_unit_scale(length, d_head, is_causal, mult):
     assert_unit(attend, shape, shape, shape, tolerance=SOFTMAX_TOLERANCE)
 
 
-def test_attention_of_grouped_queries_and_of_other_lengths_has_unit_scale():
+@pytest.mark.parametrize("mult", MULTS_FULL)
+@pytest.mark.parametrize(
+    "queries, heads, groups, options",
+    [
+        (96, 8, 2, {}),
+        (32, 4, 1, dict(is_causal=True)),
+        (64, 4, 2, dict(window=(7, 0))),
+        (64, 2, 2, dict(window=15, is_causal=True)),
+        (40, 2, 1, dict(window=4)),
+    ],
+)
+def test_attention_of_groups_and_windows_has_unit_scale(queries, heads, groups, options, mult):
     def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, constraint=None)
+        return F.scaled_dot_product_attention(q, k, v, constraint=None, mult=mult, **options)
 
-    shape = (4, 32, 2, 16)
-    assert_unit(attend, (4, 96, 8, 16), shape, shape, tolerance=SOFTMAX_TOLERANCE)
+    key = (8, 64 if "window" in options else 32, groups, 16)
+    assert_unit(attend, (8, queries, heads, 16), key, key, tolerance=SOFTMAX_TOLERANCE)
+
+
+def test_attention_in_a_window_sees_what_a_mask_leaves():
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(2, 9, 4, 8)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(2, 12, 2, 8)), jnp.float32) for _ in range(2))
+    distance = np.arange(12) - np.arange(9)[:, None]
+    for options, mask in (
+        (dict(window=(2, 1)), (distance >= -2) & (distance <= 1)),
+        (dict(window=3, is_causal=True), (distance >= -3) & (distance <= 0)),
+    ):
+        got = F.scaled_dot_product_attention(q, k, v, **options)
+        plain = jax.nn.dot_product_attention(q, k, v, mask=jnp.asarray(mask), scale=1 / 8)
+        np.testing.assert_allclose(got / got[0, 0, 0, 0], plain / plain[0, 0, 0, 0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("mult", MULTS)
@@ -322,6 +348,11 @@ def test_empty_arrays():
     assert F.cross_entropy(empty, jnp.zeros(0, int)) == 0
 
 
+def attend(queries=4, groups=2, **options):
+    key = jnp.ones((4, groups, 8))
+    return F.scaled_dot_product_attention(jnp.ones((queries, 4, 8)), key, key, **options)
+
+
 @pytest.mark.parametrize(
     "call, error, match",
     [
@@ -351,6 +382,10 @@ def test_empty_arrays():
             ValueError,
             "query",
         ),
+        (lambda: attend(window=-1), ValueError, "`window` of .* must not be negative, got -1"),
+        (lambda: attend(window=2.5), TypeError, "`window` of .* must be an integer"),
+        (lambda: attend(queries=5, window=2), ValueError, "no more queries than keys, got 5 and 4"),
+        (lambda: attend(groups=3), ValueError, "heads of `key` .* must divide those .* 4, got 3"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, error, match):

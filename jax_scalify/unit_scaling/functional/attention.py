@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import jax
@@ -21,22 +22,30 @@ def scaled_dot_product_attention(
     *,
     mask: Any = None,
     is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
     mult: float = 1.0,
     constraint: Constraint = "to_output_scale",
 ) -> jax.Array:
     """Apply attention with the scale `mult / d_head`, the result and all gradients of unit scale.
 
     The factor of the result is 1/√(the mean of Σ p²), with the mean taken exactly for a softmax of
-    Gaussians; Blake et al. interpolate it between √(log s / s) (causal) or 1/√s and 1.
+    Gaussians over the keys that each query sees, of all positions; Blake et al. interpolate it
+    between √(log s / s) (causal) or 1/√s and 1. With fewer heads of keys than of queries, a key and
+    its value get gradients from T * N / (S * K) rows on average: by the root of that theirs are
+    larger, and their factors smaller.
 
     Args:
         query: `(..., T, N, H)`, with at most one leading axis, as in
             `jsa.nn.dot_product_attention`.
-        key: `(..., S, K, H)`; N is a multiple of K.
+        key: `(..., S, K, H)`; N is a multiple of K: fewer heads than of queries for grouped-query
+            attention, 1 for multi-query attention.
         value: as `key`.
         mask: booleans that broadcast to `(..., N, T, S)`, or None; they are not known when the
             factors are chosen, which are those of a softmax over all that `is_causal` leaves.
         is_causal: position t sees those up to t only.
+        window: how many keys before and behind its own position a query sees, one number for both
+            or a pair, as `local_window_size` of `jax.nn.dot_product_attention`. A causal sliding
+            window of W keys, as Mistral counts them, is `window=W - 1`.
         mult: of the operand of the softmax. Its size at initialisation is mult / √d_head.
         constraint: on the factors of the result and of the gradients of query, key and value.
 
@@ -44,16 +53,18 @@ def scaled_dot_product_attention(
         `(..., T, N, H)`.
 
     Raises:
-        TypeError: if an operand is not floating or `mult` is no number.
-        ValueError: if `mult` is not positive and finite, or the shapes do not fit.
+        TypeError: if an operand is not floating, `mult` is no number, or `window` no integers.
+        ValueError: if `mult` is not positive and finite, the shapes do not fit, `window` is
+            negative, or with a window there are more queries than keys.
 
-    Source: Blake et al., *u-µP* (2024), table 2 and appendix B.
+    Source: Blake et al., *u-µP* (2024), table 2 and appendix B; Ainslie et al., *GQA* (2023), for
+    fewer heads of keys; Beltagy et al., *Longformer* (2020), for windows.
 
     Examples:
         >>> from jax_scalify import unit_scaling as us
-        >>> x = jnp.ones((1, 1, 2, 8))
-        >>> us.functional.scaled_dot_product_attention(x, x, x).shape
-        (1, 1, 2, 8)
+        >>> query, key = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
+        >>> us.functional.scaled_dot_product_attention(query, key, key, window=1).shape
+        (1, 3, 4, 8)
     """
     name = "scaled_dot_product_attention"
     query, key, value = floating(name, query=query, key=key, value=value)
@@ -63,25 +74,49 @@ def scaled_dot_product_attention(
             f"`{name}` takes query (..., T, N, H) and key and value (..., S, K, H) with at most "
             f"one leading axis, got {query.shape}, {key.shape}, {value.shape}."
         )
-    length, d_head = key.shape[-3], key.shape[-1]
-    output, grad = _factors(length, d_head, mult, is_causal)
+    (queries, heads), (length, groups, d_head) = query.shape[-3:-1], key.shape[-3:]
+    if not groups or heads % groups:
+        raise ValueError(
+            f"The heads of `key` of `{name}` must divide those of `query`, {heads}, got {groups}."
+        )
+    sides = _window(window, name)
+    if sides is not None and queries > length:
+        raise ValueError(
+            f"With a `window`, `{name}` takes no more queries than keys, got {queries} and "
+            f"{length}: the last queries would see nothing."
+        )
+    options: dict[str, Any] = dict(is_causal=is_causal, scale=mult / max(d_head, 1))
+    if sides is not None:
+        options["local_window_size"] = sides
+    output, grad = 1.0, 1.0
+    if queries and length and d_head:
+        seen = (is_causal, sides, queries if is_causal or sides is not None else None)
+        output, _, back = softmax_stds(length, mult / math.sqrt(d_head), *seen)
+        output, grad = inverse(output), inverse(back * mult / math.sqrt(d_head))
     # Of a key and its value many rows leave a gradient.
-    rows = math.sqrt(query.shape[-3] * query.shape[-2] / max(1, length * key.shape[-2])) or 1.0
+    rows = math.sqrt(queries * heads / max(1, length * groups)) or 1.0
 
     def attend(query: Any, key: Any, value: Any) -> jax.Array:
-        scale = mult / d_head
-        return dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+        return dot_product_attention(query, key, value, mask=mask, **options)
 
     grads = [grad, grad / rows, output / rows]
     return scaled(attend, [query, key, value], output, grads, constraint)
 
 
-def _factors(length: int, d_head: int, mult: float, is_causal: bool) -> tuple[float, float]:
-    """Factors of the result, and of the gradient of the query."""
-    if not length or not d_head:
-        return 1.0, 1.0
-    output, _, back = softmax_stds(length, mult / math.sqrt(d_head), is_causal)
-    return inverse(output), inverse(back * mult / math.sqrt(d_head))
+def _window(window: Any, name: str) -> tuple[int, int] | None:
+    """How many keys a query sees before and behind its own position."""
+    if window is None:
+        return None
+    sides = window if isinstance(window, tuple) else (window, window)
+    try:
+        left, right = map(operator.index, sides)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`window` of `{name}` must be an integer, a pair of integers or None, got {window!r}."
+        ) from None
+    if left < 0 or right < 0:
+        raise ValueError(f"`window` of `{name}` must not be negative, got {window}.")
+    return left, right
 
 
 def rope(x: Any, positions: Any = None, base: float = 10_000.0) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_scalify import _compat
 from jax_scalify.unit_scaling.constraints import Constraint
 from jax_scalify.unit_scaling.functional._common import floating, inverse, positive, scaled
 from jax_scalify.unit_scaling.scaling import scale_bwd, scale_fwd
@@ -83,7 +84,7 @@ def weighted_add(operands: Sequence[Any], weights: Sequence[float]) -> jax.Array
     return sum(rest, first)
 
 
-def residual_split(x: Any, tau: float = 1.0) -> tuple[jax.Array, jax.Array]:
+def residual_split(x: Any, tau: Any = 1.0) -> tuple[jax.Array, jax.Array]:
     """Split into a branch and a skip connection that `residual_add` brings together.
 
     Inside of the branch gradients have unit scale: its weight is applied to them here, where they
@@ -91,14 +92,16 @@ def residual_split(x: Any, tau: float = 1.0) -> tuple[jax.Array, jax.Array]:
 
     Args:
         x: a floating array.
-        tau: ratio of branch to skip connection, in standard deviations.
+        tau: ratio of branch to skip connection, in standard deviations: a number, or a scalar
+            array where it is data, as in a scan over layers.
 
     Returns:
         `(branch, skip)`, both equal to `x`.
 
     Raises:
         TypeError: if `x` is not floating or `tau` is no number.
-        ValueError: if `tau` is not positive and finite.
+        ValueError: if `tau` is a number that is not positive and finite, or an array that is no
+            scalar.
 
     Source: Blake et al., *u-µP* (2024), appendix F; *Unit Scaling* (2023), section 5.3.
 
@@ -113,7 +116,7 @@ def residual_split(x: Any, tau: float = 1.0) -> tuple[jax.Array, jax.Array]:
     return scale_bwd(x, branch), scale_bwd(x, skip)
 
 
-def residual_add(branch: Any, skip: Any, tau: float = 1.0) -> jax.Array:
+def residual_add(branch: Any, skip: Any, tau: Any = 1.0) -> jax.Array:
     """Add a branch to its skip connection: `out = (tau * branch + skip) / √(tau² + 1)`.
 
     Args:
@@ -126,7 +129,8 @@ def residual_add(branch: Any, skip: Any, tau: float = 1.0) -> jax.Array:
 
     Raises:
         TypeError: if an operand is not floating or `tau` is no number.
-        ValueError: if `tau` is not positive and finite, or the shapes differ.
+        ValueError: if `tau` is a number that is not positive and finite, or an array that is no
+            scalar, or the shapes differ.
 
     Source: Blake et al., *u-µP* (2024), appendix F.
 
@@ -144,7 +148,7 @@ def residual_add(branch: Any, skip: Any, tau: float = 1.0) -> jax.Array:
     return scale_fwd(branch, weights[0]) + scale_fwd(skip, weights[1])
 
 
-def residual_apply(function: Callable[[Any], Any], x: Any, tau: float = 1.0) -> jax.Array:
+def residual_apply(function: Callable[[Any], Any], x: Any, tau: Any = 1.0) -> jax.Array:
     """Apply a function as a residual branch: `residual_split`, the function, `residual_add`.
 
     Args:
@@ -157,7 +161,8 @@ def residual_apply(function: Callable[[Any], Any], x: Any, tau: float = 1.0) -> 
 
     Raises:
         TypeError: if `x` is not floating or `tau` is no number.
-        ValueError: if `tau` is not positive and finite, or the shapes differ.
+        ValueError: if `tau` is a number that is not positive and finite, or an array that is no
+            scalar, or the shapes differ.
 
     Examples:
         >>> from jax_scalify import unit_scaling as us
@@ -168,7 +173,14 @@ def residual_apply(function: Callable[[Any], Any], x: Any, tau: float = 1.0) -> 
     return residual_add(function(branch), skip, tau)
 
 
-def _weights(tau: float, of: str) -> tuple[float, float]:
+def _weights(tau: Any, of: str) -> tuple[Any, Any]:
+    """Weights of branch and skip connection, of unit length."""
+    if _compat.is_traced(tau) and jnp.issubdtype(tau.dtype, jnp.floating):
+        if tau.shape:
+            raise ValueError(f"`tau` of `{of}` must be a scalar, got an array of {tau.shape}.")
+        wide = tau.astype(jnp.promote_types(tau.dtype, jnp.float32))
+        skip = jax.lax.rsqrt(wide * wide + 1)
+        return wide * skip, skip
     tau = positive("tau", tau, of)
     length = math.hypot(tau, 1.0)
     return tau / length, 1 / length
