@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 from jax_scalify.unit_scaling import functional as F
 from jax_scalify.unit_scaling.fp8_scheme import fp8_matmul
 from jax_scalify.unit_scaling.residuals import ResidualScheme
+from jax_scalify.unit_scaling.scaling import scale_bwd
 from jax_scalify.unit_scaling.umup import UmupConfig
 
 
@@ -29,30 +32,71 @@ def linear(
     return F.linear(x, kernel, bias, constraint, matmul=fp8_matmul if fp8 else jnp.matmul)
 
 
-def check_heads(width: int, num_heads: int, rope: bool) -> None:
-    """Refuse a width that heads cannot share."""
+def check_heads(width: int, num_heads: int, num_kv_heads: int | None, rope: bool) -> int:
+    """Return the number of heads of keys, and refuse heads that cannot share the width."""
     if num_heads < 1 or width % num_heads or rope and (width // num_heads) % 2:
         even = " and each an even number of features" if rope else ""
         raise ValueError(
             f"`num_heads` must divide the width{even}, got {num_heads} heads of width {width}."
         )
+    groups = num_heads if num_kv_heads is None else num_kv_heads
+    if groups < 1 or num_heads % groups:
+        raise ValueError(
+            f"`num_kv_heads` must divide the {num_heads} heads of queries, got {num_kv_heads}."
+        )
+    return groups
+
+
+def heads_of(x: jax.Array, number: int) -> jax.Array:
+    """Heads that lie side by side, `(..., T, number * H)`, as `(..., T, number, H)`."""
+    return x.reshape(*x.shape[:-1], number, x.shape[-1] // number)
 
 
 def attend(
-    query: Any, key: Any, value: Any, num_heads: int, mult: float, is_causal: bool, rope: bool
+    query: jax.Array, key: jax.Array, value: jax.Array, rope: bool, **options: Any
 ) -> jax.Array:
-    """Attention of `(..., T, width)`, with its heads side by side."""
-    heads = (*query.shape[:-1], num_heads, query.shape[-1] // num_heads)
-    q, k, v = (x.reshape(heads) for x in (query, key, value))
+    """Attention of heads, with those of the result side by side: `(..., T, width)`.
+
+    Gradients of keys and values are brought to unit scale where several heads of queries share
+    them. The layers that make both, which have fewer outputs, make up for it on the way back.
+    """
     if rope:
-        q, k = F.rope(q), F.rope(k)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, mult=mult)
-    return out.reshape(query.shape)
+        query, key = F.rope(query), F.rope(key)
+    shared = math.sqrt(key.shape[-2] / query.shape[-2])
+    key, value = scale_bwd(key, shared), scale_bwd(value, shared)
+    out = F.scaled_dot_product_attention(query, key, value, **options)
+    return out.reshape(*out.shape[:-2], -1)
+
+
+def check_rate(rate: float) -> float:
+    """Refuse what is no rate of dropout."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"`rate` of `Dropout` must be in [0, 1), got {rate}.")
+    return rate
+
+
+def tied(table: Any, is_tied: bool) -> jax.Array:
+    """A table; its gradient by 1/√2 if two uses add their gradients."""
+    return scale_bwd(table, math.sqrt(0.5)) if is_tied else table
+
+
+def check_scan(num_layers: int) -> None:
+    """Refuse a scan over nothing."""
+    if num_layers < 1:
+        raise ValueError(
+            f"`scan_layers` needs one layer or more, got `num_layers` {num_layers}: leave it out."
+        )
+
+
+def remat_options(remat: bool | Callable[..., bool], scanned: bool) -> dict[str, Any]:
+    """Options of `jax.checkpoint`: in a scan XLA cannot undo it."""
+    return dict(policy=remat if callable(remat) else None, prevent_cse=not scanned)
 
 
 def branch_taus(
     config: UmupConfig, residuals: ResidualScheme | None, num_layers: int
-) -> list[tuple[float, float]]:
+) -> tuple[tuple[float, float], ...]:
     """The taus of attention and MLP of each layer."""
     tau = residuals or config.residuals()
-    return [(tau(2 * i, 2 * num_layers), tau(2 * i + 1, 2 * num_layers)) for i in range(num_layers)]
+    branches = 2 * num_layers
+    return tuple((tau(i, branches), tau(i + 1, branches)) for i in range(0, branches, 2))

@@ -12,6 +12,7 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("`jax_scalify.unit_scaling.linen` needs Flax: `pip install flax`.") from error
 
 from jax_scalify.unit_scaling.linen.layers import (
+    Dropout,
     Embed,
     LayerNorm,
     Linear,
@@ -30,6 +31,7 @@ from jax_scalify.unit_scaling.linen.transformers import (
 __all__ = [
     "MHSA",
     "MLP",
+    "Dropout",
     "Embed",
     "LayerNorm",
     "Linear",

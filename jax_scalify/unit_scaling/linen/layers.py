@@ -159,9 +159,13 @@ class LinearReadout(_Linear):
 class Embed(linen.Module):
     """A table of unit Gaussians whose rows `us.functional.embedding` looks up.
 
+    A tied table is the readout's matrix too, with the role "output": `Embed` of
+    `jax_scalify.unit_scaling.nnx` derives it.
+
     Attributes:
         num_embeddings: rows of the table.
         features: width of a row.
+        tied: whether `attend` reads out with the same table.
         dtype: of the result, by default that of the table.
         param_dtype: of the table.
 
@@ -173,16 +177,49 @@ class Embed(linen.Module):
 
     num_embeddings: int
     features: int
+    tied: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
-    @linen.compact
+    def setup(self):
+        init = with_role(_UNIT, "output" if self.tied else "embedding", self.features)
+        shape = (self.num_embeddings, self.features)
+        self.embedding = self.param("embedding", init, shape, self.param_dtype)
+
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Map integers `(...)` to `(..., features)`."""
-        init = with_role(_UNIT, "embedding", self.features)
-        shape = (self.num_embeddings, self.features)
-        table = self.param("embedding", init, shape, self.param_dtype)
+        table = _modules.tied(self.embedding, self.tied)
         return F.embedding(ids, *_modules.promoted(self.dtype, table))
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Read out with the table: map `(..., features)` to `(..., num_embeddings)`."""
+        table = _modules.tied(self.embedding, self.tied)
+        return _modules.linear(x, table.T, None, None, False, True, self.dtype)
+
+
+class Dropout(linen.Module):
+    """`us.functional.dropout`: what is left keeps unit scale, and evaluation has the mean.
+
+    Attributes:
+        rate: probability of 0, in `[0, 1)`; its keys are of the stream `dropout`.
+
+    Raises:
+        ValueError: when it is applied, if `rate` is not in `[0, 1)`.
+
+    Examples:
+        >>> from jax_scalify.unit_scaling import linen
+        >>> linen.Dropout(0.75).apply({}, jnp.ones(3), deterministic=True)
+        Array([0.5, 0.5, 0.5], dtype=float32)
+    """
+
+    rate: float
+
+    @linen.compact
+    def __call__(self, x: jax.Array, deterministic: bool = False) -> jax.Array:
+        """Set elements to 0, of an array of any shape; `deterministic` for evaluation."""
+        rate = _modules.check_rate(self.rate)
+        key = None if deterministic or not rate else self.make_rng("dropout")
+        return F.dropout(x, rate, key, deterministic)
 
 
 class LayerNorm(linen.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from flax import linen
 
 from jax_scalify.unit_scaling import _modules
 from jax_scalify.unit_scaling import functional as F
-from jax_scalify.unit_scaling.linen.layers import Embed, Linear, LinearReadout, RMSNorm
+from jax_scalify.unit_scaling.linen.layers import Dropout, Embed, Linear, LinearReadout, RMSNorm
 from jax_scalify.unit_scaling.residuals import ResidualScheme
 from jax_scalify.unit_scaling.umup import UmupConfig
 
@@ -58,25 +59,36 @@ class MHSA(linen.Module):
     """Self-attention of several heads, with the rotary embedding.
 
     Attributes:
-        num_heads: that share the width.
+        num_heads: of queries, that share the width.
+        num_kv_heads: of keys and values, each for `num_heads / num_kv_heads` heads of queries; by
+            default as many as of queries.
         is_causal: whether positions see only those before them.
+        window: how many positions before and behind its own one sees, one number or a pair; by
+            default all.
         rope: whether queries and keys are rotated by their position.
+        qk_norm: whether each head's queries and keys are normalised, by an RMS norm with a weight.
+            Scores are then at most `softmax_mult` as long as the weights are 1.
         softmax_mult: of the operand of the softmax.
         fp8: whether `query`, `key` and `value` multiply in FP8; `out`, which is critical, does not.
         depth: layers of the residual stack that it is in, or None.
         dtype, param_dtype: as of `Linear`.
 
-    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2.
+    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2; Ainslie et al., *GQA* (2023);
+    Henry et al., *Query-Key Normalization* (2020).
 
     Examples:
         >>> from jax_scalify.unit_scaling import linen
-        >>> linen.MHSA(2).init_with_output(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
+        >>> layer = linen.MHSA(2, num_kv_heads=1)
+        >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
         (1, 3, 8)
     """
 
     num_heads: int
+    num_kv_heads: int | None = None
     is_causal: bool = True
+    window: int | tuple[int, int] | None = None
     rope: bool = True
+    qk_norm: bool = False
     softmax_mult: float = 1.0
     fp8: bool = False
     depth: int | None = None
@@ -87,16 +99,24 @@ class MHSA(linen.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `(batch, positions, width)` to the same shape."""
         width = x.shape[-1]
-        _modules.check_heads(width, self.num_heads, self.rope)
-        options: dict[str, Any] = dict(
-            depth=self.depth, dtype=self.dtype, param_dtype=self.param_dtype
+        groups = _modules.check_heads(width, self.num_heads, self.num_kv_heads, self.rope)
+        kv_width = groups * (width // self.num_heads)
+        params: dict[str, Any] = dict(depth=self.depth, param_dtype=self.param_dtype)
+        options: dict[str, Any] = dict(dtype=self.dtype, **params)
+        query = Linear(width, fp8=self.fp8, name="query", **options)(x)
+        # No constraint: see `_modules.attend`.
+        key, value = (
+            Linear(kv_width, fp8=self.fp8, constraint=None, name=name, **options)(x)
+            for name in ("key", "value")
         )
-        q, k, v = (
-            Linear(width, fp8=self.fp8, name=name, **options)(x)
-            for name in ("query", "key", "value")
-        )
-        heads = (self.num_heads, self.softmax_mult, self.is_causal, self.rope)
-        return Linear(width, name="out", **options)(_modules.attend(q, k, v, *heads))
+        q = _modules.heads_of(query, self.num_heads)
+        k, v = (_modules.heads_of(y, groups) for y in (key, value))
+        if self.qk_norm:
+            q = RMSNorm(use_scale=True, name="query_norm", **params)(q)
+            k = RMSNorm(use_scale=True, name="key_norm", **params)(k)
+        attention = dict(is_causal=self.is_causal, window=self.window, mult=self.softmax_mult)
+        out = _modules.attend(q, k, v, self.rope, **attention)
+        return Linear(width, name="out", **options)(out)
 
 
 class TransformerLayer(linen.Module):
@@ -105,9 +125,10 @@ class TransformerLayer(linen.Module):
     Attributes:
         num_heads: of attention.
         hidden: of the MLP, by default `4 * width`.
+        num_kv_heads, is_causal, window, rope, qk_norm: as of `MHSA`.
         taus: ratios of the branches, attention and MLP, to their skip connections.
         config: hyperparameters of u-µP.
-        is_causal: whether positions see only those before them.
+        dropout_rate: of the `Dropout` at the end of each branch.
         fp8: whether the matmuls that are not critical are in FP8.
         depth: layers of the residual stack that it is in, or None.
         dtype, param_dtype: as of `Linear`.
@@ -121,9 +142,14 @@ class TransformerLayer(linen.Module):
 
     num_heads: int
     hidden: int | None = None
+    num_kv_heads: int | None = None
+    is_causal: bool = True
+    window: int | tuple[int, int] | None = None
+    rope: bool = True
+    qk_norm: bool = False
     taus: tuple[float, float] = (1.0, 1.0)
     config: UmupConfig = UmupConfig()
-    is_causal: bool = True
+    dropout_rate: float = 0.0
     fp8: bool = False
     depth: int | None = None
     dtype: Any = None
@@ -136,17 +162,32 @@ class TransformerLayer(linen.Module):
         self.attention_norm = RMSNorm()
         self.attention = MHSA(
             self.num_heads,
+            num_kv_heads=self.num_kv_heads,
             is_causal=self.is_causal,
+            window=self.window,
+            rope=self.rope,
+            qk_norm=self.qk_norm,
             softmax_mult=self.config.attn_softmax_mult,
             **options,
         )
         self.mlp_norm = RMSNorm()
         self.mlp = MLP(self.hidden, act_mult=self.config.ffn_act_mult, **options)
+        self.dropout = Dropout(self.dropout_rate)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map `(batch, positions, width)` to the same shape."""
-        x = F.residual_apply(lambda x: self.attention(self.attention_norm(x)), x, self.taus[0])
-        return F.residual_apply(lambda x: self.mlp(self.mlp_norm(x)), x, self.taus[1])
+    def __call__(self, x: jax.Array, taus: Any = None, deterministic: bool = False) -> jax.Array:
+        """Map `(batch, positions, width)` to the same shape.
+
+        `taus`, if given, are used instead of the layer's; `deterministic` is for evaluation.
+        """
+        attention_tau, mlp_tau = self.taus if taus is None else taus
+
+        def attention(x: jax.Array) -> jax.Array:
+            return self.dropout(self.attention(self.attention_norm(x)), deterministic)
+
+        def mlp(x: jax.Array) -> jax.Array:
+            return self.dropout(self.mlp(self.mlp_norm(x)), deterministic)
+
+        return F.residual_apply(mlp, F.residual_apply(attention, x, attention_tau), mlp_tau)
 
 
 class TransformerDecoder(linen.Module):
@@ -158,8 +199,16 @@ class TransformerDecoder(linen.Module):
         num_layers: each with two residual branches.
         num_heads: of attention.
         hidden: of the MLPs, by default `4 * width`.
+        num_kv_heads, window, qk_norm: as of `MHSA`.
+        tie_embeddings: whether the readout multiplies by the table of the embedding; `Embed` says
+            what its scales and its role are then.
         config: hyperparameters of u-µP.
         residuals: a scheme of residual branches instead of `config.residuals()`.
+        dropout_rate: of the `Dropout` at the end of each branch and behind the embedding.
+        scan_layers: whether the layers are one, compiled once, whose parameters are stacked along a
+            first axis under `layers` and which `jax.lax.scan` runs `num_layers` times.
+        remat: whether a layer's values are computed again in the backward pass, instead of kept; or
+            a policy of `jax.checkpoint` that says which.
         fp8: whether the matmuls that are not critical are in FP8: those that make queries, keys and
             values, and those into the MLPs.
         dtype: of the computation, by default that of the parameters.
@@ -179,32 +228,82 @@ class TransformerDecoder(linen.Module):
     num_layers: int
     num_heads: int
     hidden: int | None = None
+    num_kv_heads: int | None = None
+    window: int | tuple[int, int] | None = None
+    qk_norm: bool = False
+    tie_embeddings: bool = False
     config: UmupConfig = UmupConfig()
     residuals: ResidualScheme | None = None
+    dropout_rate: float = 0.0
+    scan_layers: bool = False
+    remat: bool | Callable[..., bool] = False
     fp8: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
     def setup(self):
         options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        self.embed = Embed(self.vocab_size, self.width, **options)
+        self.embed = Embed(self.vocab_size, self.width, tied=self.tie_embeddings, **options)
+        self.taus = _modules.branch_taus(self.config, self.residuals, self.num_layers)
         branches: dict[str, Any] = dict(
-            config=self.config, fp8=self.fp8, depth=self.num_layers, **options
+            num_kv_heads=self.num_kv_heads,
+            window=self.window,
+            qk_norm=self.qk_norm,
+            config=self.config,
+            dropout_rate=self.dropout_rate,
+            fp8=self.fp8,
+            depth=self.num_layers,
+            **options,
         )
-        self.layers = [
-            TransformerLayer(self.num_heads, self.hidden, taus=taus, **branches)
-            for taus in _modules.branch_taus(self.config, self.residuals, self.num_layers)
-        ]
+        if self.scan_layers:
+            _modules.check_scan(self.num_layers)
+            self.layers = TransformerLayer(self.num_heads, self.hidden, **branches)
+        else:
+            self.layers = [
+                TransformerLayer(self.num_heads, self.hidden, taus=taus, **branches)
+                for taus in self.taus
+            ]
         self.norm = RMSNorm()
-        self.readout = LinearReadout(self.vocab_size, **options)
+        if not self.tie_embeddings:
+            self.readout = LinearReadout(self.vocab_size, **options)
+        self.dropout = Dropout(self.dropout_rate)
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """Map integers `(batch, positions)` to logits `(batch, positions, vocab_size)`."""
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.readout(self.norm(x))
+    def __call__(self, ids: jax.Array, deterministic: bool = False) -> jax.Array:
+        """Map integers `(batch, positions)` to logits `(batch, positions, vocab_size)`.
 
-    def loss(self, ids: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
+        With dropout, it takes keys: `apply(..., rngs={"dropout": key})`; or `deterministic=True`.
+        """
+        x = self.dropout(self.embed(ids), deterministic)
+        x = self.norm(self._run(x, deterministic))
+        return self.embed.attend(x) if self.tie_embeddings else self.readout(x)
+
+    def loss(
+        self,
+        ids: jax.Array,
+        labels: jax.Array,
+        where: jax.Array | None = None,
+        deterministic: bool = False,
+    ) -> jax.Array:
         """Return the cross entropy of labels `(batch, positions)`, the mean of where it counts."""
-        return F.cross_entropy(self(ids), labels, mult=self.config.loss_softmax_mult, where=where)
+        logits = self(ids, deterministic)
+        return F.cross_entropy(logits, labels, mult=self.config.loss_softmax_mult, where=where)
+
+    def _run(self, x: jax.Array, deterministic: bool) -> jax.Array:
+        """Apply the layers."""
+
+        def apply(layer: Any, x: jax.Array, taus: Any) -> jax.Array:
+            return layer(x, taus, deterministic)
+
+        if self.remat:
+            apply = linen.remat(apply, **_modules.remat_options(self.remat, self.scan_layers))
+        if not self.scan_layers:
+            layers: Any = self.layers
+            for layer in layers:
+                x = apply(layer, x, None)
+            return x
+        scan = linen.scan(
+            lambda layer, x, taus: (apply(layer, x, taus), None),
+            variable_axes={"params": 0, "intermediates": 0},
+            split_rngs={"params": True, "dropout": True},
+        )
+        return scan(self.layers, x, jnp.asarray(self.taus))[0]

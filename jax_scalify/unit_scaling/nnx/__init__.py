@@ -9,7 +9,14 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("`jax_scalify.unit_scaling.nnx` needs Flax: `pip install flax`.") from error
 
-from jax_scalify.unit_scaling.nnx.layers import Embed, LayerNorm, Linear, LinearReadout, RMSNorm
+from jax_scalify.unit_scaling.nnx.layers import (
+    Dropout,
+    Embed,
+    LayerNorm,
+    Linear,
+    LinearReadout,
+    RMSNorm,
+)
 from jax_scalify.unit_scaling.nnx.transformers import (
     MHSA,
     MLP,
@@ -20,6 +27,7 @@ from jax_scalify.unit_scaling.nnx.transformers import (
 __all__ = [
     "MHSA",
     "MLP",
+    "Dropout",
     "Embed",
     "LayerNorm",
     "Linear",

@@ -105,12 +105,28 @@ class LinearReadout(Linear):
 class Embed(nnx.Module):
     """A table of unit Gaussians whose rows `us.functional.embedding` looks up.
 
+    A tied table is the readout's matrix too. Both uses want the initial scale 1, and have factors
+    of their own: 1 here, 1/width in `attend`. Two things have to be derived:
+
+    - The gradients of both uses must add up in the ratio of the true ones. Behind the readout the
+      gradient of the stream has the factor 1/√rows, and that of the table in `embedding`
+      √(rows / ids): together 1/√ids, which is the factor of the table as the readout's weight. So
+      the sum is right as it is, up to one constant, with a readout that has no constraint. 1/√2
+      gives the sum unit scale.
+    - There is one learning rate. The role is "output": updates move logits as far at every width,
+      and µP has the same learning rate for both uses. The smaller one that u-µP has for embeddings,
+      by 1/√width, would let the readout stand still in wide models.
+
     Args:
         num_embeddings: rows of the table.
         features: width of a row.
+        tied: whether `attend` reads out with the same table.
         dtype: of the result, by default that of the table.
         param_dtype: of the table.
         rngs: for the table, of the stream `params`.
+
+    Source: Yang et al., *Tensor Programs V* (2022), table 8, where input and output weights can be
+    tied; Blake et al., *u-µP* (2024), table 2 and section 4.4; Press & Wolf (2017).
 
     Examples:
         >>> from flax.nnx import Rngs
@@ -124,17 +140,74 @@ class Embed(nnx.Module):
         num_embeddings: int,
         features: int,
         *,
+        tied: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         table = jax.random.normal(rngs.params(), (num_embeddings, features), param_dtype)
-        self.embedding = nnx.Param(table, role=Role("embedding", features))
-        self.dtype = dtype
+        self.embedding = nnx.Param(table, role=Role("output" if tied else "embedding", features))
+        self.tied, self.dtype = tied, dtype
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Map integers `(...)` to `(..., features)`."""
-        return F.embedding(ids, *_modules.promoted(self.dtype, self.embedding[...]))
+        return F.embedding(ids, *_modules.promoted(self.dtype, self._table()))
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Read out with the table: map `(..., features)` to `(..., num_embeddings)`."""
+        return _modules.linear(x, self._table().T, None, None, False, True, self.dtype)
+
+    def _table(self) -> jax.Array:
+        return _modules.tied(self.embedding[...], self.tied)
+
+
+class Dropout(nnx.Dropout):
+    """`us.functional.dropout`: what is left keeps unit scale, and evaluation has the mean.
+
+    It is that of Flax in all but the factors: `model.train()` and `model.eval()` switch it, and its
+    keys are of the stream `dropout`.
+
+    Args:
+        rate: probability of 0, in `[0, 1)`.
+        deterministic: whether evaluation is meant.
+        rngs: for keys, or None if each call has its own.
+
+    Raises:
+        ValueError: if `rate` is not in `[0, 1)`.
+
+    Examples:
+        >>> from flax.nnx import Rngs
+        >>> from jax_scalify.unit_scaling import nnx
+        >>> nnx.Dropout(0.75, deterministic=True, rngs=Rngs(0))(jnp.ones(3))
+        Array([0.5, 0.5, 0.5], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        deterministic: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ):
+        super().__init__(_modules.check_rate(rate), deterministic=deterministic, rngs=rngs)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        deterministic: bool | None = None,
+        rngs: Any = None,
+    ) -> jax.Array:
+        """Set elements to 0, of an array of any shape."""
+        evaluated = bool(self.deterministic if deterministic is None else deterministic)
+        source = self.rngs if rngs is None else rngs
+        if evaluated or not self.rate or source is None:
+            return F.dropout(inputs, self.rate, deterministic=evaluated)
+        if isinstance(source, jax.Array):
+            key = source
+        else:
+            key = source.dropout() if isinstance(source, nnx.Rngs) else source()
+        return F.dropout(inputs, self.rate, key)
 
 
 class LayerNorm(nnx.Module):

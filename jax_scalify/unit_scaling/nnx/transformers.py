@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ from flax import nnx
 
 from jax_scalify.unit_scaling import _modules
 from jax_scalify.unit_scaling import functional as F
-from jax_scalify.unit_scaling.nnx.layers import Embed, Linear, LinearReadout, RMSNorm
+from jax_scalify.unit_scaling.nnx.layers import Dropout, Embed, Linear, LinearReadout, RMSNorm
 from jax_scalify.unit_scaling.residuals import ResidualScheme
 from jax_scalify.unit_scaling.umup import UmupConfig
 
@@ -67,23 +69,30 @@ class MHSA(nnx.Module):
 
     Args:
         width: of input and output.
-        num_heads: that share the width.
+        num_heads: of queries, that share the width.
+        num_kv_heads: of keys and values, each for `num_heads / num_kv_heads` heads of queries; by
+            default as many as of queries.
         is_causal: whether positions see only those before them.
+        window: how many positions before and behind its own one sees, one number or a pair; by
+            default all.
         rope: whether queries and keys are rotated by their position.
+        qk_norm: whether each head's queries and keys are normalised, by an RMS norm with a weight.
+            Scores are then at most `softmax_mult` as long as the weights are 1.
         softmax_mult: of the operand of the softmax.
         fp8: whether `query`, `key` and `value` multiply in FP8; `out`, which is critical, does not.
         depth: layers of the residual stack that it is in, or None.
         dtype, param_dtype, rngs: as of `Linear`.
 
     Raises:
-        ValueError: if the heads cannot share the width.
+        ValueError: if the heads cannot share the width, or heads of queries those of keys.
 
-    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2.
+    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2; Ainslie et al., *GQA* (2023);
+    Henry et al., *Query-Key Normalization* (2020).
 
     Examples:
         >>> from flax.nnx import Rngs
         >>> from jax_scalify.unit_scaling import nnx
-        >>> nnx.MHSA(8, 2, rngs=Rngs(0))(jnp.ones((1, 3, 8))).shape
+        >>> nnx.MHSA(8, 2, num_kv_heads=1, rngs=Rngs(0))(jnp.ones((1, 3, 8))).shape
         (1, 3, 8)
     """
 
@@ -92,8 +101,11 @@ class MHSA(nnx.Module):
         width: int,
         num_heads: int,
         *,
+        num_kv_heads: int | None = None,
         is_causal: bool = True,
+        window: int | tuple[int, int] | None = None,
         rope: bool = True,
+        qk_norm: bool = False,
         softmax_mult: float = 1.0,
         fp8: bool = False,
         depth: int | None = None,
@@ -101,20 +113,29 @@ class MHSA(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        _modules.check_heads(width, num_heads, rope)
+        groups = _modules.check_heads(width, num_heads, num_kv_heads, rope)
+        d_head = width // num_heads
         options: dict[str, Any] = dict(depth=depth, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.query = Linear(width, width, fp8=fp8, **options)
-        self.key = Linear(width, width, fp8=fp8, **options)
-        self.value = Linear(width, width, fp8=fp8, **options)
+        # No constraint: see `_modules.attend`.
+        self.key = Linear(width, groups * d_head, fp8=fp8, constraint=None, **options)
+        self.value = Linear(width, groups * d_head, fp8=fp8, constraint=None, **options)
         self.out = Linear(width, width, **options)
-        self.num_heads, self.is_causal, self.rope = num_heads, is_causal, rope
+        weight: dict[str, Any] = dict(use_scale=True, depth=depth, param_dtype=param_dtype)
+        self.query_norm = RMSNorm(d_head, **weight) if qk_norm else None
+        self.key_norm = RMSNorm(d_head, **weight) if qk_norm else None
+        self.num_heads, self.num_kv_heads = num_heads, groups
+        self.is_causal, self.window, self.rope = is_causal, window, rope
         self.softmax_mult = softmax_mult
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `(batch, positions, width)` to the same shape."""
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        options = (self.num_heads, self.softmax_mult, self.is_causal, self.rope)
-        return self.out(_modules.attend(q, k, v, *options))
+        q = _modules.heads_of(self.query(x), self.num_heads)
+        k, v = (_modules.heads_of(f(x), self.num_kv_heads) for f in (self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        options = dict(is_causal=self.is_causal, window=self.window, mult=self.softmax_mult)
+        return self.out(_modules.attend(q, k, v, self.rope, **options))
 
 
 class TransformerLayer(nnx.Module):
@@ -124,12 +145,14 @@ class TransformerLayer(nnx.Module):
         width: of input and output.
         num_heads: of attention.
         hidden: of the MLP, by default `4 * width`.
+        num_kv_heads, is_causal, window, rope, qk_norm: as of `MHSA`.
         taus: ratios of the branches, attention and MLP, to their skip connections.
         config: hyperparameters of u-µP.
-        is_causal: whether positions see only those before them.
+        dropout_rate: of the `Dropout` at the end of each branch.
         fp8: whether the matmuls that are not critical are in FP8.
         depth: layers of the residual stack that it is in, or None.
-        dtype, param_dtype, rngs: as of `Linear`.
+        dtype, param_dtype: as of `Linear`.
+        rngs: for the parameters, of the stream `params`, and for dropout, of `dropout`.
 
     Examples:
         >>> from flax.nnx import Rngs
@@ -144,9 +167,14 @@ class TransformerLayer(nnx.Module):
         num_heads: int,
         hidden: int | None = None,
         *,
+        num_kv_heads: int | None = None,
+        is_causal: bool = True,
+        window: int | tuple[int, int] | None = None,
+        rope: bool = True,
+        qk_norm: bool = False,
         taus: tuple[float, float] = (1.0, 1.0),
         config: UmupConfig = UmupConfig(),  # noqa: B008
-        is_causal: bool = True,
+        dropout_rate: float = 0.0,
         fp8: bool = False,
         depth: int | None = None,
         dtype: Any = None,
@@ -158,16 +186,31 @@ class TransformerLayer(nnx.Module):
         )
         self.attention_norm = RMSNorm(width)
         self.attention = MHSA(
-            width, num_heads, is_causal=is_causal, softmax_mult=config.attn_softmax_mult, **options
+            width,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            is_causal=is_causal,
+            window=window,
+            rope=rope,
+            qk_norm=qk_norm,
+            softmax_mult=config.attn_softmax_mult,
+            **options,
         )
         self.mlp_norm = RMSNorm(width)
         self.mlp = MLP(width, hidden, act_mult=config.ffn_act_mult, **options)
+        self.dropout = Dropout(dropout_rate, rngs=rngs) if dropout_rate else None
         self.taus = taus
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map `(batch, positions, width)` to the same shape."""
-        x = F.residual_apply(lambda x: self.attention(self.attention_norm(x)), x, self.taus[0])
-        return F.residual_apply(lambda x: self.mlp(self.mlp_norm(x)), x, self.taus[1])
+    def __call__(self, x: jax.Array, taus: Any = None) -> jax.Array:
+        """Map `(batch, positions, width)` to the same shape; `taus`, if given, are used instead."""
+        attention_tau, mlp_tau = self.taus if taus is None else taus
+        x = F.residual_apply(
+            lambda x: self._dropped(self.attention(self.attention_norm(x))), x, attention_tau
+        )
+        return F.residual_apply(lambda x: self._dropped(self.mlp(self.mlp_norm(x))), x, mlp_tau)
+
+    def _dropped(self, x: jax.Array) -> jax.Array:
+        return x if self.dropout is None else self.dropout(x)
 
 
 class TransformerDecoder(nnx.Module):
@@ -179,16 +222,25 @@ class TransformerDecoder(nnx.Module):
         num_layers: each with two residual branches.
         num_heads: of attention.
         hidden: of the MLPs, by default `4 * width`.
+        num_kv_heads, window, qk_norm: as of `MHSA`.
+        tie_embeddings: whether the readout multiplies by the table of the embedding; `Embed` says
+            what its scales and its role are then.
         config: hyperparameters of u-µP.
         residuals: a scheme of residual branches instead of `config.residuals()`.
+        dropout_rate: of the `Dropout` at the end of each branch and behind the embedding.
+        scan_layers: whether the layers are one, compiled once, whose parameters are stacked along a
+            first axis and which `jax.lax.scan` runs `num_layers` times. Roles, and for one seed the
+            numbers, are those of separate layers.
+        remat: whether a layer's values are computed again in the backward pass, instead of kept; or
+            a policy of `jax.checkpoint` that says which.
         fp8: whether the matmuls that are not critical are in FP8: those that make queries, keys and
             values, and those into the MLPs.
         dtype: of the computation, by default that of the parameters.
         param_dtype: of the parameters.
-        rngs: for the parameters, of the stream `params`.
+        rngs: for the parameters, of the stream `params`, and for dropout, of `dropout`.
 
     Raises:
-        ValueError: if the heads cannot share the width.
+        ValueError: if the heads cannot share the width, or there are no layers to scan.
 
     Source: Blake et al., *u-µP* (2024), section 4 and appendix D.
 
@@ -208,31 +260,107 @@ class TransformerDecoder(nnx.Module):
         num_heads: int,
         *,
         hidden: int | None = None,
+        num_kv_heads: int | None = None,
+        window: int | tuple[int, int] | None = None,
+        qk_norm: bool = False,
+        tie_embeddings: bool = False,
         config: UmupConfig = UmupConfig(),  # noqa: B008
         residuals: ResidualScheme | None = None,
+        dropout_rate: float = 0.0,
+        scan_layers: bool = False,
+        remat: bool | Callable[..., bool] = False,
         fp8: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.embed = Embed(vocab_size, width, **options)
-        branches: dict[str, Any] = dict(config=config, fp8=fp8, depth=num_layers, **options)
-        self.layers = nnx.List(
-            TransformerLayer(width, num_heads, hidden, taus=taus, **branches)
-            for taus in _modules.branch_taus(config, residuals, num_layers)
+        self.embed = Embed(vocab_size, width, tied=tie_embeddings, **options)
+        self.taus = _modules.branch_taus(config, residuals, num_layers)
+        branches: dict[str, Any] = dict(
+            num_kv_heads=num_kv_heads,
+            window=window,
+            qk_norm=qk_norm,
+            config=config,
+            dropout_rate=dropout_rate,
+            fp8=fp8,
+            depth=num_layers,
+            **options,
         )
+        if scan_layers:
+            _modules.check_scan(num_layers)
+            layers = [TransformerLayer(width, num_heads, hidden, **branches) for _ in self.taus]
+            self.layers = _stacked(layers)
+        else:
+            self.layers = nnx.List(
+                TransformerLayer(width, num_heads, hidden, taus=taus, **branches)
+                for taus in self.taus
+            )
         self.norm = RMSNorm(width)
-        self.readout = LinearReadout(width, vocab_size, **options)
-        self.config = config
+        self.readout = None if tie_embeddings else LinearReadout(width, vocab_size, **options)
+        self.dropout = Dropout(dropout_rate, rngs=rngs) if dropout_rate else None
+        self.config, self.scan_layers, self.remat = config, scan_layers, remat
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Map integers `(batch, positions)` to logits `(batch, positions, vocab_size)`."""
         x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.readout(self.norm(x))
+        x = x if self.dropout is None else self.dropout(x)
+        x = self.norm(self._run(x))
+        return self.embed.attend(x) if self.readout is None else self.readout(x)
 
     def loss(self, ids: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
         """Return the cross entropy of labels `(batch, positions)`, the mean of where it counts."""
         return F.cross_entropy(self(ids), labels, mult=self.config.loss_softmax_mult, where=where)
+
+    def _run(self, x: jax.Array) -> jax.Array:
+        """Apply the layers."""
+        layers: Any = self.layers
+        if not self.scan_layers:
+            for layer in layers:
+                x = _applied(layer, x, self.remat)
+            return x
+        # Not `nnx.scan`, which refuses layers of a model that a jitted function closes over.
+        graph, params, rest = nnx.split(layers, nnx.Param, ...)
+
+        def step(x: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+            params, rest, taus = xs
+            return _pure(graph, params, rest, x, taus)
+
+        if self.remat:
+            step = jax.checkpoint(step, **_modules.remat_options(self.remat, True))
+        x, rest = jax.lax.scan(step, x, (params, rest, jnp.asarray(self.taus)))
+        _update(layers, rest)
+        return x
+
+
+def _applied(layer: TransformerLayer, x: jax.Array, remat: Any) -> jax.Array:
+    """Apply one layer, and keep nothing of it if its values are computed again."""
+    if not remat:
+        return layer(x)
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    apply = jax.checkpoint(
+        functools.partial(_pure, graph), **_modules.remat_options(remat, scanned=False)
+    )
+    x, rest = apply(params, rest, x, None)
+    _update(layer, rest)
+    return x
+
+
+def _pure(graph: Any, params: Any, rest: Any, x: jax.Array, taus: Any) -> tuple[jax.Array, Any]:
+    """A layer as a function: its result, and its state but for the parameters, for keys."""
+    layer = nnx.merge(graph, params, rest)
+    x = layer(x, taus)
+    return x, nnx.split(layer, nnx.Param, ...)[2]
+
+
+def _update(layer: TransformerLayer, state: Any) -> None:
+    """Let the keys of dropout go on; without it, a model that is closed over is only read."""
+    if layer.dropout is not None and not layer.dropout.deterministic:
+        nnx.update(layer, state)
+
+
+def _stacked(layers: list[TransformerLayer]) -> TransformerLayer:
+    """One layer with the arrays of all, along a first axis."""
+    graph, first = nnx.split(layers[0])
+    rest = [nnx.state(layer) for layer in layers[1:]]
+    return nnx.merge(graph, jax.tree.map(lambda *arrays: jnp.stack(arrays), first, *rest))
