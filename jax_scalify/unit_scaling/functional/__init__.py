@@ -9,6 +9,13 @@ from jax_scalify.unit_scaling.functional.activations import (
     tanh,
 )
 from jax_scalify.unit_scaling.functional.attention import rope, scaled_dot_product_attention
+from jax_scalify.unit_scaling.functional.experts import (
+    combine,
+    dispatch,
+    load_balancing_loss,
+    ragged_dot,
+    top_k_routing,
+)
 from jax_scalify.unit_scaling.functional.losses import cross_entropy, mse_loss
 from jax_scalify.unit_scaling.functional.normalization import dropout, layer_norm, rms_norm, softmax
 from jax_scalify.unit_scaling.functional.products import (
@@ -29,8 +36,10 @@ from jax_scalify.unit_scaling.functional.sums import (
 
 __all__ = [
     "add",
+    "combine",
     "conv",
     "cross_entropy",
+    "dispatch",
     "dropout",
     "einsum",
     "embedding",
@@ -38,8 +47,10 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_readout",
+    "load_balancing_loss",
     "matmul",
     "mse_loss",
+    "ragged_dot",
     "relu",
     "residual_add",
     "residual_apply",
@@ -52,5 +63,6 @@ __all__ = [
     "silu_glu",
     "softmax",
     "tanh",
+    "top_k_routing",
     "weighted_add",
 ]
