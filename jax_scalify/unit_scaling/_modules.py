@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_scalify.unit_scaling import functional as F
-from jax_scalify.unit_scaling.fp8_scheme import fp8_matmul
+from jax_scalify.unit_scaling.fp8_scheme import fp8_matmul, fp8_ragged_dot
 from jax_scalify.unit_scaling.residuals import ResidualScheme
 from jax_scalify.unit_scaling.scaling import scale_bwd
 from jax_scalify.unit_scaling.umup import UmupConfig
@@ -100,3 +100,45 @@ def branch_taus(
     tau = residuals or config.residuals()
     branches = 2 * num_layers
     return tuple((tau(i, branches), tau(i + 1, branches)) for i in range(0, branches, 2))
+
+
+def check_experts(num_experts: int, k: int, normalize: bool) -> None:
+    """Refuse what `us.functional.top_k_routing` would when it is called."""
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"`k` must be in [1, `num_experts`], got {k} of {num_experts} experts.")
+    if k == 1 and normalize:
+        raise ValueError(
+            "`k=1` needs `normalize=False`: normalised weights are all 1 and leave no gradient to "
+            "the router."
+        )
+
+
+def mixture(
+    x: jax.Array,
+    params: tuple[Any, Any, Any, Any],
+    k: int,
+    router_mult: float,
+    act_mult: float,
+    normalize: bool,
+    fp8: bool,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """A mixture of MLPs by the kernels of router, up, gate and down; and its balancing loss."""
+    tokens = x.reshape(-1, x.shape[-1])
+    router, num_experts = params[0], params[0].shape[-1]
+    # As an output weight of µP: `mult` has 1/√width, the linear layer the other.
+    mult = router_mult / math.sqrt(x.shape[-1])
+    wide = jnp.promote_types(jnp.result_type(x, router), jnp.float32)
+    logits = F.linear(*promoted(wide, tokens, router))
+    weights, indices = F.top_k_routing(logits, k, mult=mult, normalize=normalize)
+    tokens, up, gate, down = promoted(dtype, tokens, *params[1:])
+    rows, sizes = F.dispatch(tokens, indices, num_experts)
+    matmul = fp8_ragged_dot if fp8 else jax.lax.ragged_dot
+    # No constraint: what the factors of one matrix are, those of the other are backwards.
+    hidden = F.silu_glu(
+        F.ragged_dot(rows, up, sizes, None, matmul=matmul),
+        F.ragged_dot(rows, gate, sizes, None, matmul=matmul),
+        mult=act_mult,
+    )
+    out = F.combine(F.ragged_dot(hidden, down, sizes, None), weights, indices)
+    return out.reshape(x.shape), F.load_balancing_loss(logits, indices, mult)

@@ -50,3 +50,9 @@ def fp8_matmul(
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     return nn.matmul(lhs, rhs, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
+
+
+def fp8_ragged_dot(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
+    """Multiply rows by their experts' matrices as `fp8_matmul` multiplies."""
+    formats: dict[str, Any] = dict(forward_dtype=jnp.float8_e4m3fn, backward_dtype=jnp.float8_e5m2)
+    return nn.ragged_dot(lhs, rhs, group_sizes, **formats)

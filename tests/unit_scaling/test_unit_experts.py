@@ -3,12 +3,15 @@
 import functools
 import math
 
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_scalify import unit_scaling as us
 from jax_scalify.unit_scaling import functional as F
+from jax_scalify.unit_scaling import linen, nnx
 from jax_scalify.unit_scaling.factors import balancing_std, top_k_stds
 from tests.unit_scaling.test_umup_modules import rms
 from tests.unit_scaling.test_unit_functional import MULTS, MULTS_FULL, TOLERANCE
@@ -126,6 +129,76 @@ def test_a_collapsed_router_has_a_unit_gradient_towards_balance(experts, k, mult
     loss, grad = jax.value_and_grad(F.load_balancing_loss)(logits, balanced, mult)
     np.testing.assert_allclose(loss, 1, rtol=1e-5)
     np.testing.assert_allclose(grad, 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [dict(fp8=True), full(dict(k=1, normalize=False))])
+def test_modules_of_both_interfaces_give_the_same(options):
+    options = dict(num_experts=4, hidden=24, router_mult=2.0, act_mult=0.5, depth=3) | options
+    ours, module = nnx.MoEMLP(16, rngs=flax.nnx.Rngs(0), **options), linen.MoEMLP(**options)
+    graph, state = flax.nnx.split(ours)
+    roles = flax.nnx.to_pure_dict(us.get_roles(state))
+    assert roles["router"] == us.Role("output", 16, 3)
+    assert roles["down"] == us.Role("weight", 24, 3)
+    x = normal(2, 8, 16)
+    assert us.get_roles(jax.eval_shape(module.init, jax.random.key(0), x)["params"]) == roles
+    params = flax.nnx.to_pure_dict(state)
+    got = jax.jit(lambda x: flax.nnx.merge(graph, state)(x))(x)
+    want = jax.jit(module.apply)({"params": params}, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+
+
+def test_a_mixture_is_the_sum_over_its_experts():
+    """Results of unit scale, and the right gradient of the input, up to one constant."""
+    width, experts, k = 16, 4, 2
+    graph, params = flax.nnx.split(nnx.MoEMLP(width, experts, rngs=flax.nnx.Rngs(0)))
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda p: p.astype(jnp.float64), params)
+        x, ct, *ways = jax.random.normal(jax.random.key(0), (4, 256, width))
+
+        @jax.jit
+        def run(params, x):
+            out, pull, loss = jax.vjp(
+                lambda p, x: flax.nnx.merge(graph, p)(x), params, x, has_aux=True
+            )
+            return out, loss, *pull(ct)
+
+        @jax.jit
+        def plain(params, x):
+            p = {name: value[...] for name, value in params.items()}
+            logits = x @ p["router"] / width
+            chosen, indices = jax.lax.top_k(logits, k)
+            up, gate = (jnp.einsum("td,edh->teh", x, p[name]) / 4 for name in ("up", "gate"))
+            each = jnp.einsum("teh,ehd->ted", up * jax.nn.silu(gate), p["down"]) / 8
+            each = jnp.take_along_axis(each, indices[..., None], 1)
+            share = jax.nn.one_hot(indices, experts).sum((0, 1)) / (k * len(x))
+            out = jnp.einsum("tk,tkd->td", jax.nn.softmax(chosen), each)
+            return out, experts * (jax.nn.softmax(logits).mean(0) * share).sum()
+
+        out, loss, grads, grad = run(params, x)
+        assert rms(out) == pytest.approx(1, rel=0.25)
+        for name in ("up", "gate", "down"):
+            assert rms(grads[name][...]) == pytest.approx(1, rel=0.25), name
+        want, want_loss = plain(params, x)
+        np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+        constant = jnp.vdot(out, want) / jnp.vdot(want, want)
+        np.testing.assert_allclose(out, want * constant, rtol=1e-6, atol=1e-9)
+        exact = jax.jit(jax.grad(lambda x: jnp.vdot(ct, plain(params, x)[0])))(x)
+        constant = jnp.vdot(grad, exact) / jnp.vdot(exact, exact)
+        np.testing.assert_allclose(grad, exact * constant, atol=1e-6)
+
+
+def test_matmuls_into_the_experts_are_in_fp8():
+    graph, params = flax.nnx.split(nnx.MoEMLP(16, 4, fp8=True, rngs=flax.nnx.Rngs(0)))
+    text = str(jax.make_jaxpr(lambda p, x: flax.nnx.merge(graph, p)(x))(params, normal(8, 16)))
+    assert text.count("ragged_dot") >= 3 and "f8_e4m3fn" in text
+
+
+@pytest.mark.parametrize("options", [dict(k=5), dict(k=0), dict(k=1)])
+def test_modules_refuse_what_does_not_fit(options):
+    with pytest.raises(ValueError, match="`k"):
+        nnx.MoEMLP(8, 4, **options, rngs=flax.nnx.Rngs(0))
+    with pytest.raises(ValueError, match="`k"):
+        linen.MoEMLP(4, **options).init(jax.random.key(0), jnp.ones((2, 8)))
 
 
 @pytest.mark.parametrize(

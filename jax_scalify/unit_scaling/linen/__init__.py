@@ -11,6 +11,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("`jax_scalify.unit_scaling.linen` needs Flax: `pip install flax`.") from error
 
+from jax_scalify.unit_scaling.linen.experts import MoEMLP
 from jax_scalify.unit_scaling.linen.layers import (
     Dropout,
     Embed,
@@ -36,6 +37,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LinearReadout",
+    "MoEMLP",
     "RMSNorm",
     "TransformerDecoder",
     "TransformerLayer",

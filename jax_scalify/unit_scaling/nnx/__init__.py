@@ -9,6 +9,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("`jax_scalify.unit_scaling.nnx` needs Flax: `pip install flax`.") from error
 
+from jax_scalify.unit_scaling.nnx.experts import MoEMLP
 from jax_scalify.unit_scaling.nnx.layers import (
     Dropout,
     Embed,
@@ -32,6 +33,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LinearReadout",
+    "MoEMLP",
     "RMSNorm",
     "TransformerDecoder",
     "TransformerLayer",
