@@ -13,7 +13,7 @@ from jax_scalify.unit_scaling import functional as F
 from jax_scalify.unit_scaling import nnx, optim
 from tests.unit_scaling.test_umup_modules import rms
 
-CLASSES, WIDTH, DEPTH, SIZE = 10, 32, 2, 8
+CLASSES, WIDTH, DEPTH, SIZE = 10, 32, 1, 8
 TAU = us.umup_residuals()
 
 
@@ -35,7 +35,7 @@ class ViT(flax.nnx.Module):
         options = dict(is_causal=False, rope=False, qk_norm=True, depth=DEPTH, rngs=rngs)
         taus = [(TAU(i, 2 * DEPTH), TAU(i + 1, 2 * DEPTH)) for i in range(0, 2 * DEPTH, 2)]
         self.layers = flax.nnx.List(
-            nnx.TransformerLayer(WIDTH, 4, 48, taus=pair, **options) for pair in taus
+            nnx.TransformerLayer(WIDTH, 2, 48, taus=pair, **options) for pair in taus
         )
         self.norm = nnx.RMSNorm(WIDTH)
         self.readout = nnx.LinearReadout(WIDTH, CLASSES, rngs=rngs)
@@ -101,7 +101,7 @@ def test_models_of_vision_have_unit_scale_and_learn(make):
         return optax.apply_updates(params, updates), state, value, sizes
 
     values, state, (logits, streams, grads) = [], tx.init(params), (None, None, None)
-    for _ in range(12):
+    for _ in range(10):
         params, state, value, sizes = step(params, state)
         values.append(float(value))
         if logits is None:

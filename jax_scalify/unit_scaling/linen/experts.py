@@ -44,9 +44,10 @@ class MoEMLP(linen.Module):
     Examples:
         >>> from jax_scalify.unit_scaling import linen
         >>> layer = linen.MoEMLP(num_experts=4)
-        >>> (out, balance), _ = layer.init_with_output(jax.random.key(0), jnp.ones((2, 3, 8)))
-        >>> out.shape, balance.shape
-        ((2, 3, 8), ())
+        >>> run = jax.eval_shape(layer.init_with_output, jax.random.key(0), jnp.ones((2, 3, 8)))
+        >>> (out, balance), variables = run
+        >>> out.shape, balance.shape, variables["params"]["up"].role
+        ((2, 3, 8), (), Role(name='weight', fan_in=8, depth=None))
     """
 
     num_experts: int

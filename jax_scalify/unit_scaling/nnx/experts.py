@@ -45,7 +45,10 @@ class MoEMLP(nnx.Module):
     Examples:
         >>> from flax.nnx import Rngs
         >>> from jax_scalify.unit_scaling import nnx
-        >>> out, balance = nnx.MoEMLP(8, num_experts=4, rngs=Rngs(0))(jnp.ones((2, 3, 8)))
+        >>> layer = nnx.MoEMLP(8, num_experts=4, hidden=8, rngs=Rngs(0))
+        >>> layer.router.role
+        Role(name='output', fan_in=8, depth=None)
+        >>> out, balance = jax.eval_shape(layer, jnp.ones((2, 3, 8)))
         >>> out.shape, balance.shape
         ((2, 3, 8), ())
     """
