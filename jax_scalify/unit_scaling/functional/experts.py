@@ -92,7 +92,8 @@ def top_k_routing(
 def dispatch(x: Any, indices: Any, num_experts: int) -> tuple[jax.Array, jax.Array]:
     """Repeat each row for its k experts, sorted by expert; the gradient of `x` by 1/√k.
 
-    Experts get as many rows as have chosen them: none is dropped, and none is padded.
+    Experts get as many rows as have chosen them: none is dropped, and none is padded. All rows are
+    sorted together: on several devices, inside of `jax.shard_map`, those of each device.
 
     Args:
         x: `(rows, width)`.
