@@ -25,6 +25,7 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.interpreter import registry
 from tests import block_layouts, layouts, wire
+from tests.unit_scaling import on_devices
 
 DEVICES = 8
 CASES = {}
@@ -621,7 +622,7 @@ def misplaced_scales_are_named():
         sharding("no_such_axis")
 
 
-CASES |= wire.CASES | block_layouts.CASES
+CASES |= wire.CASES | block_layouts.CASES | on_devices.CASES
 
 CASES_OF_LAYOUTS = [
     pytest.param(

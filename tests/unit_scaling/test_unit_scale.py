@@ -205,7 +205,7 @@ def test_dropout_and_half_precision():
         assert grad.dtype == jnp.bfloat16 and 0.5 < rms(grad) < 2
 
 
-def test_control_flow_without_gradients_is_run_as_it_is(capsys):
+def test_control_flow_without_parameters(capsys):
     def fun(w):
         h = jax.lax.while_loop(lambda h: h.sum() < -1e9, jnp.tanh, X @ w)
         h = jax.lax.cond(h.sum() > 0, jnp.sin, jnp.tanh, h)
@@ -229,15 +229,6 @@ def test_what_cannot_be_measured_is_said():
         found = us.unit_scale(fun).report(X).rows
     (row,) = [r for r in found if "not measured" in r.note]
     assert row.alpha == 1 and row.operation == "pure_callback"
-
-
-def test_collectives_stay_as_they_are():
-    def fun(x):
-        return jax.lax.psum(jnp.tanh(x), "devices")
-
-    out = jax.vmap(us.unit_scale(fun), axis_name="devices")(X)
-    ratio = out[0] / jnp.tanh(X).sum(0)
-    np.testing.assert_allclose(ratio, 1 / 0.628, rtol=0.03)
 
 
 def test_small_operands_of_large_results_are_sampled_once(monkeypatch):

@@ -38,9 +38,10 @@ def constants(got, expected):
     return found
 
 
-def check(fun, params, *args, monkeypatch, constraint="to_output_scale"):
+def check(fun, params, *args, monkeypatch, constraint="to_output_scale", is_measured=False):
     """Gradients against those of the function that the forward pass computes."""
-    scaled = us.unit_scale(fun, constraint=constraint)
+    example = (params, *args) if is_measured else None
+    scaled = us.unit_scale(fun, constraint=constraint, example=example)
 
     def both(params, *args):
         results = jax.value_and_grad(scaled)(params, *args)
@@ -126,6 +127,15 @@ def test_random_graphs(seed, monkeypatch, random_factors):
     check(fun, params, x, monkeypatch=monkeypatch)
 
 
+FEW = [pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 30)]
+
+
+@pytest.mark.parametrize("seed", [*range(2), *FEW])
+def test_random_graphs_with_sizes_of_an_example(seed, monkeypatch, random_factors):
+    fun, params, x = random_function(seed)
+    check(fun, params, x, monkeypatch=monkeypatch, is_measured=True)
+
+
 def test_the_graphs_have_all_kinds_of_edges(random_factors):
     notes, cuts = set(), set()
     for seed in range(12):
@@ -192,15 +202,45 @@ def arrays(**shapes):
     return jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s) / 2), shapes, is_leaf=is_shape)
 
 
-def test_loops(monkeypatch, random_factors):
+def branching(params, x):
+    """A weight in both branches, one in each, and a loop whose gradient ends at its start."""
+    h = x @ params["in"]
+
+    def left(h):
+        return jnp.tanh(h @ params["both"]) @ params["left"]
+
+    def right(h):
+        return h * jnp.sin(h @ params["both"])
+
+    h = jax.lax.switch(params["index"], [left, right, lambda h: h + 1], h) + jnp.cos(h)
+    wide = jax.lax.stop_gradient(jax.lax.while_loop(lambda x: x.sum() > 9, jnp.tanh, h))
+    return jnp.mean((h * wide @ params["head"]) ** 2)
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2))])
+def test_branches(index, is_measured, monkeypatch, random_factors):
+    shapes = {"in": (3, 4), "both": (4, 4), "left": (4, 4), "head": (4, 2)}
+    params, x = arrays(**shapes), arrays(x=(5, 3))["x"]
+
+    def fun(params, x):
+        return branching({**params, "index": index}, x)
+
+    check(fun, params, x, monkeypatch=monkeypatch, is_measured=is_measured)
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_loops(is_measured, monkeypatch, random_factors):
     layers = {"up": (3, 4, 6), "down": (3, 6, 4)}
     params = arrays(**{"in": (3, 4), "layers": layers, "out": (4, 2), "head": (4, 2)})
-    check(scanned, params, arrays(x=(5, 3))["x"], monkeypatch=monkeypatch)
-    params = arrays(h=(4, 4), x=(3, 4), out=(4, 2))
-    check(recurrent, params, arrays(x=(6, 2, 3))["x"], monkeypatch=monkeypatch)
+    x = arrays(x=(5, 3))["x"]
+    check(scanned, params, x, monkeypatch=monkeypatch, is_measured=is_measured)
+    params, x = arrays(h=(4, 4), x=(3, 4), out=(4, 2)), arrays(x=(6, 2, 3))["x"]
+    check(recurrent, params, x, monkeypatch=monkeypatch, is_measured=is_measured)
 
 
-def test_checkpoints(monkeypatch, random_factors):
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_checkpoints(is_measured, monkeypatch, random_factors):
     params = arrays(w=(4, 6), v=(6, 4), head=(4, 2))
     x = arrays(x=(5, 4))["x"]
 
@@ -212,7 +252,7 @@ def test_checkpoints(monkeypatch, random_factors):
     def loss(params, x):
         return jnp.mean((block(params, block(params, x)) @ params["head"]) ** 2)
 
-    check(loss, params, x, monkeypatch=monkeypatch)
+    check(loss, params, x, monkeypatch=monkeypatch, is_measured=is_measured)
     assert "remat" in str(jax.make_jaxpr(us.unit_scale(loss))(params, x))
 
 

@@ -6,18 +6,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex_core
 
 from jax_scalify import _compat
+from jax_scalify.base.jaxprs import while_operands
 from jax_scalify.unit_scaling.automatic.groups import Group
 from jax_scalify.unit_scaling.automatic.planning import Factors, Plan
 from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value, run_op
 from jax_scalify.unit_scaling.scaling import scale_bwd, scale_fwd
 
-Observer = Callable[[Group, Any], Any]
+Observer = Callable[[Value, Any], Any]
 
 
 def run(plan: Plan, args: Sequence[Any], observe: Observer | None = None) -> list[Any]:
-    """Evaluate the program of a plan; `observe` may replace the results of its groups."""
+    """Evaluate the program of a plan.
+
+    `observe` may replace the results of its groups. What is computed again in the backward pass is
+    kept then and loops are unrolled, so that all results are of one trace; branches, loops of
+    unknown length and what runs on a mesh are seen from outside.
+    """
     return _run_scope(plan, plan.scope, args, observe)
 
 
@@ -45,7 +54,7 @@ def read(env: dict[Value, Any], value: Value) -> Any:
 
 def _run_group(
     plan: Plan, group: Group, env: dict[Value, Any], observe: Observer | None
-) -> list[Any]:
+) -> Sequence[Any]:
     factors = plan.factors[group]
     slots = iter(zip(factors.weights, factors.grads, strict=True))
     results: Sequence[Any]
@@ -62,12 +71,17 @@ def _run_group(
             read(env, v) if v.is_known else _enter(read(env, v), *next(slots))
             for v in group.root.inputs
         ]
-        body = group.root.body
-        if body is not None:
-            return _run_body(plan, group.root, body, args, observe)
+        if group.root.bodies:
+            return _run_bodies(plan, group, args, observe)
         results = run_op(group.root, args)
     results = [_leave(x, v, factors) for x, v in zip(results, group.outputs, strict=True)]
-    return results if observe is None else [observe(group, x) for x in results]
+    return _observed(group, results, observe)
+
+
+def _observed(group: Group, results: Sequence[Any], observe: Observer | None) -> Sequence[Any]:
+    if observe is None:
+        return results
+    return [observe(v, x) for v, x in zip(group.outputs, results, strict=True)]
 
 
 def _enter(x: Any, weight: float, grad: float) -> Any:
@@ -85,31 +99,85 @@ def _leave(x: Any, value: Value, factors: Factors) -> Any:
     return x if factors.result_grad == 1 else scale_bwd(x, factors.result_grad)
 
 
-def _run_body(
-    plan: Plan, op: Op, body: Scope, args: Sequence[Any], observe: Observer | None
-) -> list[Any]:
+def _run_bodies(
+    plan: Plan, group: Group, args: Sequence[Any], observe: Observer | None
+) -> Sequence[Any]:
+    op = group.root
+    if op.name == "scan":
+        return _run_scan(plan, op, args, observe)
+    if op.name not in _FROM_OUTSIDE:
+        return _run_checkpoint(plan, op, args, observe)
+    return _observed(group, _FROM_OUTSIDE[op.name](plan, op, args), observe)
+
+
+def _run_checkpoint(
+    plan: Plan, op: Op, args: Sequence[Any], observe: Observer | None
+) -> Sequence[Any]:
+    (body,) = op.bodies
+    if observe is not None:
+        return _run_scope(plan, body, args, observe)
     params = op.eqn.params
-    if not op.is_scan:
+    kept = jax.checkpoint(
+        lambda *xs: _run_scope(plan, body, xs, None),
+        prevent_cse=params["prevent_cse"],
+        policy=params["policy"],
+    )
+    return kept(*args)
 
-        def checkpointed(*xs: Any) -> list[Any]:
-            return _run_scope(plan, body, xs, observe)
 
-        kept = jax.checkpoint(
-            checkpointed, prevent_cse=params["prevent_cse"], policy=params["policy"]
-        )
-        return kept(*args)
+def _run_scan(plan: Plan, op: Op, args: Sequence[Any], observe: Observer | None) -> list[Any]:
+    (body,), params = op.bodies, op.eqn.params
     consts, count = _compat.scan_counts(params)
 
     def step(carry: Any, xs: Any) -> Any:
         out = _run_scope(plan, body, [*args[:consts], *carry, *xs], observe)
         return out[:count], out[count:]
 
-    carry, ys = jax.lax.scan(
-        step,
-        list(args[consts : consts + count]),
-        list(args[consts + count :]),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
+    carry, xs = list(args[consts : consts + count]), list(args[consts + count :])
+    length, reverse = params["length"], params["reverse"]
+    if observe is None or not length:
+        carry, ys = lax.scan(
+            step, carry, xs, length=length, reverse=reverse, unroll=params["unroll"]
+        )
+        return [*carry, *ys]
+    steps = []
+    for i in reversed(range(length)) if reverse else range(length):
+        carry, ys = step(carry, [x[i] for x in xs])
+        steps.append(ys)
+    stacked = [jnp.stack(ys[::-1] if reverse else ys) for ys in zip(*steps, strict=True)]
+    return [*carry, *stacked]
+
+
+def _run_while(plan: Plan, op: Op, args: Sequence[Any]) -> Any:
+    """The condition is evaluated as it is, on what the body makes."""
+    (body,), params = op.bodies, op.eqn.params
+    tested, consts, carry = while_operands(params, args)
+    condition = jex_core.jaxpr_as_fun(params["cond_jaxpr"])
+    return lax.while_loop(
+        lambda carry: condition(*tested, *carry)[0],
+        lambda carry: _run_scope(plan, body, [*consts, *carry], None),
+        list(carry),
     )
-    return [*carry, *ys]
+
+
+def _run_cond(plan: Plan, op: Op, args: Sequence[Any]) -> Any:
+    def branch(body: Scope) -> Callable[..., list[Any]]:
+        return lambda *xs: _run_scope(plan, body, xs, None)
+
+    return lax.switch(args[0], [branch(body) for body in op.bodies], *args[1:])
+
+
+def _run_shard_map(plan: Plan, op: Op, args: Sequence[Any]) -> Any:
+    (body,), params = op.bodies, op.eqn.params
+    sharded = jax.shard_map(
+        lambda *xs: tuple(_run_scope(plan, body, xs, None)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return sharded(*args)
+
+
+_FROM_OUTSIDE = {"while": _run_while, "cond": _run_cond, "shard_map": _run_shard_map}

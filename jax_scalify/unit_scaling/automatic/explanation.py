@@ -72,6 +72,15 @@ def explain(plan: Plan, names: dict[Value, str]) -> Explanation:
     return Explanation(tuple(_rows(plan, plan.scope, names)))
 
 
+def rows_of(plan: Plan) -> dict[Value, Row]:
+    """Return the row of the operation that makes each value."""
+    return {
+        value: _row(group, factors, {})
+        for group, factors in plan.factors.items()
+        for value in group.outputs
+    }
+
+
 def _rows(plan: Plan, scope: Scope, names: dict[Value, str]) -> Iterator[Row]:
     for value in scope.inputs:
         if value.source in names and not value.is_carry:
@@ -82,8 +91,8 @@ def _rows(plan: Plan, scope: Scope, names: dict[Value, str]) -> Iterator[Row]:
             names[op.outputs[0]] = names[op.inputs[0]]
         if op in group_of:
             yield _row(group_of[op], plan.factors[group_of[op]], names)
-        if op.body is not None:
-            yield from _rows(plan, op.body, names)
+        for body in op.bodies:
+            yield from _rows(plan, body, names)
 
 
 def _row(group: Group, factors: Factors, names: dict[Value, str]) -> Row:
@@ -114,7 +123,7 @@ def _row(group: Group, factors: Factors, names: dict[Value, str]) -> Row:
 def _name(group: Group) -> str:
     if group.kind != "function":
         return group.root.name
-    calls = [op.callers[0] if op.callers else _call_name(op) for op in group.ops]
+    calls = [op.around.callers[0] if op.around.callers else _call_name(op) for op in group.ops]
     names = dict.fromkeys(c for c in calls if not moves(c))
     text = " ".join(names) or group.root.name
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -6,15 +6,14 @@ Source: Blake et al., *Unit Scaling* (2023), section 4.2 and theorem 5.2.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax_scalify.unit_scaling.automatic.groups import Group
-from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value
+from jax_scalify.unit_scaling.automatic.program import Scope, Value
 
 Node = Any  # a Value (an argument, or an input of a body), a Group, or SINK
 SINK = "results"
-Carries = Callable[[Op], list[tuple[Value, Value]]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,7 +56,7 @@ class Graph:
         )
 
     def _end(self, group: Group, slot: int) -> Node:
-        return group if group.root.body is None else _body_input(group, slot)
+        return _entered(group, slot)[0] if group.root.bodies else group
 
     def branch(self, group: Group) -> list[Edge] | None:
         """Return the edges on which the branch of a residual sum starts.
@@ -85,30 +84,21 @@ class Graph:
         return starts if all(edge.user is not None for edge in starts) else None
 
 
-def _body_input(group: Group, slot: int) -> Value:
-    return body_pairs(group.root)[slot][1]
+def _entered(group: Group, slot: int) -> Sequence[Node]:
+    """What an operand is in each body; the group itself if it is not taken there."""
+    return group.root.passed[slot][1] or [group]
 
 
-def body_pairs(op: Op) -> list[tuple[Value, Value]]:
-    """Return the operands of a body that may have a gradient, with the body's inputs."""
-    assert op.body is not None
-    return [(x, i) for x, i in zip(op.inputs, op.body.inputs, strict=True) if not x.is_known]
-
-
-def build(
-    scope: Scope, groups: dict[Scope, list[Group]], results: Sequence[Value], carries: Carries
-) -> Graph:
+def build(scope: Scope, groups: dict[Scope, list[Group]], results: Sequence[Value]) -> Graph:
     """Return the graph of a program, in which `results` are connected with each other.
 
     Args:
         scope: the program.
         groups: of each scope.
         results: that gradients are taken of at the same time.
-        carries: returns of the equation of a scan the pairs of inputs and outputs of its body
-            that are the same value in the next step.
     """
     graph = Graph()
-    _add_scope(graph, scope, groups, carries)
+    _add_scope(graph, scope, groups)
     for value in results:
         graph.connect(value, SINK)
     for edge in _bridges(graph):
@@ -116,24 +106,33 @@ def build(
     return graph
 
 
-def _add_scope(
-    graph: Graph, scope: Scope, groups: dict[Scope, list[Group]], carries: Carries
-) -> None:
+def _add_scope(graph: Graph, scope: Scope, groups: dict[Scope, list[Group]]) -> None:
     for group in groups[scope]:
-        if group.root.body is None:
-            for slot, value in enumerate(group.operands):
-                graph.connect(value, group, group, slot)
-            graph.makers.update(dict.fromkeys(group.outputs, group))
+        if group.root.bodies:
+            _add_bodies(graph, group, groups)
             continue
-        body = group.root.body
-        for slot, (value, inside) in enumerate(body_pairs(group.root)):
-            graph.connect(value, inside, group, slot)
-        _add_scope(graph, body, groups, carries)
-        for value, inside in zip(group.outputs, body.outputs, strict=True):
-            if not inside.is_known:
-                graph.makers[value] = graph.makers.setdefault(inside, inside)
-        for first, last in carries(group.root):
-            graph.connect(last, first)
+        for slot, value in enumerate(group.operands):
+            graph.connect(value, group, group, slot)
+        graph.makers.update(dict.fromkeys(group.outputs, group))
+
+
+def _add_bodies(graph: Graph, group: Group, groups: dict[Scope, list[Group]]) -> None:
+    """Add the bodies of an equation; branches have the same inputs and meet at their results."""
+    for slot, value in enumerate(group.operands):
+        first, *others = _entered(group, slot)
+        graph.connect(value, first, group, slot)
+        graph.makers.update(dict.fromkeys(others, first))
+    bodies = group.root.bodies
+    for body in bodies:
+        _add_scope(graph, body, groups)
+    for value, *insides in zip(group.outputs, *(b.outputs for b in bodies), strict=True):
+        if len(insides) > 1:
+            for inside in insides:
+                graph.connect(inside, value)
+        elif not insides[0].is_known:
+            graph.makers[value] = graph.makers.setdefault(insides[0], insides[0])
+    for first, last in group.root.carries:
+        graph.connect(last, first)
 
 
 def _bridges(graph: Graph) -> list[Edge]:

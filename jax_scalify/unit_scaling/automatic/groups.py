@@ -8,9 +8,14 @@ fanout-free cone): a normalisation, a softmax, an activation, a loss.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.unit_scaling.automatic.collectives import (
+    is_collective,
+    is_copied_to_devices,
+    is_sum_over_devices,
+)
 from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value
 
 
@@ -28,7 +33,8 @@ class Group:
     """Equations that are scaled as one operation.
 
     Attributes:
-        kind: "product", "lookup", "sum", "function", "body" (a loop or a checkpoint) or "opaque".
+        kind: "product", "lookup", "sum", "function", "body" (of a loop, a branch, a checkpoint or a
+            `shard_map`) or "opaque".
         ops: in order; the last one makes the results.
         operands: that have, or may have, a gradient.
         split: of a residual sum, the value at which skip and branch part; the branch is
@@ -57,7 +63,7 @@ class Group:
 def partition(scope: Scope, has_loss: bool) -> list[Group]:
     """Return the groups of a scope, in order; equations of known values belong to none."""
     consumers = _consumers(scope.ops)
-    unknown = [op for op in scope.ops if op.eqn.effects or not all(v.is_known for v in op.inputs)]
+    unknown = [op for op in scope.ops if op.has_effects or not all(v.is_known for v in op.inputs)]
     leads = _leads_to_product(unknown, scope, consumers, has_loss)
     splits: dict[Op, tuple[Value, int]] = {}
     kinds = _kinds(unknown, leads, splits)
@@ -116,9 +122,9 @@ def _kinds(ops: list[Op], leads: set[Op], splits: dict[Op, tuple[Value, int]]) -
         return sources.get(value, frozenset([value]))
 
     for op in ops:
-        if op.body is not None:
+        if op.bodies:
             kinds[op] = "body"
-        elif op.eqn.effects:
+        elif op.has_effects:
             kinds[op] = "opaque"
         elif op.name in _PRODUCTS:
             kinds[op] = "product"
@@ -130,10 +136,25 @@ def _kinds(ops: list[Op], leads: set[Op], splits: dict[Op, tuple[Value, int]]) -
                 splits[op] = split
             if split is not None or op in leads:
                 kinds[op] = "sum"
+        elif _is_own_collective(op, of):
+            kinds[op] = "function"
         alone = frozenset([op]) if op in kinds else None
         for value in op.outputs:
             sources[value] = alone or frozenset().union(*map(of, op.inputs))
     return kinds
+
+
+def _is_own_collective(op: Op, sources: Callable[[Value], frozenset]) -> bool:
+    """Tell whether a collective is of independent numbers, not of statistics of a function.
+
+    Those are smaller than what they are made of.
+    """
+    if is_copied_to_devices(op.eqn):
+        return parameter(op.inputs[0]) is not None
+    if not is_sum_over_devices(op.eqn):
+        return False
+    made_of = [x.outputs[0] if isinstance(x, Op) else x for x in sources(op.inputs[0])]
+    return op.inputs[0].size >= max((x.size for x in made_of), default=1) > 1
 
 
 def _is_independent(op: Op, sources: Callable[[Value], frozenset]) -> bool:
@@ -148,9 +169,9 @@ def _is_independent(op: Op, sources: Callable[[Value], frozenset]) -> bool:
 def _split(op: Op) -> tuple[Value, int] | None:
     """Find at which value the skip and the branch of a residual sum part, and which is which."""
     for branch in (1, 0):
-        start = through_movement(op.inputs[1 - branch])
-        if _depends_on(op.inputs[branch], start):
-            return start, branch
+        for start in _copies(op.inputs[1 - branch]):
+            if _depends_on(op.inputs[branch], start):
+                return start, branch
     return None
 
 
@@ -166,11 +187,23 @@ def _depends_on(value: Value, start: Value) -> bool:
     return False
 
 
+def are_alike(group: Group) -> bool:
+    """Tell whether devices count as alike: in a function that does more than to move data."""
+    return not all(moves(op.name) or is_collective(op.eqn) for op in group.ops)
+
+
 def through_movement(value: Value) -> Value:
     """Return what a value is a copy of, up to its shape and dtype."""
+    *_, value = _copies(value)
+    return value
+
+
+def _copies(value: Value) -> Iterator[Value]:
+    """A value, and all that it is a copy of."""
+    yield value
     while value.op is not None and moves(value.op.name):
         value = value.op.inputs[0]
-    return value
+        yield value
 
 
 def parameter(value: Value) -> Value | None:
@@ -187,14 +220,19 @@ def parameter(value: Value) -> Value | None:
 def is_bias(value: Value, other: Value, op: Op) -> bool:
     """Tell whether a value is a parameter that is repeated to be added to another value.
 
-    A bias has one axis, or is added to a product; what else is repeated may be an embedding.
+    A bias has one axis, or is added to a product, or to what a gain of its shape multiplies; what
+    else is repeated may be an embedding.
     """
     start = through_movement(value)
     if parameter(value) is None or start.size >= op.outputs[0].size:
         return False
+    if sum(n > 1 for n in start.shape) <= 1:
+        return True
     origin = through_movement(other).op
-    is_product = origin is not None and origin.name in _PRODUCTS
-    return is_product or sum(n > 1 for n in start.shape) <= 1
+    if origin is None or origin.name in _PRODUCTS:
+        return origin is not None
+    gains = [v for v in origin.inputs if origin.name == "mul" and parameter(v) is not None]
+    return any(through_movement(v).shape == start.shape for v in gains)
 
 
 def _leads_to_product(
@@ -204,7 +242,7 @@ def _leads_to_product(
     found: set[Op] = set()
     for op in reversed(ops):
         after = [c for v in op.outputs for c in consumers.get(v, ())]
-        if any(c in found or c.name in _PRODUCTS or c.body is not None for c in after) or (
+        if any(c in found or c.name in _PRODUCTS or c.bodies for c in after) or (
             not has_loss and any(v in scope.outputs for v in op.outputs)
         ):
             found.add(op)

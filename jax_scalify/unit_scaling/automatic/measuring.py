@@ -20,8 +20,15 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat
-from jax_scalify.unit_scaling.automatic.groups import Group, is_bias, moves, parameter
-from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value, all_scopes, run_op
+from jax_scalify.unit_scaling.automatic.collectives import run_alone
+from jax_scalify.unit_scaling.automatic.groups import (
+    Group,
+    are_alike,
+    is_bias,
+    moves,
+    parameter,
+)
+from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value, all_scopes
 
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())
 _CACHE: dict[Any, Any] = {}
@@ -49,12 +56,14 @@ class Measuring:
         moved = [i for i, v in enumerate(group.operands) if v.is_inexact]
         roles = [_role(v, group) for v in group.operands]
         outputs = [i for i, v in enumerate(group.outputs) if v.is_inexact]
+        alike = are_alike(group)
 
         def run(*xs: Any) -> list[Any]:
             env = {v: jnp.zeros(v.shape, v.aval.dtype) for v in group.operands if not v.is_inexact}
             env |= {group.operands[i]: x for i, x in zip(moved, xs, strict=True)}
             for op in group.ops:
-                results = run_op(op, [self._value(v, env) for v in op.inputs])
+                args = [self._value(v, env) for v in op.inputs]
+                results = run_alone(op.eqn, args, op.around.axes, alike)
                 env.update(zip(op.outputs, results, strict=True))
             return [env[group.outputs[i]] for i in outputs]
 
@@ -80,8 +89,11 @@ class Measuring:
         if value.source is not None:
             out = self._value(value.source, env)
             out = out[0] if value.is_slice else out
+            if out.shape != value.shape:  # a device's part
+                out = jnp.resize(out, value.shape)
         elif value.op is not None:
-            results = run_op(value.op, [self._value(v, env) for v in value.op.inputs])
+            args = [self._value(v, env) for v in value.op.inputs]
+            results = run_alone(value.op.eqn, args, value.op.around.axes, True)
             env.update(zip(value.op.outputs, results, strict=True))
             return env[value]
         else:
@@ -115,7 +127,7 @@ def _is_plain(const: Any) -> bool:
 
 
 def _measure_known(closed: Any, roles: Sequence[str]) -> float:
-    return float(_call(lambda: _rms(jex_core.jaxpr_as_fun(closed)()[0])))
+    return float(call_now(lambda: _rms(jex_core.jaxpr_as_fun(closed)()[0])))
 
 
 def _measure(closed: Any, roles: Sequence[str]) -> tuple[float, list[float]]:
@@ -136,15 +148,15 @@ def _measure(closed: Any, roles: Sequence[str]) -> tuple[float, list[float]]:
         return [_rms(y) for y in out], [_rms(g) for g in pull(_filled(seeds, results, 1))]
 
     try:
-        outs, grads = _call(both, xs, seeds)
+        outs, grads = call_now(both, xs, seeds)
     except (TypeError, ValueError, NotImplementedError):  # it has no reverse-mode derivative
-        outs, grads = _call(forward, xs), [1.0] * len(xs)
+        outs, grads = call_now(forward, xs), [1.0] * len(xs)
     sizes = [a.size for a in results]
     squares = sum(n * float(y) ** 2 for n, y in zip(sizes, outs, strict=True))
     return math.sqrt(squares / max(sum(sizes), 1)), [float(g) for g in grads]
 
 
-def _call(fun: Any, *args: Any) -> Any:
+def call_now(fun: Any, *args: Any) -> Any:
     """Compile a function and run it now, even while another one is traced."""
     is_small = all(x is not None for xs in args for x in xs)
     options = _COMPILE_FAST if is_small and jax.default_backend() == "cpu" else None

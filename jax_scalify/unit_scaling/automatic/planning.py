@@ -8,13 +8,16 @@ import warnings
 
 from jax_scalify import _compat
 from jax_scalify.unit_scaling.automatic import graph as graphs
+from jax_scalify.unit_scaling.automatic.collectives import count_devices_without
 from jax_scalify.unit_scaling.automatic.groups import Group, partition, through_movement
 from jax_scalify.unit_scaling.automatic.measuring import Measuring
 from jax_scalify.unit_scaling.automatic.products import count_terms
-from jax_scalify.unit_scaling.automatic.program import Op, Scope, Value, all_scopes
+from jax_scalify.unit_scaling.automatic.program import Scope, Value, all_scopes
 from jax_scalify.unit_scaling.constraints import Constraint, apply_constraint
 
 _NEAR_ONE = 0.05  # octaves by which a factor may differ from 1 before it is worth an operation
+
+_ROUNDING = 2.0**-16  # of the largest gradient: what is smaller is 0, but for rounding
 
 
 @dataclasses.dataclass
@@ -43,12 +46,21 @@ class Factors:
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-    """A program, its groups scope by scope, and their factors."""
+    """A program, its groups scope by scope, and their factors.
+
+    Attributes:
+        scope: the program.
+        groups: of each scope.
+        factors: of each group.
+        loss: the result that gradients are taken of, or None if it is all of them.
+        results: those, within the bodies that make them.
+    """
 
     scope: Scope
     groups: dict[Scope, list[Group]]
     factors: dict[Group, Factors]
     loss: Value | None
+    results: list[Value]
 
 
 def make_plan(scope: Scope, constraint: Constraint, residuals: bool = True) -> Plan:
@@ -65,12 +77,12 @@ def make_plan(scope: Scope, constraint: Constraint, residuals: bool = True) -> P
     scopes = all_scopes(scope)
     final = _final(loss) if loss is not None else None
     groups = {s: partition(s, final is not None and final in s.outputs) for s in scopes}
-    graph = graphs.build(scope, groups, results, _carries)
+    graph = graphs.build(scope, groups, results)
     factors = _choose_factors(groups, graph, Measuring(scope), constraint, final)
     for group, own in factors.items():
         if group.split is not None and residuals and constraint is not None:
             _delay(group, own, graph, factors)
-    return Plan(scope, groups, factors, loss)
+    return Plan(scope, groups, factors, loss, results if final is None else [final])
 
 
 def _choose_factors(
@@ -108,20 +120,12 @@ def _is_loss(value: Value) -> bool:
 
 
 def _final(value: Value) -> Value:
-    """Follow a value into the body of the `jax.checkpoint` that makes it."""
+    """Follow a value into the body, of a `jax.checkpoint` or a `shard_map`, that makes it."""
     op = value.op
-    while op is not None and op.body is not None and not op.is_scan:
-        value = op.body.outputs[op.outputs.index(value)]
+    while op is not None and len(op.bodies) == 1 and not op.is_loop:
+        value = op.bodies[0].outputs[op.outputs.index(value)]
         op = value.op
     return value
-
-
-def _carries(op: Op) -> list[tuple[Value, Value]]:
-    if not op.is_scan or op.body is None:
-        return []
-    consts, count = _compat.scan_counts(op.eqn.params)
-    pairs = zip(op.body.inputs[consts : consts + count], op.body.outputs[:count], strict=True)
-    return [(first, last) for first, last in pairs if first.is_carry]
 
 
 def _scale(
@@ -138,7 +142,8 @@ def _scale(
             stacklevel=2,
         )
         return
-    own.output, own.grads = _inverse(rms), [_inverse(g) for g in grads]
+    noise = _ROUNDING * max(grads, default=0.0)  # as of a bias in front of a normalisation
+    own.output, own.grads = _inverse(rms), [_inverse(g if g > noise else 0.0) for g in grads]
     is_loss = loss is not None and through_movement(loss).op in group.ops
     if is_loss:
         _move_to_result(group, own)
@@ -243,14 +248,18 @@ def _delay(group: Group, own: Factors, graph: graphs.Graph, factors: dict[Group,
 
 
 def _scale_body(group: Group, own: Factors) -> None:
-    """A parameter that every step of a loop uses has the sum of their gradients."""
-    op = group.root
-    if not op.is_scan:
-        return
-    consts, _ = _compat.scan_counts(op.eqn.params)
-    shared = {v for v in op.inputs[:consts] if not v.is_known}
-    length = max(op.eqn.params["length"], 1)
+    """A parameter that every step of a loop, or every device, uses has the sum of their gradients.
+
+    In a `shard_map` whose types are checked, the body itself says where that is.
+    """
+    params, counts = group.root.eqn.params, [1] * len(group.root.inputs)
+    if group.root.name == "scan":
+        consts, _ = _compat.scan_counts(params)
+        counts[:consts] = [params["length"]] * consts
+    elif group.root.name == "shard_map" and not params["check_vma"]:
+        counts = [count_devices_without(spec, params) for spec in params["in_specs"]]
+    unknown = [n for v, n in zip(group.root.inputs, counts, strict=True) if not v.is_known]
     own.grads = [
-        1 / math.sqrt(length) if v in shared and cut and v.is_inexact else 1.0
-        for v, cut in zip(group.operands, own.is_cut)
+        1 / math.sqrt(max(n, 1)) if cut and v.is_inexact else 1.0
+        for v, n, cut in zip(group.operands, unknown, own.is_cut, strict=True)
     ]
