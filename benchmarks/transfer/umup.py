@@ -5,11 +5,12 @@
     python -m benchmarks.transfer.umup --parts fp8
 
 Part `sweep` trains a Llama-like decoder of four layers at every width, learning rate (a grid of
-factor 2) and parametrisation, on the bytes of the GPT example's text. Part `rms` looks at every
-weight, activation and gradient at the start and at the end of training at u-µP's best learning
-rate. Part `fp8` trains u-µP with the matmuls in FP8 that are not critical, by plain casts. Part
-`figure4` trains small regular and unit-scaled models in float32 and float16
-(`benchmarks/transfer/figure4.py`), at the best of three learning rates in float32.
+factor 2) and parametrisation, on the bytes of the GPT example's text. Part `rms` looks at what
+the matmuls of all weights multiply (`benchmarks/transfer/operands.py`), at the start and at the
+end of training at u-µP's best learning rate. Part `fp8` trains u-µP with the matmuls in FP8 that
+are not critical, by plain casts. Part `figure4` trains small regular and unit-scaled models in
+float32 and float16 (`benchmarks/transfer/figure4.py`), at the best of three learning rates in
+float32.
 
 What was cut for two CPU cores: the paper's models are 100 times larger; batches here have 16
 sequences of 32 bytes, and 240 steps make 1% of its tokens; `sweep` has one seed, and at widths
@@ -32,11 +33,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import jax_scalify as jsa
 from benchmarks.cells import Cells, Store
 from benchmarks.paths import RESULTS
 from benchmarks.transfer import figure4
 from benchmarks.transfer.models import batch_of, make_model, trainer
+from benchmarks.transfer.operands import rms_of_operands
 
 WIDTHS = (64, 128, 256, 512)
 FULL_SWEEP = 256  # wider models are trained at the rates next to the best of the width before only
@@ -47,6 +48,7 @@ RATES = {  # exponents of 2
 }
 TITLES = {"standard": "standard parametrisation", "mup": "µP", "umup": "u-µP"}
 SEEDS = (0, 1, 2)
+OUTSIDE = 2.0  # octaves around 1
 LIMIT = 0.5  # how far FP8 may be from float32, in %
 PARTS = ("sweep", "rms", "fp8", "figure4")
 
@@ -59,36 +61,15 @@ def train_cell(name: str, width: int, exponent: int, seed: int, steps: int) -> d
 
 
 def rms_cell(width: int, exponent: int, steps: int) -> dict:
-    """Return the RMS of all weights, activations and gradients before and after training."""
+    """Return the RMS of what all matmuls of weights multiply, before and after training."""
     taught = trainer("umup", width)
     moments = {"start": taught.start(0)[0], "end": taught.train(2.0**exponent, 0, steps)[0]}
     loss = make_model("umup", width).loss
     tokens = jnp.asarray(batch_of(0, steps))
-
-    def values(params: object) -> object:
-        return jax.value_and_grad(loss)(params, tokens)
-
-    found = {}
-    for moment, params in moments.items():
-        weights = [rms(leaf) for leaf in jax.tree.leaves(params)]
-        gradients = [rms(leaf) for leaf in jax.tree.leaves(jax.jit(values)(params)[1])]
-        rows = jsa.numerics.report(values)(params).rows
-        sizes = {"forward": [], "backward": []}
-        for row in rows:
-            if row.phase in sizes and row.size > 1 and math.isfinite(row.log2_rms):
-                sizes[row.phase].append(2.0**row.log2_rms)
-        found[moment] = {
-            "weights": weights,
-            "gradients of weights": gradients,
-            "activations": sizes["forward"],
-            "gradients of activations": sizes["backward"],
-        }
-    return found
-
-
-def rms(x: jax.Array) -> float:
-    """Return the root of the mean square."""
-    return float(jnp.sqrt(jnp.mean(jnp.square(x))))
+    return {
+        moment: rms_of_operands(lambda params: loss(params, tokens), params)
+        for moment, params in moments.items()
+    }
 
 
 # Tables and pictures
@@ -179,10 +160,56 @@ def rms_table(cell: dict, width: int) -> Table:
     for kind, values in cell["start"].items():
         row = []
         for moment in ("start", "end"):
-            logs = [math.log2(x) for x in cell[moment][kind] if x > 0]
+            logs = list(logs_of(cell[moment][kind]).values())
             row.append(f"{min(logs):+.1f} {statistics.median(logs):+.1f} {max(logs):+.1f}")
         table.add_row(kind, str(len(values)), *row)
     return table
+
+
+def outside_table(cell: dict, moment: str, limit: float = OUTSIDE) -> Table:
+    """Every tensor outside of 2^±limit, those of all layers together."""
+    table = Table(box=box.SIMPLE, title=f"log2 RMS outside of ±{limit:g} at the {moment}")
+    for column in ("tensors", "of", "log2 RMS, layer by layer"):
+        table.add_column(column)
+    for kind, values in cell[moment].items():
+        rows: dict[str, list[str]] = {}
+        for name, log in logs_of(values).items():
+            if abs(log) > limit:
+                rows.setdefault(module_of(name), []).append(f"{log:+.1f}")
+        for name, logs in rows.items():
+            table.add_row(kind, name, " ".join(logs))
+    return table
+
+
+def growth_of(cell: dict, kind: str) -> dict[str, float]:
+    """By how many octaves the tensors of a kind have grown, on average over the layers."""
+    start, end = (logs_of(cell[moment][kind]) for moment in ("start", "end"))
+    grown: dict[str, list[float]] = {}
+    for name in start:
+        grown.setdefault(module_of(name), []).append(end[name] - start[name])
+    means = {name: statistics.mean(octaves) for name, octaves in grown.items()}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+
+def growth_table(cell: dict) -> Table:
+    """What grows in training: those that grow most are critical."""
+    table = Table(box=box.SIMPLE, title="octaves by which tensors grow, mean over layers")
+    table.add_column("tensors")
+    for kind in cell["start"]:
+        grown = growth_of(cell, kind)
+        table.add_row(kind, ", ".join(f"{name} {octaves:+.1f}" for name, octaves in grown.items()))
+    return table
+
+
+def logs_of(values: dict[str, float]) -> dict[str, float]:
+    """Return the log2 of those that are not 0."""
+    return {name: math.log2(x) for name, x in values.items() if x > 0}
+
+
+def module_of(name: str) -> str:
+    """Return the name of a parameter's module, without the number of its layer."""
+    keys = [k for k in name.removesuffix("/value").split("/") if not k.isdigit() and k != "layers"]
+    return "/".join(keys[:-1])
 
 
 def plot_sweep(cells: dict[str, dict], widths: Sequence[int], path: Path) -> None:
@@ -224,8 +251,8 @@ def plot_rms(cell: dict, path: Path) -> None:
     axes = figure.subplots(1, len(cell["start"]), sharex=True)
     for ax, kind in zip(axes, cell["start"], strict=True):
         for moment, colour in (("start", "#0072B2"), ("end", "#D55E00")):
-            logs = np.log2([x for x in cell[moment][kind] if x > 0])
-            ax.hist(logs, np.arange(-16, 8, 0.5), color=colour, alpha=0.6, label=moment)
+            logs = list(logs_of(cell[moment][kind]).values())
+            ax.hist(logs, np.arange(-5, 5, 0.25), color=colour, alpha=0.6, label=moment)
         ax.set_title(kind, fontsize=10)
         ax.set_xlabel("log2 RMS")
         ax.spines[["top", "right"]].set_visible(False)
@@ -294,6 +321,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         key = f"rms/{width}"
         cell = run({key: functools.partial(rms_cell, width, rate, options.steps)})[key]
         console.print(rms_table(cell, width))
+        console.print(outside_table(cell, "start"))
+        console.print(outside_table(cell, "end"))
+        console.print(growth_table(cell))
         plot_rms(cell, options.out / "umup-rms.png")
     if "fp8" in options.parts:
         tasks = {

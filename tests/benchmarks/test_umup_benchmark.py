@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.transfer import figure4, umup
+from benchmarks.transfer import figure4, operands, umup
 from benchmarks.transfer import models as umup_models
 
 pytestmark = pytest.mark.newest  # its command runs on the newest JAX
@@ -65,6 +65,59 @@ def test_tables_mark_what_moves_and_what_misses(capsys):
     losses = {"umup": 2.0, "umup-fp8": 2.02}
     cells = {f"fp8/{n}/64/{s}": {"loss": losses[n]} for n in losses for s in umup.SEEDS}
     assert printed(umup.fp8_table(cells, 64), capsys).count("FAIL") == 4
+
+
+def test_operands_of_matmuls_are_found_by_their_weights():
+    rng = np.random.default_rng(0)
+    params = {n: {"kernel": rng.normal(size=(8, 8)).astype(np.float32)} for n in ("first", "last")}
+    x = rng.normal(size=(4, 8)).astype(np.float32)
+
+    def loss(params):
+        h = jnp.sin(x @ (2 * params["first"]["kernel"].astype(jnp.float32)))
+        h = h @ h.T @ h  # attention's matmuls are of no weight
+        return jnp.sum(h @ params["last"]["kernel"])
+
+    found = operands.rms_of_operands(loss, params)
+    assert list(found) == list(operands.KINDS)
+    names = {kind: set(values) for kind, values in found.items()}
+    assert names.pop("gradients of results") == {"last/kernel"}  # `x` itself has no gradient
+    assert all(found == {"first/kernel", "last/kernel"} for found in names.values())
+    np.testing.assert_allclose(found["inputs"]["first/kernel"], operands.rms(x), rtol=1e-5)
+    double = 2 * operands.rms(params["first"]["kernel"])
+    np.testing.assert_allclose(found["weights"]["first/kernel"], double, rtol=1e-5)
+    assert found["gradients of results"]["last/kernel"] == 1
+    grads = jax.grad(loss)(params)
+    rms = operands.rms(grads["first"]["kernel"])
+    np.testing.assert_allclose(found["gradients of weights"]["first/kernel"], rms, rtol=1e-4)
+
+
+def test_what_is_outside_and_what_grows_is_named(capsys):
+    def values(size):
+        return {f"layers/{i}/mlp/down/kernel/value": size * 2**i for i in range(2)}
+
+    kinds = {kind: values(1.0) for kind in operands.KINDS}
+    cell = {"start": kinds, "end": kinds | {"inputs": values(8.0)}}
+    assert umup.growth_of(cell, "inputs") == {"mlp/down": 3}
+    assert "mlp/down +3.0" in printed(umup.growth_table(cell), capsys)
+    assert "mlp/down" not in printed(umup.outside_table(cell, "start"), capsys)
+    assert "+3.0 +4.0" in printed(umup.outside_table(cell, "end"), capsys)
+    assert "+0.0 +0.5 +1.0" in printed(umup.rms_table(cell, 16), capsys)
+
+
+def test_the_stored_decoder_starts_at_unit_scale_and_the_critical_tensors_grow():
+    store = umup.RESULTS / "umup-jax0.12.0.1.json"
+    cell = json.loads(store.read_text())["rms/128"]["result"]
+    attention = {"attention/query", "attention/key"}  # gradients have the factor of the result
+    for kind in ("inputs", "weights", "gradients of results"):
+        outside = {umup.module_of(n) for n, x in cell["start"][kind].items() if not 1 / 4 < x < 4}
+        assert outside <= (attention if kind == "gradients of results" else set())
+    grown = umup.growth_of(cell, "inputs")
+    assert {name for name, octaves in grown.items() if octaves > 0.1} == {
+        "mlp/down",
+        "attention/out",
+    }
+    weights = umup.growth_of(cell, "weights")
+    assert {name for name, octaves in weights.items() if octaves > 0.5} == {"readout"}
 
 
 def test_wide_models_are_trained_around_the_best_rate_only():

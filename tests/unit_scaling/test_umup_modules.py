@@ -137,6 +137,15 @@ def test_decoder_is_a_plain_llama_with_the_multipliers_of_mup():
         np.testing.assert_allclose(got, loss, atol=2e-5)
 
 
+def test_exactly_the_critical_matmuls_stay_in_the_wider_dtype():
+    """Those whose inputs grow in training, and the readout, whose weight does."""
+    modules = dict(flax.nnx.iter_modules(nnx_decoder(fp8=True)))
+    narrow = {path[-1]: m.fp8 for path, m in modules.items() if type(m) is nnx.Linear}
+    assert {name for name, fp8 in narrow.items() if not fp8} == {"out", "down"}
+    assert set(narrow) == {"query", "key", "value", "out", "up", "gate", "down"}
+    assert not modules["readout",].fp8
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_at_initialisation_all_has_unit_scale(fp8):
     """Exempt are logits, whose size is 1/√width in u-µP, and the gradients of queries and keys.
