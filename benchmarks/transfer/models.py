@@ -47,17 +47,17 @@ class Model(NamedTuple):
     optimizer: optax.GradientTransformation
 
 
-def make_model(name: str, width: int) -> Model:
-    """Return `standard`, `mup`, `umup` or `umup-fp8` at a width."""
+def make_model(name: str, width: int, layers: int = LAYERS) -> Model:
+    """Return `standard`, `mup`, `umup` or `umup-fp8` at a width and depth."""
     if name in ("standard", "mup"):
-        return _plain_model(width, is_mup=name == "mup")
-    return _unit_scaled_model(width, fp8=name == "umup-fp8")
+        return _plain_model(width, layers, is_mup=name == "mup")
+    return _unit_scaled_model(width, layers, fp8=name == "umup-fp8")
 
 
 # Standard parametrisation, and µP
 
 
-def _plain_model(width: int, is_mup: bool) -> Model:
+def _plain_model(width: int, depth: int, is_mup: bool) -> Model:
     ratio = BASE_WIDTH / width if is_mup else 1.0
     hidden = _hidden_width(width)
     shapes = {
@@ -75,7 +75,7 @@ def _plain_model(width: int, is_mup: bool) -> Model:
                 name: normal(10 * layer + i, shape, 1 / math.sqrt(shape[0]))
                 for i, (name, shape) in enumerate(shapes.items())
             }
-            for layer in range(LAYERS)
+            for layer in range(depth)
         ]
         # In µP the readout's weights stay of the variance of the base width, and a factor follows.
         readout = 1 / math.sqrt(BASE_WIDTH if is_mup else width)
@@ -118,12 +118,12 @@ def _hidden_width(width: int) -> int:
 # u-µP
 
 
-def _unit_scaled_model(width: int, fp8: bool) -> Model:
+def _unit_scaled_model(width: int, depth: int, fp8: bool) -> Model:
     def make(key: jax.Array) -> us_nnx.TransformerDecoder:
         return us_nnx.TransformerDecoder(
             VOCABULARY,
             width,
-            LAYERS,
+            depth,
             width // HEAD,
             hidden=_hidden_width(width),
             fp8=fp8,
@@ -151,9 +151,9 @@ def corpus() -> data.Corpus:
     return data.load_corpus(None, context=CONTEXT)
 
 
-def batch_of(seed: int, step: int) -> np.ndarray:
-    """Tokens of one step, `(BATCH, CONTEXT + 1)`."""
-    return data.train_batch(corpus(), seed=seed, step=step, batch=BATCH, context=CONTEXT)
+def batch_of(seed: int, step: int, batch: int = BATCH) -> np.ndarray:
+    """Tokens of one step, `(batch, CONTEXT + 1)`."""
+    return data.train_batch(corpus(), seed=seed, step=step, batch=batch, context=CONTEXT)
 
 
 class Trainer:
@@ -162,18 +162,21 @@ class Trainer:
     Args:
         name: of the parametrisation.
         width: of the model.
+        layers: of the model.
+        batch: number of sequences of a step.
     """
 
-    def __init__(self, name: str, width: int):
-        self.model = make_model(name, width)
+    def __init__(self, name: str, width: int, layers: int = LAYERS, batch: int = BATCH):
+        self.model, self._batch = make_model(name, width, layers), batch
         params = jax.eval_shape(self.model.init, jax.random.key(0))
         state = jax.eval_shape(self.model.optimizer.init, params)
-        tokens = jax.ShapeDtypeStruct((BATCH, CONTEXT + 1), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((batch, CONTEXT + 1), jnp.int32)
+        held_out = jax.ShapeDtypeStruct((BATCH, CONTEXT + 1), jnp.int32)
         rate = jax.ShapeDtypeStruct((), jnp.float32)
         # What is compiled ahead of time outlives `jax.clear_caches`.
         step = jax.jit(self.update, donate_argnums=(0, 1))
         self._step = step.lower(params, state, tokens, rate).compile()
-        self._evaluate = jax.jit(self.model.loss).lower(params, tokens).compile()
+        self._evaluate = jax.jit(self.model.loss).lower(params, held_out).compile()
 
     def update(self, params: PyTree, state: Any, tokens: Any, rate: Any) -> Any:
         """Return the next weights and state, and the loss."""
@@ -195,7 +198,7 @@ class Trainer:
         )
         params, state = self.start(seed)
         for step in range(steps):
-            tokens = jnp.asarray(batch_of(seed, step))
+            tokens = jnp.asarray(batch_of(seed, step, self._batch))
             params, state, _ = self._step(params, state, tokens, jnp.float32(schedule(step + 1)))
         return params, state
 
@@ -208,6 +211,6 @@ class Trainer:
 
 
 @functools.lru_cache(maxsize=1)
-def trainer(name: str, width: int) -> Trainer:
+def trainer(name: str, width: int, layers: int = LAYERS, batch: int = BATCH) -> Trainer:
     """The last trainer, for cells that differ in learning rate or seed only."""
-    return Trainer(name, width)
+    return Trainer(name, width, layers, batch)

@@ -5,9 +5,10 @@
     python -m benchmarks.transfer.umup --parts fp8
 
 Part `sweep` trains a Llama-like decoder of four layers at every width, learning rate (a grid of
-factor 2) and parametrisation, on the bytes of the GPT example's text. Part `rms` looks at what
-the matmuls of all weights multiply (`benchmarks/transfer/operands.py`), at the start and at the
-end of training at u-µP's best learning rate. Part `fp8` trains u-µP with the matmuls in FP8 that
+factor 2) and parametrisation, on the bytes of the GPT example's text. Part `axes` trains µP and
+u-µP for longer, along length, width, depth and batch size (`benchmarks/transfer/axes.py`). Part
+`rms` looks at what the matmuls of all weights multiply (`benchmarks/transfer/operands.py`), at the
+start and at the end of training at u-µP's best learning rate. Part `fp8` trains u-µP with the matmuls in FP8 that
 are not critical, by plain casts. Part `figure4` trains small regular and unit-scaled models in
 float32 and float16 (`benchmarks/transfer/figure4.py`), at the best of three learning rates in
 float32.
@@ -35,7 +36,7 @@ from rich.table import Table
 
 from benchmarks.cells import Cells, Store
 from benchmarks.paths import RESULTS
-from benchmarks.transfer import figure4
+from benchmarks.transfer import axes, figure4
 from benchmarks.transfer.models import batch_of, make_model, trainer
 from benchmarks.transfer.operands import rms_of_operands
 
@@ -50,7 +51,7 @@ TITLES = {"standard": "standard parametrisation", "mup": "µP", "umup": "u-µP"}
 SEEDS = (0, 1, 2)
 OUTSIDE = 2.0  # octaves around 1
 LIMIT = 0.5  # how far FP8 may be from float32, in %
-PARTS = ("sweep", "rms", "fp8", "figure4")
+PARTS = ("sweep", "axes", "rms", "fp8", "figure4")
 
 
 def train_cell(name: str, width: int, exponent: int, seed: int, steps: int) -> dict:
@@ -294,7 +295,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells |= run(figure4.float16_tasks(cells, steps), steps)
         cells |= run(figure4.seed_tasks(cells, steps), steps)
         console.print(figure4.make_table(cells))
-    if options.parts == ["figure4"]:
+    if "axes" in options.parts:
+        cells = axes.search(lambda tasks: run(tasks, 0))  # their steps are in their keys
+        for axis in axes.AXES:
+            console.print(axes.axis_table(cells, axis))
+        console.print(axes.seeds_table(cells))
+        axes.plot(cells, options.out / "umup-axes.png")
+    if not {"sweep", "rms", "fp8"} & set(options.parts):
         return
 
     # The other parts train at the best learning rate of the smallest width.

@@ -1,0 +1,177 @@
+"""Does the best learning rate stay, along length, width, depth and batch size?
+
+A part of `umup.py`. Along each axis the search starts at the best rate of the setting before and
+ends when the rates on both sides of the best are worse, so that µP and u-µP get as many runs, or
+nearly. `best` means the least held-out loss; a rate that diverges is worse than any other.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from benchmarks.transfer.models import BATCH, LAYERS, trainer
+
+
+class Setting(NamedTuple):
+    """What a model is trained with, beside its parametrisation, learning rate and seed."""
+
+    width: int
+    layers: int = LAYERS
+    batch: int = BATCH
+    steps: int = 1500
+
+    @property
+    def key(self) -> str:
+        """That of the setting's cells."""
+        return f"w{self.width}/d{self.layers}/b{self.batch}/s{self.steps}"
+
+
+AXES = {
+    "width": [Setting(w) for w in (64, 128, 256)],
+    "steps": [Setting(128, steps=n) for n in (240, 1500, 3000)],
+    "layers": [Setting(64, layers=n) for n in (2, 4, 8)],
+    "batch": [Setting(64, batch=n) for n in (8, 16, 32)],
+}
+STARTS = {"mup": -7, "umup": 0}  # exponents of 2
+TITLES = {"mup": "µP", "umup": "u-µP"}
+SEEDS = (0, 1, 2)  # of the width's best rates; all else has the first
+Cells = dict[str, dict]
+Run = Callable[[dict[str, Callable[[], dict]]], Cells]
+
+
+def train_cell(name: str, setting: Setting, exponent: int, seed: int) -> dict:
+    """Train once, and return the held-out loss."""
+    taught = trainer(name, setting.width, setting.layers, setting.batch)
+    params, _ = taught.train(2.0**exponent, seed, setting.steps)
+    return {"loss": taught.held_out_loss(params)}
+
+
+def key_of(name: str, setting: Setting, exponent: int, seed: int = 0) -> str:
+    """Return the key of a cell."""
+    return f"axes/{name}/{setting.key}/{exponent}/{seed}"
+
+
+def losses_of(cells: Cells, name: str, setting: Setting) -> dict[int, float]:
+    """Return the losses of all exponents that were tried, inf where one is no number."""
+    start = f"axes/{name}/{setting.key}/"
+    found = {}
+    for key, cell in cells.items():
+        exponent, _, seed = key.removeprefix(start).partition("/")
+        if key.startswith(start) and seed == "0":
+            found[int(exponent)] = cell["loss"] if math.isfinite(cell["loss"]) else math.inf
+    return dict(sorted(found.items()))
+
+
+def best(cells: Cells, name: str, setting: Setting) -> tuple[int, float]:
+    """Return the exponent of the best learning rate, and its loss."""
+    losses = losses_of(cells, name, setting)
+    exponent = min(losses, key=losses.__getitem__)
+    return exponent, losses[exponent]
+
+
+def next_rates(cells: Cells, name: str, setting: Setting, start: int) -> list[int]:
+    """Return the exponents to be tried next: none once both neighbours of the best have been."""
+    tried = losses_of(cells, name, setting)
+    centre = best(cells, name, setting)[0] if tried else start
+    return [e for e in (centre - 1, centre, centre + 1) if e not in tried]
+
+
+def search(run: Run) -> Cells:
+    """Find the best rate of every setting; `run` trains what is not stored."""
+    cells: Cells = {}
+    for (axis, settings), name in itertools.product(AXES.items(), STARTS):
+        start = STARTS[name]
+        for setting in settings:
+            while rates := next_rates(cells, name, setting, start):
+                cells |= run(_tasks(name, setting, rates, SEEDS[:1]))
+            start = best(cells, name, setting)[0]
+            if axis == "width":
+                cells |= run(_tasks(name, setting, [start], SEEDS))
+    return cells
+
+
+def _tasks(name: str, setting: Setting, rates: list[int], seeds: tuple[int, ...]) -> dict:
+    return {
+        key_of(name, setting, e, s): functools.partial(train_cell, name, setting, e, s)
+        for e, s in itertools.product(rates, seeds)
+    }
+
+
+# Tables and a picture
+
+
+def axis_table(cells: Cells, axis: str) -> Table:
+    """The best rates along an axis, whether they stay within a factor of 2, and who is ahead."""
+    settings = AXES[axis]
+    first = settings[0]
+    fixed = ", ".join(f"{n} {getattr(first, n)}" for n in first._fields if n != axis)
+    table = Table(box=box.SIMPLE, title=f"best learning rate and its loss along {axis}; {fixed}")
+    table.add_column("")
+    for setting in settings:
+        table.add_column(f"{getattr(setting, axis)}", justify="right")
+    table.add_column("stays within 2x", justify="right")
+    for name in STARTS:
+        found = [best(cells, name, s) for s in settings]
+        exponents = [e for e, _ in found]
+        stays = "yes" if max(exponents) - min(exponents) <= 1 else "NO"
+        table.add_row(TITLES[name], *(f"2^{e}: {loss:.4f}" for e, loss in found), stays)
+    ahead = [best(cells, "umup", s)[1] - best(cells, "mup", s)[1] for s in settings]
+    verdict = "u-µP <= µP" if max(ahead) <= 0 else "MISSED"
+    table.add_row("u-µP - µP", *(f"{a:+.4f}" for a in ahead), verdict)
+    numbers = [[len(losses_of(cells, n, s)) for n in STARTS] for s in settings]
+    table.add_row("runs, µP and u-µP", *(f"{a} and {b}" for a, b in numbers), "")
+    return table
+
+
+def seeds_table(cells: Cells) -> Table:
+    """Losses at the best rate of each width: the mean of all seeds, and its standard error."""
+    table = Table(box=box.SIMPLE, title=f"at the best rate, mean of {len(SEEDS)} seeds and error")
+    table.add_column("")
+    for setting in AXES["width"]:
+        table.add_column(f"width {setting.width}", justify="right")
+    for name in STARTS:
+        row = []
+        for setting in AXES["width"]:
+            exponent = best(cells, name, setting)[0]
+            losses = [cells[key_of(name, setting, exponent, s)]["loss"] for s in SEEDS]
+            error = statistics.stdev(losses) / math.sqrt(len(losses))
+            row.append(f"{statistics.fmean(losses):.4f} ± {error:.4f}")
+        table.add_row(TITLES[name], *row)
+    return table
+
+
+def plot(cells: Cells, path: Path) -> None:
+    """Draw loss against learning rate, an axis in each column, a setting in each line."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    grid = figure.subplots(len(STARTS), len(AXES), sharex="row", squeeze=False)
+    for (i, name), (j, axis) in itertools.product(enumerate(STARTS), enumerate(AXES)):
+        ax, settings = grid[i][j], AXES[axis]
+        colours = colormaps["viridis"](np.linspace(0.05, 0.85, len(settings)))
+        for setting, colour in zip(settings, colours, strict=True):
+            losses = losses_of(cells, name, setting)
+            label = f"{axis} {getattr(setting, axis)}"
+            ax.plot(
+                list(losses), list(losses.values()), "o-", color=colour, markersize=3, label=label
+            )
+            exponent, loss = best(cells, name, setting)
+            ax.plot([exponent], [loss], "*", color=colour, markersize=11)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_title(f"{TITLES[name]}: {axis}", fontsize=10)
+        if not i:
+            ax.legend(frameon=False, fontsize=7)
+    for ax in grid[-1]:
+        ax.set_xlabel("log2 of the learning rate")
+    for row in grid:
+        row[0].set_ylabel("held-out loss")
+    figure.savefig(path, dpi=144)
