@@ -8,10 +8,10 @@ Part `sweep` trains a Llama-like decoder of four layers at every width, learning
 factor 2) and parametrisation, on the bytes of the GPT example's text. Part `axes` trains µP and
 u-µP for longer, along length, width, depth and batch size (`benchmarks/transfer/axes.py`). Part
 `rms` looks at what the matmuls of all weights multiply (`benchmarks/transfer/operands.py`), at the
-start and at the end of training at u-µP's best learning rate. Part `fp8` trains u-µP with the matmuls in FP8 that
-are not critical, by plain casts. Part `figure4` trains small regular and unit-scaled models in
-float32 and float16 (`benchmarks/transfer/figure4.py`), at the best of three learning rates in
-float32.
+start and at the end of training at u-µP's best learning rate. Part `fp8` trains u-µP with the
+matmuls in FP8 that are not critical, by plain casts. Part `figure4` trains small regular and
+unit-scaled models in float32 and float16 (`benchmarks/transfer/figure4.py`), at the best of three
+learning rates in float32.
 
 What was cut for two CPU cores: the paper's models are 100 times larger; batches here have 16
 sequences of 32 bytes, and 240 steps make 1% of its tokens; `sweep` has one seed, and at widths

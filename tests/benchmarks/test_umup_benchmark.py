@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.transfer import figure4, operands, umup
+from benchmarks.transfer import axes, figure4, operands, umup
 from benchmarks.transfer import models as umup_models
 
 pytestmark = pytest.mark.newest  # its command runs on the newest JAX
@@ -175,3 +175,34 @@ def test_bad_arguments_are_refused(capsys):
         with pytest.raises(SystemExit):
             umup.main(arguments)
         assert "--widths multiples of 16" in capsys.readouterr().err
+
+
+def test_the_search_ends_between_worse_rates_and_tables_say_who_is_ahead(
+    tmp_path, capsys, monkeypatch
+):
+    ran = []
+
+    def train(name, setting, exponent, seed):
+        ran.append((name, setting, exponent, seed))
+        centre = {"mup": -7 - (setting.width == 256), "umup": 2}[name]
+        worse = 0.1 if (name, setting.steps) == ("umup", 240) else 0.0
+        return {"loss": 2 + abs(exponent - centre) + worse + seed / 100}
+
+    monkeypatch.setattr(axes, "train_cell", train)
+    monkeypatch.setattr(umup, "RESULTS", tmp_path)
+    for _ in range(2):
+        umup.main(["--parts", "axes", "--out", str(tmp_path)])
+    assert len(ran) == len(set(ran))
+    first = axes.AXES["width"][0]
+    assert [r[2] for r in ran if r[:2] == ("umup", first) and not r[3]] == [-1, 0, 1, 2, 3]
+    out = capsys.readouterr().out
+    assert "MISSED" in out and "u-µP <= µP" in out and "2.0100 ± 0.0058" in out
+    assert (tmp_path / "umup-axes.png").stat().st_size > 10_000
+
+
+def test_depth_and_batch_are_those_that_were_asked_for():
+    taught = umup_models.trainer("umup", 16, layers=2, batch=3)
+    params, _ = taught.train(2.0**-3, 0, 2)
+    assert len(params["layers"]) == 2 and 4 < taught.held_out_loss(params) < 6.5
+    model = umup_models.make_model("mup", 16, layers=2)
+    assert len(jax.eval_shape(model.init, jax.random.key(0))["layers"]) == 2
