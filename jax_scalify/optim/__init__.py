@@ -3,5 +3,6 @@
 from jax_scalify.optim.applying import apply_updates
 from jax_scalify.optim.averaging import EmaState, ema, incremental_update
 from jax_scalify.optim.low_precision import low_precision
+from jax_scalify.optim.square_roots import SquareRoot
 
-__all__ = ["EmaState", "apply_updates", "ema", "incremental_update", "low_precision"]
+__all__ = ["EmaState", "SquareRoot", "apply_updates", "ema", "incremental_update", "low_precision"]

@@ -11,7 +11,8 @@ from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import stop_scaling
-from jax_scalify.optim.storing import chosen_scales, drawn, scales_of, store_weight, stored
+from jax_scalify.optim.random_bits import drawn
+from jax_scalify.optim.storing import chosen_scales, scales_of, store_weight, stored
 
 _POLICIES = ("statistic", "gradient")
 _ROUNDINGS = ("stochastic", "nearest")

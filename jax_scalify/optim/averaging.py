@@ -16,14 +16,11 @@ from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.mixing import mixed
 from jax_scalify.ops.scaling import stop_scaling
+from jax_scalify.optim.adding import add_stochastically
 from jax_scalify.optim.applying import statistic_scales, widen
 from jax_scalify.optim.low_precision import Optimizer, checked_dtype
-from jax_scalify.optim.storing import (
-    add_stochastically,
-    drawn,
-    store_weight,
-    stored,
-)
+from jax_scalify.optim.random_bits import drawn
+from jax_scalify.optim.storing import store_weight, stored
 
 
 class EmaState(NamedTuple):

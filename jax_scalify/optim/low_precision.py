@@ -14,8 +14,10 @@ from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import match_scales, stop_scaling
 from jax_scalify.optim.applying import check_policy, rounded, statistic_scales, widen
+from jax_scalify.optim.random_bits import bits_of_moment, count_of
+from jax_scalify.optim.square_roots import SquareRoot, is_leaf, is_root, opened
 from jax_scalify.optim.state_leaves import Role, RoleFinder
-from jax_scalify.optim.storing import GRADIENT_EXPONENTS, bits_of, store, stored
+from jax_scalify.optim.storing import GRADIENT_EXPONENTS, Kind, store, stored
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -66,16 +68,21 @@ def low_precision(
       (1 for a first moment, 2 for a second one), has `scale = 2**j * s**d` with `s` the scale of
       that parameter's gradient. Other leaves are stored by statistic. Only inside `scalify`.
 
+    With first and second moments in E4M3 and weights in float16, AdamW takes 4 bytes a parameter.
+
     Data out of range saturates. "gradient" is for moments that are averages of gradients: the sum
     of squares of Adagrad would stop to grow at the top of the range, and Prodigy multiplies
     gradients by 1e-6 first, so both want "statistic". Rounding is stochastic, by bits that
-    are made of the numbers themselves: an update is a function of its arguments, as ever.
+    are made of the numbers themselves and of the counts of steps in the state: an update is a
+    function of its arguments, as ever. A state without counts, as that of SGD, rounds a first
+    moment towards zero where its gradient is 0.
 
     Args:
         optimizer: an `optax.GradientTransformation`, or anything with `init` and `update`.
         dtype: of the stored leaves: float32, bfloat16, float16 or FP8.
         first_moment_dtype: of leaves of degree 1 that may be negative; by default `dtype`.
-        second_moment_dtype: of leaves of degree 2 that are never negative; by default `dtype`.
+        second_moment_dtype: of leaves of degree 2; by default `dtype`. In FP8 those that are never
+            negative are stored by their square roots, see `SquareRoot`, at scales by statistic.
         policy: how scales are chosen.
         round_updates: return updates that end at numbers of the parameters' dtype, rounded as
             `apply_updates` does, so that adding them is exact. For code that adds them by
@@ -88,6 +95,10 @@ def low_precision(
         for you to scale, by that function. `update` returns updates in float32, inside `scalify`
         at the parameters' scales: see `apply_updates`. Wrappers that compare dtypes
         (`apply_if_finite`) want such gradients too.
+
+    Source: a power of second moments in FP8, in groups of 128, is from Xi et al., "COAT", 2024;
+    state of 8 bits, in blocks of 2,048, from Dettmers et al., "8-bit Optimizers via Block-wise
+    Quantization", 2021.
 
     Raises:
         TypeError: if `optimizer` is none, or for another dtype.
@@ -154,17 +165,27 @@ class _LowPrecision:
     def init(self, params: Any) -> Any:
         wide = widen(params)
         state = widen(self.optimizer.init(wide))
-        if {self.first_moment_dtype, self.second_moment_dtype} == {self.dtype}:
+        dtypes_of_moments = {self.first_moment_dtype, self.second_moment_dtype}
+        if dtypes_of_moments == {self.dtype} and not dtypes.is_narrow_float(self.dtype):
             roles = self.find_roles.at_start(state, wide)
         else:
             roles = self.find_roles(wide, state, wide, {})
         leaves, tree = jax.tree.flatten(state)
         weights = jax.tree.leaves(params, is_leaf=is_scaled)
-        new = [
-            stored(x, self._like(x, role, weights)) if _is_stored(x, role) else _kept(x, x)
-            for x, role in zip(leaves, roles, strict=True)
-        ]
+        new = []
+        for x, role in zip(leaves, roles, strict=True):
+            if not _is_stored(x, role):
+                new.append(_kept(x, x))
+            elif self._is_root(role):
+                new.append(SquareRoot(stored(jnp.sqrt(x), self._like(x, role, weights))))
+            else:
+                new.append(stored(x, self._like(x, role, weights)))
         return jax.tree.unflatten(tree, new)
+
+    def _is_root(self, role: Role) -> bool:
+        """Whether a leaf is stored by its square root: a second moment in FP8."""
+        narrow = dtypes.is_narrow_float(self.second_moment_dtype)
+        return narrow and role.degree == 2 and role.nonneg and not role.is_weight
 
     def _like(self, x: Any, role: Role, params: list[Any]) -> ScaledArray:
         """What a leaf is first stored like: nothing is known of its scale."""
@@ -176,8 +197,7 @@ class _LowPrecision:
         return ScaledArray(jax.ShapeDtypeStruct(x.shape, dtype), jnp.float32(0))
 
     def update(self, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
-        olds = jax.tree.leaves(state, is_leaf=is_scaled)
-        if self.policy == "gradient" and any(map(is_scaled, olds)):
+        if self.policy == "gradient" and any(map(is_scaled, _stored_leaves(state))):
             raise ValueError(
                 '`policy="gradient"` needs the scales of the gradients: call `update` inside '
                 '`jax_scalify.scalify`, or take `policy="statistic"`.'
@@ -198,11 +218,13 @@ class _LowPrecision:
             ) from error
 
     def _updated(self, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
-        olds = jax.tree.leaves(state, is_leaf=is_scaled)
+        olds = _stored_leaves(state)
+        roots = list(map(is_root, jax.tree.leaves(state, is_leaf=is_leaf)))
         given, weights = grads, params
         # Scales that are found by statistic need no others: on plain numbers a step is shorter.
         plain = self.policy == "statistic"
         grads, state, params = widen((grads, state, params), plain=plain)
+        state = opened(state)
         roles = self.find_roles(grads, state, params, extra_args)
         updates, new = self.optimizer.update(grads, state, params, **extra_args)
         if self.round_updates:
@@ -212,13 +234,23 @@ class _LowPrecision:
         leaves, tree = jax.tree.flatten(new)
         few = [i for i, role in enumerate(roles) if _is_stored(leaves[i], role)]
         gradients = jax.tree.leaves(grads if plain else given)
-        narrow = _store([(leaves[i], olds[i], roles[i]) for i in few], gradients, self.policy)
+        each = [
+            (jnp.sqrt(leaves[i]) if roots[i] else leaves[i], olds[i], roles[i], roots[i])
+            for i in few
+        ]
+        narrow = _store(each, gradients, self.policy, count_of(new))
         stored_by_place = dict(zip(few, narrow, strict=True))
         new = [
             stored_by_place[i] if i in stored_by_place else _kept(x, old)
             for i, (x, old) in enumerate(zip(leaves, olds, strict=True))
         ]
+        new = [SquareRoot(x) if root else x for x, root in zip(new, roots, strict=True)]
         return updates, tree.unflatten(new)
+
+
+def _stored_leaves(state: Any) -> list[Any]:
+    """The leaves of a state, each `ScaledArray` one, those of roots among them."""
+    return [x.root if is_root(x) else x for x in jax.tree.leaves(state, is_leaf=is_leaf)]
 
 
 def _scaled_like(updates: Any, like: Any) -> Any:
@@ -235,8 +267,13 @@ def _mismatch(init: Callable[[Any], Any], grads: Any, state: Any, params: Any) -
     found = None if params is None else _first_difference("grads", grads, "params", params)
     if found is None:
         like = jax.eval_shape(init, widen(grads if params is None else params))
-        found = _first_difference("state", state, "init(params)", like)
+        found = _first_difference("state", _without_roots(state), "init(params)", like)
     return found
+
+
+def _without_roots(state: Any) -> Any:
+    """A state with the shapes that the optimizer knows."""
+    return jax.tree.map(lambda x: x.root if is_root(x) else x, state, is_leaf=is_leaf)
 
 
 def _first_difference(name: str, tree: Any, like_name: str, like: Any) -> str | None:
@@ -275,26 +312,36 @@ def _kept(x: Any, old: Any) -> Any:
     return lax.select(jnp.ones(x.shape, bool), stop_scaling(x), jnp.asarray(old))
 
 
-def _store(leaves: list[tuple[Any, Any, Role]], grads: list[Any], policy: str) -> list[Any]:
-    """Leaves in few bits: outside `scalify` `ScaledArray`s, inside arrays that have scales."""
-    by_statistic = [
-        (x, old, role)
-        for x, old, role in leaves
-        if is_scaled(old) or policy != "gradient" or role.degree not in GRADIENT_EXPONENTS
-    ]
-    scales = iter(statistic_scales([(x, old, role.is_wide) for x, old, role in by_statistic]))
+def _store(
+    leaves: list[tuple[Any, Any, Role, bool]],
+    grads: list[Any],
+    policy: str,
+    count: jax.Array | None,
+) -> list[Any]:
+    """Leaves in few bits: outside `scalify` `ScaledArray`s, inside arrays that have scales.
+
+    Each comes with its old value, its role, and whether it is a root.
+    """
+    kinds = []
+    for _, old, role, root in leaves:
+        follows = policy == "gradient" and role.degree in GRADIENT_EXPONENTS and not root
+        degree = int(role.degree) if follows and role.degree and not is_scaled(old) else None
+        fades = role.degree == 1 and not role.nonneg
+        kinds.append(Kind(role.is_wide, degree, fades, root, count is not None))
+    pairs = list(zip(leaves, kinds, strict=True))
+    by_statistic = [(x, old, kind.wide) for (x, old, _, _), kind in pairs if kind.degree is None]
+    scales = iter(statistic_scales(by_statistic))
+    none, counted = jnp.zeros((), jnp.int32), jnp.uint32(0) if count is None else count
     new = []
-    for x, old, role in leaves:
+    for (x, old, role, _), kind in pairs:
         grad = x if role.param is None else grads[role.param]
-        follows = policy == "gradient" and role.degree in GRADIENT_EXPONENTS
+        scale = next(scales) if kind.degree is None else none
         if is_scaled(old):
-            bits = bits_of(x, grad if grad.shape == x.shape else x)
-            new.append(stored(x, old, wide=role.is_wide, bits=bits, scale=next(scales)))
-        elif follows and role.degree is not None:
-            none = jnp.zeros((), jnp.int32)
-            new.append(store(x, old, grad, none, wide=role.is_wide, degree=int(role.degree)))
+            bits = bits_of_moment(x, grad, count, old.dtype, fades=kind.fades)
+            like = {"wide": kind.wide, "is_root": kind.is_root}
+            new.append(stored(x, old, bits=bits, scale=scale, **like))
         else:
-            new.append(store(x, old, grad, next(scales), wide=role.is_wide, degree=None))
+            new.append(store(x, old, grad, scale, counted, kind=kind))
     return new
 
 

@@ -6,6 +6,7 @@ Inside `scalify` these are the rules of functions that only cast; outside, the s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -19,9 +20,10 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.mixing import mixed
 from jax_scalify.interpreter.multiplying import at_whole_scale
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.optim.random_bits import bits_of_moment, drawn
+from jax_scalify.optim.square_roots import moved_for_square
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.scales.algebra import Scale
 
@@ -30,6 +32,26 @@ from jax_scalify.scales.algebra import Scale
 # moment in float16 leaves the range at an element of 2**7, and has 8 bits at an RMS of 2**-9.
 GRADIENT_EXPONENTS = {1: -6, 2: -2}
 
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a leaf of the state is stored.
+
+    Attributes:
+        wide: whether its elements spread over a wide range, as squares do.
+        degree: by which its scale follows that of the gradient; None for by statistic.
+        fades: whether it is a first moment.
+        is_root: whether it is a square root.
+        is_counted: whether the state counts the steps.
+    """
+
+    wide: bool
+    degree: int | None = None
+    fades: bool = False
+    is_root: bool = False
+    is_counted: bool = False
+
+
 _SMALLEST = math.ldexp(1.0, -pow2.MAX_EXPONENT)
 # Squares that float32 flushes to 0 are less than 2**-26 of a mean square above this one.
 _SMALLEST_MEAN_SQUARE = 2.0**-100
@@ -37,30 +59,27 @@ _SMALL = 2**16  # elements: of leaves of one shape that are no larger, statistic
 
 
 def saturate(
-    x: jax.Array, dtype: Any, *, wide: bool = False, bits: jax.Array | None = None
+    x: jax.Array,
+    dtype: Any,
+    *,
+    wide: bool = False,
+    bits: jax.Array | None = None,
+    is_root: bool = False,
 ) -> jax.Array:
     """Cast once: what is finite stays finite; in a `wide` leaf, what is not 0 does not become 0.
 
     A second moment is divided by: if it were rounded to 0, the step would be huge. With random
-    `bits` (`uint32`, one an element) the rounding is stochastic, else to nearest even.
+    `bits` (`uint32`, one an element) the rounding is stochastic, else to nearest even. Of a root it
+    is the square that is right on average.
     """
     limit = np.array(jnp.finfo(dtype).max, x.dtype)
     x = jnp.where(jnp.isfinite(x), lax.clamp(-limit, x, limit), x)
     if wide and dtypes.has_short_range(dtype):
         smallest = np.array(jnp.finfo(dtype).smallest_subnormal, x.dtype)
         x = jnp.where((x != 0) & (jnp.abs(x) < smallest), jnp.copysign(smallest, x), x)
+    if is_root and bits is not None:
+        x = moved_for_square(x, dtype)
     return dtypes.cast(x, dtype) if bits is None else dtypes.round_stochastically(x, bits, dtype)
-
-
-def bits_of(x: jax.Array, salt: jax.Array) -> jax.Array:
-    """Make random bits of the numbers that are rounded, and of others that change at each step.
-
-    Rounded to nearest, the small steps of a moving average are lost or too large (0.999 x in
-    float16, 0.9 x in E4M3). These bits need no key in the state, and a step repeats exactly.
-
-    """
-    first, second = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, salt))
-    return mixed(first * np.uint32(0x9E3779B1) + second)
 
 
 def reduced(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -215,6 +234,7 @@ def stored(
     grad: ScaledArray | None = None,
     degree: int | None = None,
     scale: jax.Array | None = None,
+    is_root: bool = False,
 ) -> ScaledArray:
     """Return `x` as `like` is stored: in its dtype, with its shape of scale.
 
@@ -226,6 +246,7 @@ def stored(
         grad: the gradient, if the scale follows it by `degree`; else a statistic is taken.
         degree: of `x` in the gradient.
         scale: if the statistic has been taken.
+        is_root: whether it is the square of `x` that counts; see `saturate`.
     """
     old = array_lib.align_scale(jnp.asarray(like.scale, jnp.float32), like.ndim)
     if _is_fixed(like):
@@ -237,7 +258,7 @@ def stored(
         scale = scale_by_statistic(measured(x, old), old, top, by_rms)
     inverse = (1 / jnp.where(scale == 0, 1, scale)).astype(x.dtype)
     data = jnp.where((scale == 0) & jnp.isfinite(x), 0, x * inverse)
-    data = saturate(data, like.dtype, wide=wide, bits=bits)
+    data = saturate(data, like.dtype, wide=wide, bits=bits, is_root=is_root)
     if _is_fixed(like):
         return ScaledArray(data, like.scale)
     # A scale is not negative. On GPUs a slice that is a result is a kernel of its own; what is
@@ -272,21 +293,21 @@ def _from_bits(bits: jax.Array, like: ScaledArray) -> jax.Array | None:
     return None if jnp.ndim(like.scale) else lax.bitcast_convert_type(bits, jnp.float32)
 
 
-@custom_scale(static_argnames=("wide", "degree"))
+@custom_scale(static_argnames=("kind",))
 def store(
     x: jax.Array,
     like: jax.Array,
     grad: jax.Array,
     scale: jax.Array,
+    count: jax.Array,
     *,
-    wide: bool,
-    degree: int | None,
+    kind: Kind,
 ) -> jax.Array:
     """Cast `x` to the dtype of `like`; inside `scalify`, choose a scale.
 
-    With a `degree` the scale follows that of the gradient, else it is one of `scales_of`.
+    With a degree the scale follows that of the gradient, else it is one of `scales_of`.
     """
-    return saturate(x, like.dtype, wide=wide)
+    return saturate(x, like.dtype, wide=kind.wide)
 
 
 @store.defscale
@@ -295,57 +316,24 @@ def _store_scale(
     like: ScaledArray,
     grad: ScaledArray,
     scale: jax.Array,
+    count: jax.Array,
     *,
-    wide: bool,
-    degree: int | None,
+    kind: Kind,
 ) -> ScaledArray:
     like, grad = _with_array(like), _with_array(grad)
     values = x.to_array()
-    bits = bits_of(values, grad.data if grad.shape == x.shape else values)
-    found = _from_bits(scale, like)
-    return stored(values, like, wide=wide, bits=bits, grad=grad, degree=degree, scale=found)
-
-
-def drawn(x: jax.Array, bits: jax.Array | None, salt: jax.Array | None) -> jax.Array | None:
-    """The bits to round `x` with: those given, or made of it and a salt; None for to nearest."""
-    return bits if salt is None else bits_of(x, salt)
-
-
-def _added(x: jax.Array, step: jax.Array, bits: jax.Array | None) -> jax.Array:
-    """`x + step`, rounded by bits to one of the two numbers of float32 beside the exact sum."""
-    total = x + step
-    if bits is None or total.dtype != jnp.float32:
-        return total
-    moved = total - x
-    rest = (x - (total - moved)) + (step - moved)  # exact
-    pattern = lax.bitcast_convert_type(total, jnp.int32)
-    away = (rest > 0) == (total > 0)
-    beside = lax.bitcast_convert_type(pattern + jnp.where(away, 1, -1), jnp.float32)
-    share = jnp.abs(rest) / jnp.abs(beside - total)
-    threshold = (jnp.minimum(share, 1) * np.float32(2.0**32 - 2.0**8)).astype(jnp.uint32)
-    takes = (mixed(bits ^ np.uint32(0x5BD1E995)) < threshold) & (rest != 0)
-    return jnp.where(takes & jnp.isfinite(total) & jnp.isfinite(beside), beside, total)
-
-
-@custom_scale
-def add_stochastically(
-    x: jax.Array, step: jax.Array, bits: jax.Array | None, salt: jax.Array | None
-) -> jax.Array:
-    """Return `x + step` in float32, right on average however small the step is.
-
-    Rounded to nearest, steps of less than 2**-25 of `x` are lost, and others are up to twice as
-    large. What is rounded once more, by the same bits, to fewer of them stays right on average.
-
-    Source: the rest is Knuth's TwoSum, "The Art of Computer Programming", volume 2, 4.2.2.
-    """
-    return _added(x, step, drawn(x, bits, salt))
-
-
-@add_stochastically.defscale
-def _add_stochastically_scale(x: ScaledArray, step: ScaledArray, bits: Any, salt: Any) -> Any:
-    start = x.to_array()
-    bits = drawn(start, bits, salt.to_array() if array_lib.is_scaled(salt) else salt)
-    return ScaledArray(_added(start, step.to_array(), bits), 1.0)
+    counted = count if kind.is_counted else None
+    bits = bits_of_moment(values, grad.data, counted, like.dtype, fades=kind.fades)
+    return stored(
+        values,
+        like,
+        wide=kind.wide,
+        bits=bits,
+        grad=grad,
+        degree=kind.degree,
+        scale=_from_bits(scale, like),
+        is_root=kind.is_root,
+    )
 
 
 @custom_scale

@@ -1,0 +1,52 @@
+"""Sums that are right on average, however small what is added: for slow averages of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.base.mixing import mixed
+from jax_scalify.optim.random_bits import drawn
+from jax_scalify.primitives.custom_scale import custom_scale
+
+
+def _added(x: jax.Array, step: jax.Array, bits: jax.Array | None) -> jax.Array:
+    """`x + step`, rounded by bits to one of the two numbers of float32 beside the exact sum."""
+    total = x + step
+    if bits is None or total.dtype != jnp.float32:
+        return total
+    moved = total - x
+    rest = (x - (total - moved)) + (step - moved)  # exact
+    pattern = lax.bitcast_convert_type(total, jnp.int32)
+    away = (rest > 0) == (total > 0)
+    beside = lax.bitcast_convert_type(pattern + jnp.where(away, 1, -1), jnp.float32)
+    share = jnp.abs(rest) / jnp.abs(beside - total)
+    threshold = (jnp.minimum(share, 1) * np.float32(2.0**32 - 2.0**8)).astype(jnp.uint32)
+    takes = (mixed(bits ^ np.uint32(0x5BD1E995)) < threshold) & (rest != 0)
+    return jnp.where(takes & jnp.isfinite(total) & jnp.isfinite(beside), beside, total)
+
+
+@custom_scale
+def add_stochastically(
+    x: jax.Array, step: jax.Array, bits: jax.Array | None, salt: jax.Array | None
+) -> jax.Array:
+    """Return `x + step` in float32, right on average however small the step is.
+
+    Rounded to nearest, steps of less than 2**-25 of `x` are lost, and others are up to twice as
+    large. What is rounded once more, by the same bits, to fewer of them stays right on average.
+
+    Source: the rest is Knuth's TwoSum, "The Art of Computer Programming", volume 2, 4.2.2.
+    """
+    return _added(x, step, drawn(x, bits, salt))
+
+
+@add_stochastically.defscale
+def _add_stochastically_scale(x: ScaledArray, step: ScaledArray, bits: Any, salt: Any) -> Any:
+    start = x.to_array()
+    bits = drawn(start, bits, salt.to_array() if is_scaled(salt) else salt)
+    return ScaledArray(_added(start, step.to_array(), bits), 1.0)
