@@ -137,7 +137,8 @@ class _Seen:
     Attributes:
         values: by name.
         results: what they are.
-        state: by name, of the last state, at the scales that it will be frozen with.
+        state: by name, of the last state where the leaf was not zero, at the scales that it will be
+            frozen with.
         last: the state.
     """
 
@@ -186,11 +187,18 @@ def _measure(
     options = _QUICKLY if jax.default_backend() == "cpu" else None
     program = jax.jit(watched, static_argnums=0, compiler_options=options)
     found: dict[str, list[Any]] = {}
+    of_state: dict[str, Measured] = {}
     for batch in batches:
         leaves, tree = jax.tree.flatten((state, batch))
         static = tree, tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
         out, rows = program(static, *(leaf for leaf in leaves if is_array(leaf)))
         state = _next_state(out, state)
+        # Gradients that are accumulated are zero after the step that they are for.
+        of_state |= {
+            name: m
+            for name, m in measure_state(state).items()
+            if math.isfinite(m.log2_max) or name not in of_state
+        }
         for name, row in zip(names, np.asarray(rows), strict=True):
             found.setdefault(name, []).append(row)
     assert planner.equations is not None
@@ -207,7 +215,7 @@ def _measure(
     ]
     measured = zip(found, finish(rows, known) if found else [], strict=True)
     values = {name: m for name, m in measured if m is not None}
-    leaves = {name: at_frozen_scale(m) for name, m in measure_state(state).items()}
+    leaves = {name: at_frozen_scale(m) for name, m in of_state.items()}
     return _Seen(values, results, leaves, state)
 
 

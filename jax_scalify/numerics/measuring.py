@@ -24,6 +24,7 @@ ROLES = ("operand", "gradient", "value", "state")
 # float16 has normal numbers for eight octaves below, and its squares have, for ten above.
 _BANDS = {8: 2, 16: 6}
 _LOWEST = -6  # exponent of the largest element of state
+_ROOM = {8: 3, 16: 10}  # octaves that state may grow by when its scale is frozen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,18 @@ def excess_of_state(log2_rms: float, log2_max: float, dtype: Any) -> int:
 
 
 def at_frozen_scale(m: Measured) -> Measured:
-    """A leaf of state at the static scale that it will get."""
+    """A leaf of state at the static scale that it will get.
+
+    It leaves room above the largest element. A gradient that is a thousand times as large as those
+    before makes a second moment a thousand times as large (1 - b2 of its square): at the top of the
+    range it would saturate, and be divided by.
+    """
     exponent = excess_of_state(m.log2_rms, m.log2_max, m.dtype)
+    dtype = jnp.dtype(m.dtype)
+    if dtypes.has_short_range(dtype) and math.isfinite(m.log2_max):
+        finfo = jnp.finfo(dtype)
+        highest = math.log2(float(finfo.max)) - _ROOM[finfo.bits]
+        exponent = max(exponent, math.ceil(m.log2_max - highest))
     if m.scale is None or not exponent:
         return m
     exponent = max(-MAX_EXPONENT, min(MAX_EXPONENT, m.scale + exponent)) - m.scale

@@ -274,11 +274,12 @@ def test_state_is_measured_leaf_by_leaf():
     assert (zero.scale, zero.log2_rms, zero.log2_max) == (None, -math.inf, -math.inf)
     assert (fp8.overflow, fp8.underflow) == (0.5, 0.5)
     assert (plain.scale, plain.nonfinite, plain.log2_max) == (None, 0.5, 0)
-    moved = at_frozen_scale(frozen)
-    assert (moved.scale, moved.log2_max) == (
-        2 + 4,
-        pytest.approx(12, abs=1e-3),
-    ) and at_frozen_scale(w) == w
+    # Room to grow: at least 10 octaves in float16, and 3 in FP8.
+    for before, room in ((frozen, 10), (fp8, 4)):
+        moved = at_frozen_scale(before)
+        assert moved.scale == before.scale + room
+        assert moved.log2_max == pytest.approx(before.log2_max - room, abs=1e-9)
+    assert at_frozen_scale(w) == w
     assert at_frozen_scale(zero) == zero and at_frozen_scale(plain) == plain
 
 
@@ -459,3 +460,30 @@ def test_freezing_gives_the_calibrated_scales():
         c.freeze({"m": state["m"], "rows": rows, "v": state["w"]})
     with pytest.raises(TypeError, match="outside of `jit`"):
         jax.jit(c.freeze)({"m": state["m"], "rows": rows, "w": state["w"]})
+
+
+@pytest.mark.full
+def test_accumulated_gradients_are_frozen_with_the_scale_that_they_had():
+    """They are zero after each second step, the last one that is calibrated, too."""
+    optax = pytest.importorskip("optax")
+    optimizer = jsa.optim.low_precision(optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2))
+
+    def step(state, x):
+        params, opt_state = state
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2).astype(jnp.float32))(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return jsa.optim.apply_updates(params, updates), opt_state
+
+    w = jsa.as_scaled_array(jnp.ones((4, 4)), scale="rms", dtype=jnp.float16)
+    state, x = (w, optimizer.init(w)), jnp.eye(4, dtype=jnp.float16)
+    calibration = jsa.calibrate(step, state, x, steps=2)
+    name = "args[0][1].acc_grads"
+    assert calibration.state[name].scale is not None
+    frozen = jax.jit(jsa.scalify(step, calibration=calibration))
+    state = calibration.freeze(state)
+    assert state[1].acc_grads.scale == 2.0 ** calibration.state[name].scale
+    for _ in range(3):
+        new = frozen(state, x)
+        assert jax.tree.structure(new) == jax.tree.structure(state)
+        state = new
+    assert frozen._cache_size() == 1
