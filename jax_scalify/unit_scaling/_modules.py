@@ -142,3 +142,14 @@ def mixture(
     )
     out = F.combine(F.ragged_dot(hidden, down, sizes, None), weights, indices)
     return out.reshape(x.shape), F.load_balancing_loss(logits, indices, mult)
+
+
+def with_balance(out: Any) -> tuple[jax.Array, jax.Array | None]:
+    """What a layer returns, and its loss for balance, None of one without experts."""
+    return out if isinstance(out, tuple) else (out, None)
+
+
+def total_balance(balances: Any) -> jax.Array | None:
+    """The sum over layers, of a list or an array of them: each counts as in a model of its own."""
+    arrays = jax.tree.leaves(balances)
+    return jnp.sum(jnp.stack(arrays)) if arrays else None

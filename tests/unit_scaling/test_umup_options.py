@@ -20,6 +20,7 @@ VOCAB, WIDTH = 16, 16
 IDS, LABELS = jax.random.randint(jax.random.key(1), (2, 4, 8), 0, VOCAB)
 ATTENTION = dict(num_kv_heads=1, window=3, qk_norm=True)
 SCANNED = dict(scan_layers=True, remat=True)
+EXPERTS = dict(num_experts=3)
 
 
 def decoder(module, **options):
@@ -42,6 +43,8 @@ full = functools.partial(pytest.param, marks=pytest.mark.full)
     [
         (ATTENTION | SCANNED | dict(tie_embeddings=True), False),
         full(ATTENTION | SCANNED | dict(tie_embeddings=True), True),
+        full(EXPERTS | SCANNED, True),
+        full(EXPERTS | dict(experts_per_token=1, remat=True), True),
         full(ATTENTION, True),
         full(dict(tie_embeddings=True), True),
         full(dict(scan_layers=True, remat=jax.checkpoint_policies.dots_saveable), True),
@@ -104,6 +107,17 @@ def test_layers_in_a_scan_are_those_outside_of_one():
         return str(jax.make_jaxpr(f)(p)).count("dot_general")
 
     assert equations(1) == equations(3)
+
+
+def test_a_decoder_with_experts_adds_up_their_losses_for_balance():
+    losses = [loss_and_params(**EXPERTS, balance_mult=mult) for mult in (1.0, 0.0)]
+    (loss, params), (without, _) = losses
+    layers = flax.nnx.to_pure_dict(params)["layers"]
+    assert layers[0]["mlp"]["up"].shape == (3, WIDTH, 24)
+    balance = jax.jit(loss)(params) - jax.jit(without)(params)
+    assert 2 <= balance < 3  # of two layers, 1 each if all experts get as many
+    with pytest.raises(ValueError, match="`k` must be in .* got 4 of 3"):
+        decoder(nnx, **EXPERTS, experts_per_token=4)
 
 
 @pytest.mark.full

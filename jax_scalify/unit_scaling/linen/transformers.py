@@ -11,6 +11,7 @@ from flax import linen
 
 from jax_scalify.unit_scaling import _modules
 from jax_scalify.unit_scaling import functional as F
+from jax_scalify.unit_scaling.linen.experts import MoEMLP
 from jax_scalify.unit_scaling.linen.layers import Dropout, Embed, Linear, LinearReadout, RMSNorm
 from jax_scalify.unit_scaling.residuals import ResidualScheme
 from jax_scalify.unit_scaling.umup import UmupConfig
@@ -128,6 +129,9 @@ class TransformerLayer(linen.Module):
         num_kv_heads, is_causal, window, rope, qk_norm: as of `MHSA`.
         taus: ratios of the branches, attention and MLP, to their skip connections.
         config: hyperparameters of u-µP.
+        num_experts: of a `MoEMLP` in place of the MLP, or None.
+        experts_per_token: of these, for each token; one as in a Switch Transformer, several with
+            weights that add up to 1.
         dropout_rate: of the `Dropout` at the end of each branch.
         fp8: whether the matmuls that are not critical are in FP8.
         depth: layers of the residual stack that it is in, or None.
@@ -149,6 +153,8 @@ class TransformerLayer(linen.Module):
     qk_norm: bool = False
     taus: tuple[float, float] = (1.0, 1.0)
     config: UmupConfig = UmupConfig()
+    num_experts: int | None = None
+    experts_per_token: int = 2
     dropout_rate: float = 0.0
     fp8: bool = False
     depth: int | None = None
@@ -171,23 +177,31 @@ class TransformerLayer(linen.Module):
             **options,
         )
         self.mlp_norm = RMSNorm()
-        self.mlp = MLP(self.hidden, act_mult=self.config.ffn_act_mult, **options)
+        options["act_mult"] = self.config.ffn_act_mult
+        if self.num_experts is None:
+            self.mlp = MLP(self.hidden, **options)
+        else:
+            k = self.experts_per_token
+            routing: dict[str, Any] = dict(k=k, normalize=k > 1)
+            self.mlp = MoEMLP(self.num_experts, self.hidden, **routing, **options)
         self.dropout = Dropout(self.dropout_rate)
 
-    def __call__(self, x: jax.Array, taus: Any = None, deterministic: bool = False) -> jax.Array:
+    def __call__(self, x: jax.Array, taus: Any = None, deterministic: bool = False) -> Any:
         """Map `(batch, positions, width)` to the same shape.
 
-        `taus`, if given, are used instead of the layer's; `deterministic` is for evaluation.
+        `taus`, if given, are used instead of the layer's; `deterministic` is for evaluation. With
+        experts it returns that and their loss for balance.
         """
         attention_tau, mlp_tau = self.taus if taus is None else taus
 
         def attention(x: jax.Array) -> jax.Array:
             return self.dropout(self.attention(self.attention_norm(x)), deterministic)
 
-        def mlp(x: jax.Array) -> jax.Array:
-            return self.dropout(self.mlp(self.mlp_norm(x)), deterministic)
-
-        return F.residual_apply(mlp, F.residual_apply(attention, x, attention_tau), mlp_tau)
+        x = F.residual_apply(attention, x, attention_tau)
+        branch, skip = F.residual_split(x, mlp_tau)
+        out, balance = _modules.with_balance(self.mlp(self.mlp_norm(branch)))
+        x = F.residual_add(self.dropout(out, deterministic), skip, mlp_tau)
+        return x if balance is None else (x, balance)
 
 
 class TransformerDecoder(linen.Module):
@@ -202,6 +216,8 @@ class TransformerDecoder(linen.Module):
         num_kv_heads, window, qk_norm: as of `MHSA`.
         tie_embeddings: whether the readout multiplies by the table of the embedding; `Embed` says
             what its scales and its role are then.
+        num_experts, experts_per_token: as of `TransformerLayer`.
+        balance_mult: of the layers' losses for balance, which `loss` then adds up.
         config: hyperparameters of u-µP.
         residuals: a scheme of residual branches instead of `config.residuals()`.
         dropout_rate: of the `Dropout` at the end of each branch and behind the embedding.
@@ -232,6 +248,9 @@ class TransformerDecoder(linen.Module):
     window: int | tuple[int, int] | None = None
     qk_norm: bool = False
     tie_embeddings: bool = False
+    num_experts: int | None = None
+    experts_per_token: int = 2
+    balance_mult: float = 0.01
     config: UmupConfig = UmupConfig()
     residuals: ResidualScheme | None = None
     dropout_rate: float = 0.0
@@ -249,6 +268,8 @@ class TransformerDecoder(linen.Module):
             num_kv_heads=self.num_kv_heads,
             window=self.window,
             qk_norm=self.qk_norm,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
             config=self.config,
             dropout_rate=self.dropout_rate,
             fp8=self.fp8,
@@ -273,9 +294,7 @@ class TransformerDecoder(linen.Module):
 
         With dropout, it takes keys: `apply(..., rngs={"dropout": key})`; or `deterministic=True`.
         """
-        x = self.dropout(self.embed(ids), deterministic)
-        x = self.norm(self._run(x, deterministic))
-        return self.embed.attend(x) if self.tie_embeddings else self.readout(x)
+        return self._logits(ids, deterministic)[0]
 
     def loss(
         self,
@@ -285,25 +304,35 @@ class TransformerDecoder(linen.Module):
         deterministic: bool = False,
     ) -> jax.Array:
         """Return the cross entropy of labels `(batch, positions)`, the mean of where it counts."""
-        logits = self(ids, deterministic)
-        return F.cross_entropy(logits, labels, mult=self.config.loss_softmax_mult, where=where)
+        logits, balance = self._logits(ids, deterministic)
+        loss = F.cross_entropy(logits, labels, mult=self.config.loss_softmax_mult, where=where)
+        return loss if balance is None else loss + self.balance_mult * balance
 
-    def _run(self, x: jax.Array, deterministic: bool) -> jax.Array:
-        """Apply the layers."""
+    def _logits(self, ids: jax.Array, deterministic: bool) -> tuple[jax.Array, jax.Array | None]:
+        x = self.dropout(self.embed(ids), deterministic)
+        x, balance = self._run(x, deterministic)
+        x = self.norm(x)
+        return (self.embed.attend(x) if self.tie_embeddings else self.readout(x)), balance
 
-        def apply(layer: Any, x: jax.Array, taus: Any) -> jax.Array:
-            return layer(x, taus, deterministic)
+    def _run(self, x: jax.Array, deterministic: bool) -> tuple[jax.Array, jax.Array | None]:
+        """Apply the layers, and add up their losses for balance."""
+
+        def apply(layer: Any, x: jax.Array, taus: Any) -> tuple[jax.Array, jax.Array | None]:
+            return _modules.with_balance(layer(x, taus, deterministic))
 
         if self.remat:
             apply = linen.remat(apply, **_modules.remat_options(self.remat, self.scan_layers))
         if not self.scan_layers:
             layers: Any = self.layers
+            balances = []
             for layer in layers:
-                x = apply(layer, x, None)
-            return x
+                x, balance = apply(layer, x, None)
+                balances.append(balance)
+            return x, _modules.total_balance(balances)
         scan = linen.scan(
-            lambda layer, x, taus: (apply(layer, x, taus), None),
+            apply,
             variable_axes={"params": 0, "intermediates": 0},
             split_rngs={"params": True, "dropout": True},
         )
-        return scan(self.layers, x, jnp.asarray(self.taus))[0]
+        x, balances = scan(self.layers, x, jnp.asarray(self.taus))
+        return x, _modules.total_balance(balances)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,8 @@ from flax import nnx
 
 from jax_scalify.unit_scaling import _modules
 from jax_scalify.unit_scaling import functional as F
+from jax_scalify.unit_scaling.nnx import running
+from jax_scalify.unit_scaling.nnx.experts import MoEMLP
 from jax_scalify.unit_scaling.nnx.layers import Dropout, Embed, Linear, LinearReadout, RMSNorm
 from jax_scalify.unit_scaling.residuals import ResidualScheme
 from jax_scalify.unit_scaling.umup import UmupConfig
@@ -148,6 +149,9 @@ class TransformerLayer(nnx.Module):
         num_kv_heads, is_causal, window, rope, qk_norm: as of `MHSA`.
         taus: ratios of the branches, attention and MLP, to their skip connections.
         config: hyperparameters of u-µP.
+        num_experts: of a `MoEMLP` in place of the MLP, or None.
+        experts_per_token: of these, for each token; one as in a Switch Transformer, several with
+            weights that add up to 1.
         dropout_rate: of the `Dropout` at the end of each branch.
         fp8: whether the matmuls that are not critical are in FP8.
         depth: layers of the residual stack that it is in, or None.
@@ -174,6 +178,8 @@ class TransformerLayer(nnx.Module):
         qk_norm: bool = False,
         taus: tuple[float, float] = (1.0, 1.0),
         config: UmupConfig = UmupConfig(),  # noqa: B008
+        num_experts: int | None = None,
+        experts_per_token: int = 2,
         dropout_rate: float = 0.0,
         fp8: bool = False,
         depth: int | None = None,
@@ -197,17 +203,28 @@ class TransformerLayer(nnx.Module):
             **options,
         )
         self.mlp_norm = RMSNorm(width)
-        self.mlp = MLP(width, hidden, act_mult=config.ffn_act_mult, **options)
+        options["act_mult"] = config.ffn_act_mult
+        if num_experts is None:
+            self.mlp = MLP(width, hidden, **options)
+        else:
+            routing: dict[str, Any] = dict(k=experts_per_token, normalize=experts_per_token > 1)
+            self.mlp = MoEMLP(width, num_experts, hidden, **routing, **options)
         self.dropout = Dropout(dropout_rate, rngs=rngs) if dropout_rate else None
         self.taus = taus
 
-    def __call__(self, x: jax.Array, taus: Any = None) -> jax.Array:
-        """Map `(batch, positions, width)` to the same shape; `taus`, if given, are used instead."""
+    def __call__(self, x: jax.Array, taus: Any = None) -> Any:
+        """Map `(batch, positions, width)` to the same shape; `taus`, if given, are used instead.
+
+        With experts it returns that and their loss for balance.
+        """
         attention_tau, mlp_tau = self.taus if taus is None else taus
         x = F.residual_apply(
             lambda x: self._dropped(self.attention(self.attention_norm(x))), x, attention_tau
         )
-        return F.residual_apply(lambda x: self._dropped(self.mlp(self.mlp_norm(x))), x, mlp_tau)
+        branch, skip = F.residual_split(x, mlp_tau)
+        out, balance = _modules.with_balance(self.mlp(self.mlp_norm(branch)))
+        x = F.residual_add(self._dropped(out), skip, mlp_tau)
+        return x if balance is None else (x, balance)
 
     def _dropped(self, x: jax.Array) -> jax.Array:
         return x if self.dropout is None else self.dropout(x)
@@ -225,6 +242,8 @@ class TransformerDecoder(nnx.Module):
         num_kv_heads, window, qk_norm: as of `MHSA`.
         tie_embeddings: whether the readout multiplies by the table of the embedding; `Embed` says
             what its scales and its role are then.
+        num_experts, experts_per_token: as of `TransformerLayer`.
+        balance_mult: of the layers' losses for balance, which `loss` then adds up.
         config: hyperparameters of u-µP.
         residuals: a scheme of residual branches instead of `config.residuals()`.
         dropout_rate: of the `Dropout` at the end of each branch and behind the embedding.
@@ -264,6 +283,9 @@ class TransformerDecoder(nnx.Module):
         window: int | tuple[int, int] | None = None,
         qk_norm: bool = False,
         tie_embeddings: bool = False,
+        num_experts: int | None = None,
+        experts_per_token: int = 2,
+        balance_mult: float = 0.01,
         config: UmupConfig = UmupConfig(),  # noqa: B008
         residuals: ResidualScheme | None = None,
         dropout_rate: float = 0.0,
@@ -281,6 +303,8 @@ class TransformerDecoder(nnx.Module):
             num_kv_heads=num_kv_heads,
             window=window,
             qk_norm=qk_norm,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
             config=config,
             dropout_rate=dropout_rate,
             fp8=fp8,
@@ -290,7 +314,7 @@ class TransformerDecoder(nnx.Module):
         if scan_layers:
             _modules.check_scan(num_layers)
             layers = [TransformerLayer(width, num_heads, hidden, **branches) for _ in self.taus]
-            self.layers = _stacked(layers)
+            self.layers = running.stack(layers)
         else:
             self.layers = nnx.List(
                 TransformerLayer(width, num_heads, hidden, taus=taus, **branches)
@@ -299,68 +323,33 @@ class TransformerDecoder(nnx.Module):
         self.norm = RMSNorm(width)
         self.readout = None if tie_embeddings else LinearReadout(width, vocab_size, **options)
         self.dropout = Dropout(dropout_rate, rngs=rngs) if dropout_rate else None
-        self.config, self.scan_layers, self.remat = config, scan_layers, remat
+        self.config, self.balance_mult = config, balance_mult
+        self.scan_layers, self.remat = scan_layers, remat
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Map integers `(batch, positions)` to logits `(batch, positions, vocab_size)`."""
-        x = self.embed(ids)
-        x = x if self.dropout is None else self.dropout(x)
-        x = self.norm(self._run(x))
-        return self.embed.attend(x) if self.readout is None else self.readout(x)
+        return self._logits(ids)[0]
 
     def loss(self, ids: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
         """Return the cross entropy of labels `(batch, positions)`, the mean of where it counts."""
-        return F.cross_entropy(self(ids), labels, mult=self.config.loss_softmax_mult, where=where)
+        logits, balance = self._logits(ids)
+        loss = F.cross_entropy(logits, labels, mult=self.config.loss_softmax_mult, where=where)
+        return loss if balance is None else loss + self.balance_mult * balance
 
-    def _run(self, x: jax.Array) -> jax.Array:
-        """Apply the layers."""
+    def _logits(self, ids: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        x = self.embed(ids)
+        x, balance = self._run(x if self.dropout is None else self.dropout(x))
+        x = self.norm(x)
+        return (self.embed.attend(x) if self.readout is None else self.readout(x)), balance
+
+    def _run(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Apply the layers, and add up their losses for balance."""
         layers: Any = self.layers
         if not self.scan_layers:
+            balances = []
             for layer in layers:
-                x = _applied(layer, x, self.remat)
-            return x
-        # Not `nnx.scan`, which refuses layers of a model that a jitted function closes over.
-        graph, params, rest = nnx.split(layers, nnx.Param, ...)
-
-        def step(x: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
-            params, rest, taus = xs
-            return _pure(graph, params, rest, x, taus)
-
-        if self.remat:
-            step = jax.checkpoint(step, **_modules.remat_options(self.remat, True))
-        x, rest = jax.lax.scan(step, x, (params, rest, jnp.asarray(self.taus)))
-        _update(layers, rest)
-        return x
-
-
-def _applied(layer: TransformerLayer, x: jax.Array, remat: Any) -> jax.Array:
-    """Apply one layer, and keep nothing of it if its values are computed again."""
-    if not remat:
-        return layer(x)
-    graph, params, rest = nnx.split(layer, nnx.Param, ...)
-    apply = jax.checkpoint(
-        functools.partial(_pure, graph), **_modules.remat_options(remat, scanned=False)
-    )
-    x, rest = apply(params, rest, x, None)
-    _update(layer, rest)
-    return x
-
-
-def _pure(graph: Any, params: Any, rest: Any, x: jax.Array, taus: Any) -> tuple[jax.Array, Any]:
-    """A layer as a function: its result, and its state but for the parameters, for keys."""
-    layer = nnx.merge(graph, params, rest)
-    x = layer(x, taus)
-    return x, nnx.split(layer, nnx.Param, ...)[2]
-
-
-def _update(layer: TransformerLayer, state: Any) -> None:
-    """Let the keys of dropout go on; without it, a model that is closed over is only read."""
-    if layer.dropout is not None and not layer.dropout.deterministic:
-        nnx.update(layer, state)
-
-
-def _stacked(layers: list[TransformerLayer]) -> TransformerLayer:
-    """One layer with the arrays of all, along a first axis."""
-    graph, first = nnx.split(layers[0])
-    rest = [nnx.state(layer) for layer in layers[1:]]
-    return nnx.merge(graph, jax.tree.map(lambda *arrays: jnp.stack(arrays), first, *rest))
+                x, balance = _modules.with_balance(running.apply(layer, x, self.remat))
+                balances.append(balance)
+            return x, _modules.total_balance(balances)
+        x, balances = running.scan(layers, x, jnp.asarray(self.taus), self.remat)
+        return x, _modules.total_balance(balances)
