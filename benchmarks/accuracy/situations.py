@@ -291,9 +291,9 @@ def failures(checks: Checks) -> list[str]:
 
 
 def summarise(cells: dict[str, Checks]) -> Table:
-    """Return a line a situation and policy."""
+    """Return a line a situation and policy, or way."""
     table = Table(box=box.SIMPLE, title="situations")
-    for column in ("situation", "policy", "gap", "", "does not hold", "figures"):
+    for column in ("situation", "way", "gap", "", "does not hold", "figures"):
         table.add_column(column, no_wrap=column != "figures")
     for key, checks in cells.items():
         kind, _, rest = key.partition("/")

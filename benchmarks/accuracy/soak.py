@@ -22,7 +22,9 @@ Each step's state is looked at on the device: the first value that is not finite
 and maximum of the data of every leaf are stored every 500 steps, before they are rescaled, in
 `benchmarks/results/soak-jax<version>.json`, with the rest of the finished cells; the plot is
 `soak-<problem>.png` beside it. What else may happen to a state is in
-`benchmarks/accuracy/situations.py`, and is run at the end.
+`benchmarks/accuracy/situations.py`, with frozen scales in `tails.py`, and is run at the end:
+
+    python -m benchmarks.accuracy.soak --ways --situations loss-spike dead-layer  # these alone
 """
 
 import argparse
@@ -44,7 +46,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jax_scalify as jsa
-from benchmarks.accuracy import situations
+from benchmarks.accuracy import frozen_runs, situations, tails
 from benchmarks.accuracy.small_problems import (
     PROBLEMS,
     Problem,
@@ -412,14 +414,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing, store it, print the tables and draw the plots."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    add("--ways", nargs="*", choices=WAYS, metavar="WAY", default=list(WAYS))
     add("--problems", nargs="+", choices=PROBLEMS, default=["gpt"])
     add(
         "--situations",
         nargs="*",
-        choices=situations.SITUATIONS,
+        choices=[*situations.SITUATIONS, *tails.TAILS],
         metavar="NAME",
-        default=list(situations.SITUATIONS),
+        default=[*situations.SITUATIONS, *tails.TAILS],
     )
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=20_000, help="(default: %(default)s)")
@@ -444,11 +446,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "rounding": "stochastic",
         }
         cells.add({f"{way}/{name}": task}, settings)
-    for name, policy in itertools.product(options.situations, ("statistic", "gradient")):
-        task = functools.partial(situations.SITUATIONS[name], policy)
-        cells.add({f"situations/{name}/{policy}": task}, {"steps": situations.STEPS})
+    for name in options.situations:
+        if name in situations.SITUATIONS:
+            ways = {policy: situations.SITUATIONS[name] for policy in ("statistic", "gradient")}
+            settings: dict[str, Any] = {"steps": situations.STEPS}
+        else:
+            ways, settings = dict.fromkeys(frozen_runs.WAYS, tails.TAILS[name]), tails.settings()
+        for way, situation in ways.items():
+            task = functools.partial(situation, way)
+            cells.add({f"situations/{name}/{way}": task}, settings)
     results = cells.run()
-    for name in options.problems:
+    for name in options.problems if options.ways else ():
         if options.leaves:
             for way in options.ways:
                 title = f"{way}/{name}: log2 of the data"
