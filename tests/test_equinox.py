@@ -50,6 +50,7 @@ def test_a_whole_model_comes_back(dtype):
             np.testing.assert_allclose(a, b, atol=tolerance)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`fp8_matmuls` was given a function with")
 def test_other_transforms_return_a_model_too():
     model = make_model()

@@ -59,6 +59,7 @@ def test_a_mask_does_not_wipe_out_the_logits():
         assert value(out)[2] < 1e-6
 
 
+@pytest.mark.full
 def test_gradient_scales_do_not_drift_with_depth():
     """Weight gradients of a residual network keep unit data without any statistics."""
     layers, width, tokens = 6, 64, 128

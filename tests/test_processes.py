@@ -117,6 +117,7 @@ def test_one_process_is_killed_and_the_others_say_so(killed, uninterrupted):
     np.testing.assert_allclose(list(found.values()), uninterrupted[: len(found)], rtol=2e-3)
 
 
+@pytest.mark.full
 def test_a_restart_on_another_mesh_gives_the_losses_of_an_uninterrupted_run(killed, uninterrupted):
     directory, *_ = killed
     found = trained(1, "fsdp=1,tensor=2", directory, "--resume")
@@ -162,6 +163,7 @@ def check_states(address, process):
     print(json.dumps(told), flush=True)
 
 
+@pytest.mark.full
 def test_different_scales_are_named():
     address = free_address()
     processes = [start(["-m", "tests.test_processes", address, str(i)], 1) for i in range(2)]

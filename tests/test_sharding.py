@@ -653,7 +653,7 @@ def main():
 @pytest.fixture(scope="module")
 def failures(request):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    items = [i for i in request.session.items if i.originalname == "test_on_eight_devices"]
+    items = [i for i in request.session.items if i.name.startswith("test_on_eight_devices[")]
     names = [item.callspec.params["name"] for item in items]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     kind = "full" if request.config.getoption("--full") else ""

@@ -72,6 +72,7 @@ def test_variants_are_the_same_computation():
         np.testing.assert_allclose(losses[variant], losses["plain"], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_scanned_layers_are_the_same_model():
     plain, scanned = make_gpt(TINY), make_scanned_gpt(TINY)
     losses = [problem.loss(*problem.init(), problem.batch)[0] for problem in (plain, scanned)]

@@ -20,6 +20,7 @@ NO_GPU = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full
 @NO_GPU
 def test_a_tiny_run_is_stored_and_not_measured_twice(tmp_path, capsys):
     arguments = "--allow-cpu --sizes 32 --sequence 16 --repeats 2".split()

@@ -28,6 +28,7 @@ def test_every_optimizer_of_optax_is_run_or_skipped_with_a_reason():
         assert hasattr(module, function.partition(":")[0]), name
 
 
+@pytest.mark.full
 def test_a_short_run_is_stored_and_compared(tmp_path, capsys):
     arguments = "--parts optimizers --optimizers optax.adam --problems digits --seeds 0 1".split()
     for _ in range(2):  # the second time nothing is left to do

@@ -56,6 +56,7 @@ def tiny(monkeypatch):
 ACTIVATIONS = ["dense", "dense#2", "head", "inner", "inner/child", "norm", "tokens"]
 
 
+@pytest.mark.full
 def test_a_run_from_end_to_end_goes_on_where_it_stopped(tiny, tmp_path, capsys, monkeypatch):
     out = tmp_path / "results"
     arguments = ["--models", "tiny", "--variants", "rules", "--steps", "3", "--worst", "1"]

@@ -16,6 +16,7 @@ from benchmarks.accuracy.small_problems import PROBLEMS, TrainState, scaled_stat
 pytestmark = pytest.mark.newest  # its command runs on the newest JAX
 
 
+@pytest.mark.full
 def test_a_short_run_is_stored_compared_and_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(soak, "EVERY", 4)
     monkeypatch.setattr(soak, "LOOK_EVERY", 4)

@@ -20,6 +20,7 @@ def printed(table, capsys):
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_short_run_is_stored_and_shown(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(umup, "RATES", {"umup": range(-1, 1)})
     arguments = "--parts sweep --widths 16 --steps 2".split()

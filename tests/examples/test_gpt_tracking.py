@@ -110,6 +110,7 @@ def test_events_for_tensorboard(corpus, tmp_path, monkeypatch):
     assert found[f"log2_rms/{PARAMETER}", 6] == tensors[1][PARAMETER]["log2_rms"]
 
 
+@pytest.mark.full
 def test_command_line(tmp_path, monkeypatch, capsys, text):
     monkeypatch.setitem(SIZES, "tiny", SMALL)
     path = tmp_path / "text.txt"

@@ -39,6 +39,7 @@ def _parameters():
                 sampled = dtype == only and (
                     way == "jit" or zlib.crc32(f"{case.name}{way}".encode()) % 5 == 0
                 )
+                sampled = sampled and case.name != "random_gamma_grad"  # takes as long as 20 others
                 marks = () if sampled else pytest.mark.full
                 yield pytest.param(case, dtype, way, id=f"{case.name}-{dtype}-{way}", marks=marks)
 

@@ -234,6 +234,7 @@ def test_roles_outlive_a_scan_over_layers_and_other_boxes():
     assert us.get_roles(boxed)["w"] == role
 
 
+@pytest.mark.full
 def test_states_of_flax_take_the_optimizers():
     ids = jnp.arange(8).reshape(1, 8)
     module = linen.TransformerDecoder(16, 8, num_layers=1, num_heads=2)
