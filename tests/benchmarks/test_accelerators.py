@@ -78,6 +78,7 @@ def test_a_state_is_cut_over_devices():
     assert all(isinstance(x.scale, float) for x in jsa.tree.leaves(step.state) if is_scaled(x))
 
 
+@pytest.mark.full
 def test_a_run_is_stored_and_shown(tmp_path, monkeypatch, capsys):
     device = accelerators.Device(None, 1, (1e12, 2e12), 1e11, others=True)
     monkeypatch.setattr(accelerators, "DEVICES", {"here": device})

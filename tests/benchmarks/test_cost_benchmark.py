@@ -112,6 +112,7 @@ def test_a_short_run_is_stored_and_shown(tmp_path, tiny, capsys):
     assert f"## JAX {jax.__version__}" in text and "| mlp-8x64 | frozen |" in text
 
 
+@pytest.mark.full
 def test_a_process_that_fails_says_why():
     with pytest.raises(RuntimeError, match="KeyError: 'no-such-model'"):
         cost.first_call_in_new_process("no-such-model", "plain", ())

@@ -73,6 +73,7 @@ def test_what_misses_or_fails_is_said(capsys):
     assert "TypeError: no" in lines["optax.broken"] and "1.0250" in lines["optax.far"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", ["dynamic", "float16", "bfloat16", "ours-fp8"])
 def test_alternatives(variant):
     cell = alternatives.train(variant, PROBLEMS["digits"], [0], 3)

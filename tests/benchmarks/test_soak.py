@@ -74,6 +74,7 @@ def test_what_is_far_or_not_finite_is_said(capsys):
     assert "FAIL" in lines["statistic"]
 
 
+@pytest.mark.full
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["statistic", "gradient"])
 @pytest.mark.parametrize("name", list(situations.SITUATIONS))

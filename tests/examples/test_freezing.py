@@ -81,6 +81,7 @@ def test_a_rescale_compiles_only_if_it_changes_a_scale(corpus, monkeypatch, resc
     assert compilations() == (1, count)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "preset", [pytest.param("fp32-scaled", marks=pytest.mark.full), "fp16-all"]
 )
@@ -102,6 +103,7 @@ def test_rescaled_data_is_near_one(preset):
         np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-3, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "preset, killed_at",
     [

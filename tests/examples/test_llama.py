@@ -43,6 +43,7 @@ def run_of(recipe, directory=None, steps=6, **options):
     return Run(training, batch=4, seed=0, corpus=corpus, directory=directory, **options)
 
 
+@pytest.mark.full
 def test_recipes_train_alike_and_go_on_from_a_checkpoint(tmp_path):
     seen = []
     want = run_of("bfloat16").train(progress=lambda *x: seen.append(x))

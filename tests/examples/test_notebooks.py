@@ -62,9 +62,8 @@ def test_what_is_stored_was_executed_in_order(name):
     assert (ROOT / "examples" / f"{name}.ipynb").stat().st_size < 500_000
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "quickstart" else pytest.param(n, marks=pytest.mark.full) for n in NOTEBOOKS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -367,6 +367,7 @@ def test_a_line_of_the_model_is_named():
     assert "test_check_fp8.py" in row.line
 
 
+@pytest.mark.full
 def test_a_cached_program_does_not_bring_the_names_of_another(tmp_path):
     code = """
 import jax, jax_scalify as jsa
