@@ -24,7 +24,9 @@ from jax_scalify.unit_scaling.constraints import Constraint, apply_constraint
 class UnitScaled:
     """What `unit_scale` returns: a function like the one it was given."""
 
-    def __init__(self, fun: Callable, constraint: Constraint, example: tuple | None = None):
+    def __init__(
+        self, fun: Callable, constraint: Constraint, example: tuple[Any, ...] | None = None
+    ):
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._constraint = constraint
@@ -74,7 +76,10 @@ class UnitScaled:
 
 
 def unit_scale(
-    fun: Callable, *, constraint: Constraint = "to_output_scale", example: tuple | None = None
+    fun: Callable,
+    *,
+    constraint: Constraint = "to_output_scale",
+    example: tuple[Any, ...] | None = None,
 ) -> UnitScaled:
     """Give the operations of an ordinary model unit scale, in both passes.
 
