@@ -268,6 +268,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--widths", nargs="+", type=int, default=list(WIDTHS))
     add("--steps", type=int, default=240, help="of training (default: %(default)s)")
+    add("--axes", nargs="+", choices=list(axes.AXES), default=list(axes.STORED))
     add("--figure4-steps", type=int, default=120, help="(default: %(default)s)")
     add("--fp8-width", type=int, default=128, help="(default: %(default)s)")
     add("--fresh", action="store_true", help="run cells again that were finished before")
@@ -296,11 +297,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells |= run(figure4.seed_tasks(cells, steps), steps)
         console.print(figure4.make_table(cells))
     if "axes" in options.parts:
-        cells = axes.search(lambda tasks: run(tasks, 0))  # their steps are in their keys
-        for axis in axes.AXES:
+        # Their steps are in their keys.
+        cells = axes.search(lambda tasks: run(tasks, 0), options.axes)
+        for axis in options.axes:
             console.print(axes.axis_table(cells, axis))
-        console.print(axes.seeds_table(cells))
-        axes.plot(cells, options.out / "umup-axes.png")
+        if "width" in options.axes:
+            console.print(axes.seeds_table(cells))
+        axes.plot(cells, options.axes, options.out / "umup-axes.png")
     if not {"sweep", "rms", "fp8"} & set(options.parts):
         return
 

@@ -185,14 +185,14 @@ def test_the_search_ends_between_worse_rates_and_tables_say_who_is_ahead(
 
     def train(name, setting, exponent, seed):
         ran.append((name, setting, exponent, seed))
-        centre = {"mup": -7 - (setting.width == 256), "umup": 2}[name]
+        centre = {"mup": -7 - (setting.layers == 8), "umup": 2}[name]
         worse = 0.1 if (name, setting.steps) == ("umup", 240) else 0.0
         return {"loss": 2 + abs(exponent - centre) + worse + seed / 100}
 
     monkeypatch.setattr(axes, "train_cell", train)
     monkeypatch.setattr(umup, "RESULTS", tmp_path)
     for _ in range(2):
-        umup.main(["--parts", "axes", "--out", str(tmp_path)])
+        umup.main(["--parts", "axes", "--axes", *axes.AXES, "--out", str(tmp_path)])
     assert len(ran) == len(set(ran))
     first = axes.AXES["width"][0]
     assert [r[2] for r in ran if r[:2] == ("umup", first) and not r[3]] == [-1, 0, 1, 2, 3]
