@@ -47,7 +47,7 @@ RATES = {  # exponents of 2
     "mup": range(-10, -3),
     "umup": range(-4, 3),
 }
-TITLES = {"standard": "standard parametrisation", "mup": "µP", "umup": "u-µP"}
+TITLES = {"standard": "standard parametrisation"} | axes.TITLES
 SEEDS = (0, 1, 2)
 OUTSIDE = 2.0  # octaves around 1
 LIMIT = 0.5  # how far FP8 may be from float32, in %

@@ -84,6 +84,8 @@ def test_results_without_a_loss_are_measured():
 
 
 def test_errors():
+    with pytest.raises(TypeError, match="`example` of `unit_scale` must be a tuple .* got Array"):
+        us.unit_scale(linear, example=X)
     with pytest.raises(TypeError, match="`example` of `unit_scale` must be arrays, not traced"):
         jax.jit(lambda x: us.unit_scale(linear, example=(ARRAYS, x))(ARRAYS, x))(X)
     scaled = us.unit_scale(lambda xs: jnp.mean(sum(xs) ** 2), example=([X, X],))

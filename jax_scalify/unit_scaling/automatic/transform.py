@@ -32,6 +32,11 @@ class UnitScaled:
         self._constraint = constraint
         self._sizes: list[float] | None = None
         if example is not None:
+            if not isinstance(example, tuple):
+                raise TypeError(
+                    "The `example` of `unit_scale` must be a tuple of the arguments, got "
+                    f"{type(example).__name__}."
+                )
             traced = self._trace(example, {})
             if any(map(_compat.is_traced, traced.operands)):
                 raise TypeError("The `example` of `unit_scale` must be arrays, not traced values.")
@@ -130,7 +135,7 @@ def unit_scale(
         `.measure(*args)` what size every tensor has.
 
     Raises:
-        TypeError: if `fun` is not callable or `example` is traced; when called, for a
+        TypeError: if `fun` is not callable, or `example` is no tuple or traced; when called, for a
             `ScaledArray`.
         ValueError: if the constraint is not known; when called, if it does not fit an operation, or
             the function has other operations than on its example.
