@@ -8,34 +8,27 @@ Two CPU cores have trained the axes of `STORED`, in an hour and a half; the othe
 are for larger machines.
 """
 
-import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
-from benchmarks.transfer.models import BATCH, LAYERS, trainer
-
-
-class Setting(NamedTuple):
-    """What a model is trained with, beside its parametrisation, learning rate and seed."""
-
-    width: int
-    layers: int = LAYERS
-    batch: int = BATCH
-    steps: int = 1500
-
-    @property
-    def key(self) -> str:
-        """That of the setting's cells."""
-        return f"w{self.width}/d{self.layers}/b{self.batch}/s{self.steps}"
-
+from benchmarks.transfer.search import (
+    TITLES,
+    Results,
+    Run,
+    Setting,
+    best,
+    find_best,
+    key_of,
+    losses_of,
+    tasks_of,
+)
 
 AXES = {
     "width": [Setting(w) for w in (64, 128)],
@@ -45,78 +38,30 @@ AXES = {
 }
 STORED = ("width", "steps")
 STARTS = {"mup": -7, "umup": 0}  # exponents of 2
-TITLES = {"mup": "µP", "umup": "u-µP"}
 SEEDS = (0, 1, 2)  # of the width's best rates; all else has the first
-Cells = dict[str, dict]
-Run = Callable[[dict[str, Callable[[], dict]]], Cells]
 
 
-def train_cell(name: str, setting: Setting, exponent: int, seed: int) -> dict:
-    """Train once, and return the held-out loss."""
-    taught = trainer(name, setting.width, setting.layers, setting.batch)
-    params, _ = taught.train(2.0**exponent, seed, setting.steps)
-    return {"loss": taught.held_out_loss(params)}
-
-
-def key_of(name: str, setting: Setting, exponent: int, seed: int = 0) -> str:
-    """Return the key of a cell."""
-    return f"axes/{name}/{setting.key}/{exponent}/{seed}"
-
-
-def losses_of(cells: Cells, name: str, setting: Setting) -> dict[int, float]:
-    """Return the losses of all exponents that were tried, inf where one is no number."""
-    start = f"axes/{name}/{setting.key}/"
-    found = {}
-    for key, cell in cells.items():
-        exponent, _, seed = key.removeprefix(start).partition("/")
-        if key.startswith(start) and seed == "0":
-            found[int(exponent)] = cell["loss"] if math.isfinite(cell["loss"]) else math.inf
-    return dict(sorted(found.items()))
-
-
-def best(cells: Cells, name: str, setting: Setting) -> tuple[int, float]:
-    """Return the exponent of the best learning rate, and its loss."""
-    losses = losses_of(cells, name, setting)
-    exponent = min(losses, key=losses.__getitem__)
-    return exponent, losses[exponent]
-
-
-def next_rates(cells: Cells, name: str, setting: Setting, start: int) -> list[int]:
-    """Return the exponents to be tried next: none once both neighbours of the best have been."""
-    tried = losses_of(cells, name, setting)
-    centre = best(cells, name, setting)[0] if tried else start
-    return [e for e in (centre - 1, centre, centre + 1) if e not in tried]
-
-
-def search(run: Run, axes: Sequence[str]) -> Cells:
+def search(run: Run, axes: Sequence[str]) -> Results:
     """Find the best rate of every setting of some axes; `run` trains what is not stored."""
-    cells: Cells = {}
+    cells: Results = {}
     for axis, name in itertools.product(axes, STARTS):
         start = STARTS[name]
         for setting in AXES[axis]:
-            while rates := next_rates(cells, name, setting, start):
-                cells |= run(_tasks(name, setting, rates, SEEDS[:1]))
+            cells = find_best(run, name, setting, start, cells)
             start = best(cells, name, setting)[0]
             if axis == "width":
-                cells |= run(_tasks(name, setting, [start], SEEDS))
+                cells |= run(tasks_of(name, setting, [start], SEEDS))
     return cells
-
-
-def _tasks(name: str, setting: Setting, rates: list[int], seeds: tuple[int, ...]) -> dict:
-    return {
-        key_of(name, setting, e, s): functools.partial(train_cell, name, setting, e, s)
-        for e, s in itertools.product(rates, seeds)
-    }
 
 
 # Tables and a picture
 
 
-def axis_table(cells: Cells, axis: str) -> Table:
+def axis_table(cells: Results, axis: str) -> Table:
     """The best rates along an axis, whether they stay within a factor of 2, and who is ahead."""
     settings = AXES[axis]
     first = settings[0]
-    fixed = ", ".join(f"{n} {getattr(first, n)}" for n in first._fields if n != axis)
+    fixed = ", ".join(f"{n} {getattr(first, n)}" for n in first._fields[:4] if n != axis)
     table = Table(box=box.SIMPLE, title=f"best learning rate and its loss along {axis}; {fixed}")
     table.add_column("")
     for setting in settings:
@@ -135,7 +80,7 @@ def axis_table(cells: Cells, axis: str) -> Table:
     return table
 
 
-def seeds_table(cells: Cells) -> Table:
+def seeds_table(cells: Results) -> Table:
     """Losses at the best rate of each width: the mean of all seeds, and its standard error."""
     table = Table(box=box.SIMPLE, title=f"at the best rate, mean of {len(SEEDS)} seeds and error")
     table.add_column("")
@@ -152,7 +97,7 @@ def seeds_table(cells: Cells) -> Table:
     return table
 
 
-def plot(cells: Cells, axes: Sequence[str], path: Path) -> None:
+def plot(cells: Results, axes: Sequence[str], path: Path) -> None:
     """Draw loss against learning rate, an axis in each column, a setting in each line."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure

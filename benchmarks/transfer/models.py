@@ -6,6 +6,7 @@ at the base width, from there on learning rates of hidden weights and the readou
 by Adam on the bytes of a text.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import optax
 from flax import nnx
 
 from examples.gpt import data
+from jax_scalify import unit_scaling as us
 from jax_scalify.unit_scaling import nnx as us_nnx
 from jax_scalify.unit_scaling import optim as us_optim
 from jax_scalify.unit_scaling.functional import rope
@@ -30,7 +32,15 @@ BATCH, CONTEXT = 16, 32
 WARMUP = 0.1  # share of the steps
 HELD_OUT_BATCHES = 16
 EMBEDDING_STD = 0.02
+# What a sweep tunes beside the learning rate (Blake et al., table 3). Those of µP: of the standard
+# deviation of all weights, of the embedding, of attention's scores, of the logits, and of the
+# embedding's learning rate.
+MULTIPLIERS = {
+    "mup": ("init_std", "embedding", "scores", "logits", "embedding_rate"),
+    "umup": tuple(field.name for field in dataclasses.fields(us.UmupConfig)),
+}
 PyTree = Any
+Multipliers = tuple[tuple[str, int], ...]  # names, and exponents of 2
 
 
 class Model(NamedTuple):
@@ -47,18 +57,20 @@ class Model(NamedTuple):
     optimizer: optax.GradientTransformation
 
 
-def make_model(name: str, width: int, layers: int = LAYERS) -> Model:
-    """Return `standard`, `mup`, `umup` or `umup-fp8` at a width and depth."""
+def make_model(name: str, width: int, layers: int = LAYERS, multipliers: Multipliers = ()) -> Model:
+    """Return `standard`, `mup`, `umup` or `umup-fp8`; multipliers that are not named are 1."""
+    factors = {n: 2.0**exponent for n, exponent in multipliers}
     if name in ("standard", "mup"):
-        return _plain_model(width, layers, is_mup=name == "mup")
-    return _unit_scaled_model(width, layers, fp8=name == "umup-fp8")
+        return _plain_model(width, layers, name == "mup", factors)
+    return _unit_scaled_model(width, layers, name == "umup-fp8", us.UmupConfig(**factors))
 
 
 # Standard parametrisation, and µP
 
 
-def _plain_model(width: int, depth: int, is_mup: bool) -> Model:
+def _plain_model(width: int, depth: int, is_mup: bool, factors: dict[str, float]) -> Model:
     ratio = BASE_WIDTH / width if is_mup else 1.0
+    factors = dict.fromkeys(MULTIPLIERS["mup"], 1.0) | factors
     hidden = _hidden_width(width)
     shapes = {
         **dict.fromkeys(("query", "key", "value", "out"), (width, width)),
@@ -68,6 +80,7 @@ def _plain_model(width: int, depth: int, is_mup: bool) -> Model:
 
     def init(key: jax.Array) -> PyTree:
         def normal(number: int, shape: tuple[int, int], std: float) -> jax.Array:
+            std *= factors["init_std"]
             return std * jax.random.normal(jax.random.fold_in(key, number), shape)
 
         layers = [
@@ -86,21 +99,23 @@ def _plain_model(width: int, depth: int, is_mup: bool) -> Model:
         }
 
     def loss(params: PyTree, tokens: jax.Array) -> jax.Array:
-        x = params["embedding"][tokens[:, :-1]]
+        x = factors["embedding"] * params["embedding"][tokens[:, :-1]]
+        scale = factors["scores"] / math.sqrt(HEAD)
         for layer in params["layers"]:
             h = _rms_norm(x)
             heads = (*h.shape[:-1], width // HEAD, HEAD)
             q, k, v = ((h @ layer[name]).reshape(heads) for name in ("query", "key", "value"))
-            mixed = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True)
+            mixed = jax.nn.dot_product_attention(rope(q), rope(k), v, scale=scale, is_causal=True)
             x = x + mixed.reshape(h.shape) @ layer["out"]
             h = _rms_norm(x)
             x = x + (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"]
-        logits = ratio * (_rms_norm(x) @ params["readout"])
+        logits = factors["logits"] * ratio * (_rms_norm(x) @ params["readout"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     def scale(updates: PyTree, state: Any, params: PyTree = None) -> Any:
         layers = jax.tree.map(lambda u: u * ratio, updates["layers"])
-        return {**updates, "layers": layers}, state
+        embedding = factors["embedding_rate"] * updates["embedding"]
+        return {**updates, "layers": layers, "embedding": embedding}, state
 
     by_width = optax.GradientTransformation(lambda params: optax.EmptyState(), scale)
     return Model(init, loss, optax.chain(optax.scale_by_adam(), by_width, optax.scale(-1.0)))
@@ -118,7 +133,7 @@ def _hidden_width(width: int) -> int:
 # u-µP
 
 
-def _unit_scaled_model(width: int, depth: int, fp8: bool) -> Model:
+def _unit_scaled_model(width: int, depth: int, fp8: bool, config: us.UmupConfig) -> Model:
     def make(key: jax.Array) -> us_nnx.TransformerDecoder:
         return us_nnx.TransformerDecoder(
             VOCABULARY,
@@ -126,6 +141,7 @@ def _unit_scaled_model(width: int, depth: int, fp8: bool) -> Model:
             depth,
             width // HEAD,
             hidden=_hidden_width(width),
+            config=config,
             fp8=fp8,
             rngs=nnx.Rngs(params=key),
         )
@@ -164,10 +180,18 @@ class Trainer:
         width: of the model.
         layers: of the model.
         batch: number of sequences of a step.
+        multipliers: of the parametrisation, as `make_model` takes them.
     """
 
-    def __init__(self, name: str, width: int, layers: int = LAYERS, batch: int = BATCH):
-        self.model, self._batch = make_model(name, width, layers), batch
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        layers: int = LAYERS,
+        batch: int = BATCH,
+        multipliers: Multipliers = (),
+    ):
+        self.model, self._batch = make_model(name, width, layers, multipliers), batch
         params = jax.eval_shape(self.model.init, jax.random.key(0))
         state = jax.eval_shape(self.model.optimizer.init, params)
         tokens = jax.ShapeDtypeStruct((batch, CONTEXT + 1), jnp.int32)
@@ -211,6 +235,12 @@ class Trainer:
 
 
 @functools.lru_cache(maxsize=1)
-def trainer(name: str, width: int, layers: int = LAYERS, batch: int = BATCH) -> Trainer:
+def trainer(
+    name: str,
+    width: int,
+    layers: int = LAYERS,
+    batch: int = BATCH,
+    multipliers: Multipliers = (),
+) -> Trainer:
     """The last trainer, for cells that differ in learning rate or seed only."""
-    return Trainer(name, width, layers, batch)
+    return Trainer(name, width, layers, batch, multipliers)

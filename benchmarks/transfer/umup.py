@@ -7,6 +7,7 @@
 Part `sweep` trains a Llama-like decoder of four layers at every width, learning rate (a grid of
 factor 2) and parametrisation, on the bytes of the GPT example's text. Part `axes` trains µP and
 u-µP for longer, along length, width, depth and batch size (`benchmarks/transfer/axes.py`). Part
+`independent` tunes the multipliers of both, one by one (`benchmarks/transfer/independent.py`). Part
 `rms` looks at what the matmuls of all weights multiply (`benchmarks/transfer/operands.py`), at the
 start and at the end of training at u-µP's best learning rate. Part `fp8` trains u-µP with the
 matmuls in FP8 that are not critical, by plain casts. Part `figure4` trains small regular and
@@ -24,7 +25,7 @@ import functools
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -36,9 +37,20 @@ from rich.table import Table
 
 from benchmarks.cells import Cells, Store
 from benchmarks.paths import RESULTS
-from benchmarks.transfer import axes, figure4
+from benchmarks.transfer import axes, figure4, independent
 from benchmarks.transfer.models import batch_of, make_model, trainer
 from benchmarks.transfer.operands import rms_of_operands
+from benchmarks.transfer.search import (
+    TITLES,
+    Results,
+    Run,
+    Setting,
+    best,
+    find_best,
+    key_of,
+    losses_of,
+    tasks_of,
+)
 
 WIDTHS = (64, 128, 256, 512)
 FULL_SWEEP = 256  # wider models are trained at the rates next to the best of the width before only
@@ -47,18 +59,11 @@ RATES = {  # exponents of 2
     "mup": range(-10, -3),
     "umup": range(-4, 3),
 }
-TITLES = {"standard": "standard parametrisation"} | axes.TITLES
 SEEDS = (0, 1, 2)
+FP8_RUNS = ("umup", "umup-fp8")
 OUTSIDE = 2.0  # octaves around 1
 LIMIT = 0.5  # how far FP8 may be from float32, in %
-PARTS = ("sweep", "axes", "rms", "fp8", "figure4")
-
-
-def train_cell(name: str, width: int, exponent: int, seed: int, steps: int) -> dict:
-    """Train once, and return the held-out loss."""
-    taught = trainer(name, width)
-    params, _ = taught.train(2.0**exponent, seed, steps)
-    return {"loss": taught.held_out_loss(params)}
+PARTS = ("sweep", "axes", "independent", "rms", "fp8", "figure4")
 
 
 def rms_cell(width: int, exponent: int, steps: int) -> dict:
@@ -73,66 +78,51 @@ def rms_cell(width: int, exponent: int, steps: int) -> dict:
     }
 
 
+def sweep(run: Run, names: Iterable[str], settings: Sequence[Setting]) -> Results:
+    """Train the whole grid of rates at the smaller widths, and around the best at the others."""
+    found: Results = {}
+    for name in names:
+        start = None
+        for setting in settings:
+            if start is None or setting.width <= FULL_SWEEP:
+                found |= run(tasks_of(name, setting, RATES[name]))
+            else:
+                found = find_best(run, name, setting, start, found)
+            start = best(found, name, setting)[0]
+    return found
+
+
 # Tables and pictures
 
 
-def key_of(name: str, width: int, exponent: int) -> str:
-    """Return the key of a cell of the sweep."""
-    return f"sweep/{name}/{width}/{exponent}"
-
-
-def best(cells: dict[str, dict], name: str, width: int) -> tuple[int, float]:
-    """Return the exponent of the best learning rate, and its loss."""
-    losses = losses_of(cells, name, width)
-    finite = {e: loss for e, loss in losses.items() if math.isfinite(loss)}
-    exponent = min(finite, key=finite.__getitem__)
-    return exponent, finite[exponent]
-
-
-def losses_of(cells: dict[str, dict], name: str, width: int) -> dict[int, float]:
-    """Return the losses of all learning rates that were tried."""
-    keys = {e: key_of(name, width, e) for e in RATES[name]}
-    return {e: cells[key]["loss"] for e, key in keys.items() if key in cells}
-
-
-def next_rates(cells: dict[str, dict], name: str, width: int, start: int | None) -> list[int]:
-    """Return the learning rates that are to be tried next; none if the best is known.
-
-    All at once at a small width; at others from `start`, until both neighbours of the best have
-    been tried.
-    """
-    tried = losses_of(cells, name, width)
-    if start is None:
-        wanted = list(RATES[name])
-    else:
-        centre = best(cells, name, width)[0] if tried else start
-        wanted = [e for e in (centre, centre - 1, centre + 1) if e in RATES[name]]
-    return [e for e in wanted if e not in tried]
-
-
-def sweep_table(cells: dict[str, dict], name: str, widths: Sequence[int]) -> Table:
+def sweep_table(cells: Results, name: str, settings: Sequence[Setting]) -> Table:
     """Losses by learning rate and width, the best of each width marked."""
     table = Table(box=box.SIMPLE, title=f"{TITLES[name]}: held-out loss, nats a byte")
     table.add_column("learning rate", justify="right")
-    for width in widths:
-        table.add_column(f"width {width}", justify="right")
-    for exponent in RATES[name]:
+    for setting in settings:
+        table.add_column(f"width {setting.width}", justify="right")
+    for exponent in sorted({e for s in settings for e in losses_of(cells, name, s)}):
         row = []
-        for width in widths:
-            loss = losses_of(cells, name, width).get(exponent)
-            mark = " *" if exponent == best(cells, name, width)[0] else "  "
+        for setting in settings:
+            loss = losses_of(cells, name, setting).get(exponent)
+            mark = " *" if exponent == best(cells, name, setting)[0] else "  "
             row.append("" if loss is None else f"{loss:.4f}{mark}")
         table.add_row(f"2^{exponent}", *row)
     return table
 
 
-def transfer_table(cells: dict[str, dict], widths: Sequence[int]) -> Table:
+def transfer_table(cells: Results, settings: Sequence[Setting]) -> Table:
     """Where the best learning rate is, and what the one of the smallest width costs the largest."""
     table = Table(box=box.SIMPLE, title="does the learning rate transfer?")
-    for column in ("parametrisation", *(f"best at {w}" for w in widths), "moves", "loss falls"):
+    for column in (
+        "parametrisation",
+        *(f"best at {s.width}" for s in settings),
+        "moves",
+        "loss falls",
+    ):
         table.add_column(column, justify="right")
     for name in RATES:
-        found = [best(cells, name, width) for width in widths]
+        found = [best(cells, name, setting) for setting in settings]
         exponents, losses = zip(*found, strict=True)
         moves = "no" if len(set(exponents)) == 1 else "yes"
         falls = "yes" if all(b < a for a, b in zip(losses, losses[1:])) else "no"
@@ -140,12 +130,12 @@ def transfer_table(cells: dict[str, dict], widths: Sequence[int]) -> Table:
     return table
 
 
-def fp8_table(cells: dict[str, dict], width: int) -> Table:
+def fp8_table(cells: Results, setting: Setting, rate: int) -> Table:
     """Losses in float32 and in FP8, seed by seed."""
-    table = Table(box=box.SIMPLE, title=f"u-µP in FP8, width {width}: held-out loss")
+    table = Table(box=box.SIMPLE, title=f"u-µP in FP8, width {setting.width}: held-out loss")
     for column in ("seed", "float32", "FP8", "gap", ""):
         table.add_column(column, justify="right")
-    rows = [[cells[f"fp8/{n}/{width}/{s}"]["loss"] for n in ("umup", "umup-fp8")] for s in SEEDS]
+    rows = [[cells[key_of(n, setting, rate, s)]["loss"] for n in FP8_RUNS] for s in SEEDS]
     for seed, losses in (*zip(SEEDS, rows), ("mean", np.mean(rows, 0))):
         gap = 100 * (losses[1] / losses[0] - 1)
         verdict = "pass" if abs(gap) <= LIMIT else "FAIL"
@@ -213,31 +203,31 @@ def module_of(name: str) -> str:
     return "/".join(keys[:-1])
 
 
-def plot_sweep(cells: dict[str, dict], widths: Sequence[int], path: Path) -> None:
+def plot_sweep(cells: Results, settings: Sequence[Setting], path: Path) -> None:
     """Draw loss against learning rate, a line for each width."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, len(RATES), sharey=True, squeeze=False)[0]
-    colours = colormaps["viridis"](np.linspace(0.05, 0.85, len(widths)))
+    colours = colormaps["viridis"](np.linspace(0.05, 0.85, len(settings)))
     for ax, name in zip(axes, RATES, strict=True):
-        for width, colour in zip(widths, colours, strict=True):
-            losses = losses_of(cells, name, width)
+        for setting, colour in zip(settings, colours, strict=True):
+            losses = losses_of(cells, name, setting)
             ax.plot(
                 list(losses),
                 list(losses.values()),
                 "o-",
                 color=colour,
                 markersize=3,
-                label=f"width {width}",
+                label=f"width {setting.width}",
             )
-            exponent, loss = best(cells, name, width)
+            exponent, loss = best(cells, name, setting)
             ax.plot([exponent], [loss], "*", color=colour, markersize=13)
         ax.set_title(TITLES[name])
         ax.set_xlabel("log2 of the learning rate")
         ax.spines[["top", "right"]].set_visible(False)
-    lowest = min(best(cells, name, width)[1] for name in RATES for width in widths)
+    lowest = min(best(cells, name, setting)[1] for name in RATES for setting in settings)
     axes[0].set_ylim(lowest - 0.05, lowest + 1.2)
     axes[0].set_ylabel("held-out loss, nats a byte")
     axes[0].legend(frameon=False)
@@ -269,6 +259,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--widths", nargs="+", type=int, default=list(WIDTHS))
     add("--steps", type=int, default=240, help="of training (default: %(default)s)")
     add("--axes", nargs="+", choices=list(axes.AXES), default=list(axes.STORED))
+    add("--independent-widths", nargs="+", type=int, default=[64], help="(default: 64)")
     add("--figure4-steps", type=int, default=120, help="(default: %(default)s)")
     add("--fp8-width", type=int, default=128, help="(default: %(default)s)")
     add("--fresh", action="store_true", help="run cells again that were finished before")
@@ -285,65 +276,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=140)
     store = Store(options.out / f"umup-jax{jax.__version__}.json")
 
-    def run(tasks: dict, steps: int = options.steps) -> dict[str, dict]:
-        cells = Cells(store, options.fresh, console)
-        cells.add(tasks, {"steps": steps})
-        return cells.run()
+    def run(tasks: dict, steps: int = 0) -> Results:
+        """Run tasks, of which most have their number of steps in their keys."""
+        asked = Cells(store, options.fresh, console)
+        asked.add(tasks, {"steps": steps})
+        return asked.run()
 
     if "figure4" in options.parts:
         steps = options.figure4_steps
-        cells = run(figure4.reference_tasks(steps), steps)
-        cells |= run(figure4.float16_tasks(cells, steps), steps)
-        cells |= run(figure4.seed_tasks(cells, steps), steps)
-        console.print(figure4.make_table(cells))
+        found = run(figure4.reference_tasks(steps), steps)
+        found |= run(figure4.float16_tasks(found, steps), steps)
+        found |= run(figure4.seed_tasks(found, steps), steps)
+        console.print(figure4.make_table(found))
     if "axes" in options.parts:
-        # Their steps are in their keys.
-        cells = axes.search(lambda tasks: run(tasks, 0), options.axes)
+        found = axes.search(run, options.axes)
         for axis in options.axes:
-            console.print(axes.axis_table(cells, axis))
+            console.print(axes.axis_table(found, axis))
         if "width" in options.axes:
-            console.print(axes.seeds_table(cells))
-        axes.plot(cells, options.axes, options.out / "umup-axes.png")
+            console.print(axes.seeds_table(found))
+        axes.plot(found, options.axes, options.out / "umup-axes.png")
+    if "independent" in options.parts:
+        for width in options.independent_widths:
+            setting = Setting(width)
+            console.print(independent.make_table(independent.search(run, setting), setting))
     if not {"sweep", "rms", "fp8"} & set(options.parts):
         return
 
     # The other parts train at the best learning rate of the smallest width.
-    widths = options.widths if "sweep" in options.parts else options.widths[:1]
-    names = RATES if "sweep" in options.parts else ["umup"]
-    sweep: dict[str, dict] = {}
-    for narrower, width in zip([None, *widths], widths):
-        is_full = narrower is None or width <= FULL_SWEEP
-        starts = {n: None if is_full else best(sweep, n, narrower)[0] for n in names}
-        while tasks := {
-            key_of(name, width, e): functools.partial(train_cell, name, width, e, 0, options.steps)
-            for name in names
-            for e in next_rates(sweep, name, width, starts[name])
-        }:
-            sweep |= run(tasks)
-    rate = best(sweep, "umup", widths[0])[0]
-    if "sweep" in options.parts:
+    whole = "sweep" in options.parts
+    settings = [Setting(w, steps=options.steps) for w in options.widths]
+    found = sweep(run, RATES if whole else ["umup"], settings if whole else settings[:1])
+    rate = best(found, "umup", settings[0])[0]
+    if whole:
         for name in RATES:
-            console.print(sweep_table(sweep, name, widths))
-        console.print(transfer_table(sweep, widths))
-        plot_sweep(sweep, widths, options.out / "umup-sweep.png")
-    width = options.fp8_width
+            console.print(sweep_table(found, name, settings))
+        console.print(transfer_table(found, settings))
+        plot_sweep(found, settings, options.out / "umup-sweep.png")
+    setting = Setting(options.fp8_width, steps=options.steps)
     if "rms" in options.parts:
-        key = f"rms/{width}"
-        cell = run({key: functools.partial(rms_cell, width, rate, options.steps)})[key]
-        console.print(rms_table(cell, width))
+        key = f"rms/{setting.width}"
+        task = functools.partial(rms_cell, setting.width, rate, options.steps)
+        cell = run({key: task}, options.steps)[key]
+        console.print(rms_table(cell, setting.width))
         console.print(outside_table(cell, "start"))
         console.print(outside_table(cell, "end"))
         console.print(growth_table(cell))
         plot_rms(cell, options.out / "umup-rms.png")
     if "fp8" in options.parts:
-        tasks = {
-            f"fp8/{name}/{width}/{seed}": functools.partial(
-                train_cell, name, width, rate, seed, options.steps
-            )
-            for name in ("umup", "umup-fp8")
-            for seed in SEEDS
-        }
-        console.print(fp8_table(run(tasks), width))
+        tasks = [tasks_of(name, setting, [rate], SEEDS) for name in FP8_RUNS]
+        console.print(fp8_table(run(tasks[0]) | run(tasks[1]), setting, rate))
 
 
 if __name__ == "__main__":

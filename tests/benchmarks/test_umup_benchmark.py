@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.transfer import axes, figure4, operands, umup
+from benchmarks.transfer import axes, figure4, independent, operands, search, umup
 from benchmarks.transfer import models as umup_models
+from benchmarks.transfer.search import Setting, key_of
 
 pytestmark = pytest.mark.newest  # its command runs on the newest JAX
 
@@ -55,17 +56,18 @@ def test_mup_is_the_standard_parametrisation_at_the_base_width():
 
 
 def test_tables_mark_what_moves_and_what_misses(capsys):
+    settings = [Setting(64), Setting(128)]
     cells = {
-        umup.key_of(name, width, e): {"loss": 2 + abs(e - best) + 1 / width}
+        key_of(name, setting, e): {"loss": 2 + abs(e - best) + 1 / setting.width}
         for name in umup.RATES
-        for width, best in ((64, umup.RATES[name][2]), (128, umup.RATES[name][3]))
+        for setting, best in zip(settings, umup.RATES[name][2:4])
         for e in umup.RATES[name]
     }
-    out = printed(umup.transfer_table(cells, [64, 128]), capsys)
+    out = printed(umup.transfer_table(cells, settings), capsys)
     assert out.count("yes") == 6
     losses = {"umup": 2.0, "umup-fp8": 2.02}
-    cells = {f"fp8/{n}/64/{s}": {"loss": losses[n]} for n in losses for s in umup.SEEDS}
-    assert printed(umup.fp8_table(cells, 64), capsys).count("FAIL") == 4
+    cells = {key_of(n, settings[0], 0, s): {"loss": losses[n]} for n in losses for s in umup.SEEDS}
+    assert printed(umup.fp8_table(cells, settings[0], 0), capsys).count("FAIL") == 4
 
 
 def test_operands_of_matmuls_are_found_by_their_weights():
@@ -121,15 +123,28 @@ def test_the_stored_decoder_starts_at_unit_scale_and_the_critical_tensors_grow()
     assert {name for name, octaves in weights.items() if octaves > 0.5} == {"readout"}
 
 
-def test_wide_models_are_trained_around_the_best_rate_only():
-    losses, cells, tried = {e: (e + 1) ** 2 for e in umup.RATES["umup"]}, {}, []
-    while rates := umup.next_rates(cells, "umup", 512, start=1):
-        tried += rates
-        cells |= {umup.key_of("umup", 512, e): {"loss": losses[e]} for e in rates}
-    assert tried == [1, 0, 2, -1, -2] and umup.best(cells, "umup", 512)[0] == -1
-    assert umup.next_rates({}, "umup", 64, start=None) == list(umup.RATES["umup"])
-    at_the_edge = {umup.key_of("umup", 512, e): {"loss": -e} for e in umup.RATES["umup"]}
-    assert umup.next_rates(at_the_edge, "umup", 512, start=2) == []
+def fake_training(monkeypatch, loss_of):
+    """Put `loss_of(name, setting, exponent)` in place of training; return the runs."""
+    ran = []
+
+    def train(name, setting, exponent, seed):
+        ran.append((name, setting, exponent, seed))
+        return {"loss": loss_of(name, setting, exponent) + seed / 100}
+
+    monkeypatch.setattr(search, "train_cell", train)
+    return ran
+
+
+def run_at_once(tasks):
+    return {key: task() for key, task in tasks.items()}
+
+
+def test_wide_models_are_trained_around_the_best_rate_only(monkeypatch):
+    ran = fake_training(monkeypatch, lambda name, setting, e: (e + 1) ** 2)
+    settings = [Setting(w, steps=240) for w in (64, 512)]
+    found = umup.sweep(run_at_once, ["umup"], settings)
+    assert [r[2] for r in ran] == [*umup.RATES["umup"], -2, -1, 0]
+    assert [search.best(found, "umup", s) for s in settings] == [(-1, 0), (-1, 0)]
 
 
 @pytest.mark.parametrize("kind", figure4.networks(), ids=" ".join)
@@ -181,16 +196,12 @@ def test_bad_arguments_are_refused(capsys):
 def test_the_search_ends_between_worse_rates_and_tables_say_who_is_ahead(
     tmp_path, capsys, monkeypatch
 ):
-    ran = []
-
-    def train(name, setting, exponent, seed):
-        ran.append((name, setting, exponent, seed))
+    def loss_of(name, setting, exponent):
         centre = {"mup": -7 - (setting.layers == 8), "umup": 2}[name]
         worse = 0.1 if (name, setting.steps) == ("umup", 240) else 0.0
-        return {"loss": 2 + abs(exponent - centre) + worse + seed / 100}
+        return 2 + abs(exponent - centre) + worse
 
-    monkeypatch.setattr(axes, "train_cell", train)
-    monkeypatch.setattr(umup, "RESULTS", tmp_path)
+    ran = fake_training(monkeypatch, loss_of)
     for _ in range(2):
         umup.main(["--parts", "axes", "--axes", *axes.AXES, "--out", str(tmp_path)])
     assert len(ran) == len(set(ran))
@@ -207,3 +218,39 @@ def test_depth_and_batch_are_those_that_were_asked_for():
     assert len(params["layers"]) == 2 and 4 < taught.held_out_loss(params) < 6.5
     model = umup_models.make_model("mup", 16, layers=2)
     assert len(jax.eval_shape(model.init, jax.random.key(0))["layers"]) == 2
+
+
+def test_the_independent_search_combines_what_is_better_alone(monkeypatch, capsys):
+    better = {("logits", 1): 0.2, ("scores", -1): 0.1, ("residual_mult", 2): 0.05}
+
+    def loss_of(name, setting, exponent):
+        centre = {"mup": -8, "umup": 0}[name]
+        gain = sum(better.get(pair, -0.1) for pair in setting.multipliers)
+        return {"mup": 2.1, "umup": 2.0}[name] + abs(exponent - centre) - gain
+
+    ran = fake_training(monkeypatch, loss_of)
+    setting = Setting(16)
+    found = independent.search(run_at_once, setting)
+    together = (("scores", -1), ("logits", 1))
+    assert ran[4 + 20][:2] == ("mup", setting._replace(multipliers=together))
+    assert len(ran) == 4 + 20 + 1 + 3 + 20 + 1
+    out = printed(independent.make_table(found, setting), capsys)
+    assert "2.1000" in out and "1.9000" in out and "1.8000" in out and "logits 2^1: 1.9000" in out
+    assert "-0.1000 pass" in out and "+0.1000 MISSED" in out and "+0.2000 MISSED" in out
+    assert "4, 24, and 1" in out and "3, 23, and 1" in out
+
+
+def test_multipliers_are_those_of_the_papers_table():
+    """At 1 they change nothing; each of the others changes the loss."""
+    tokens = jnp.asarray(umup_models.batch_of(0, 0)[:1])
+    for name, multipliers in umup_models.MULTIPLIERS.items():
+        losses = []
+        for chosen in ((), *(((m, 1),) for m in multipliers if m != "embedding_rate")):
+            model = umup_models.make_model(name, 32, 2, chosen)
+            losses.append(float(model.loss(model.init(jax.random.key(0)), tokens)))
+        assert len(set(losses)) == len(losses), (name, losses)
+    model = umup_models.make_model("mup", 32, 1, (("embedding_rate", 1),))
+    params = model.init(jax.random.key(0))
+    updates, _ = model.optimizer.update(params, model.optimizer.init(params))
+    rms = [np.sqrt(np.mean(np.square(updates[n]))) for n in ("embedding", "readout")]
+    np.testing.assert_allclose(rms, [2, 1], rtol=1e-3)
