@@ -12,7 +12,7 @@ is, through `scalify` with static scales and with dynamic ones, each in bfloat16
 with `fp8_matmuls` in bfloat16; on the H100 also with what Flax and Qwix have for FP8. Variants of
 training steps (a Llama, a mixture of experts, a GPT and a ResNet; clipping and AdamW): bfloat16
 with weights and state in float32; the recipe of the README in float16; with FP8 matmuls; and with
-frozen scales.
+frozen scales. On the B200 also the matmuls of a linear layer in block formats.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from benchmarks.cells import Cells, Store
 from benchmarks.cost import accelerators_page as pages
 from benchmarks.cost.decoder import make_decoder, mixture
 from benchmarks.cost.flax_models import GptSizes, ResNetSizes, make_gpt, make_resnet
+from benchmarks.cost.fp8_forms import LINEAR
 from benchmarks.cost.gpu_fp8 import TransformerLayer, forward_and_backward
 from benchmarks.cost.training import Model, plain_step, scaled_step
 from benchmarks.paths import RESULTS, ROOT
@@ -69,6 +70,7 @@ class Device:
         flops: dense, in 16 bits and in FP8, a second.
         bandwidth: of its memory, bytes a second.
         others: whether to compare with other libraries.
+        blocks: whether it is said to multiply block formats.
     """
 
     target: str | None
@@ -76,6 +78,7 @@ class Device:
     flops: tuple[float, float] = (0.0, 0.0)
     bandwidth: float = 0.0
     others: bool = False
+    blocks: bool = False
 
 
 # Data sheets of NVIDIA's H100 SXM and HGX B200, Google Cloud's pages of TPU v5p, v6e and TPU7x; a
@@ -84,7 +87,7 @@ _H100 = {"flops": (989e12, 1979e12), "bandwidth": 3.35e12}
 DEVICES = {
     "h100": Device("h100", 1, **_H100, others=True),
     "h100:8": Device("h100:8", 8, **_H100),
-    "b200": Device("b200", 1, (2250e12, 4500e12), 8e12),
+    "b200": Device("b200", 1, (2250e12, 4500e12), 8e12, blocks=True),
     "v5p": Device("v5p:2x2x1", 1, (459e12, 459e12), 2.765e12),
     "v6e": Device("v6e:2x2", 1, (918e12, 918e12), 1.64e12),
     "tpu7x": Device("tpu7x:2x2x1", 1, (1153.5e12, 2307e12), 3.69e12),
@@ -164,6 +167,7 @@ def measure(
         "seconds": round(report.processor_seconds, 2),
         "collectives": [dataclasses.asdict(c) for c in report.collectives],
         "matmuls": len(rows),
+        "kernels": sorted({name for row in rows for name in row.kernel.split(" or ")}),
         "fp8": sum(row.is_fp8 is True for row in rows),
         "flop": flop[False] / devices,
         "flop_fp8": flop[True] / devices,
@@ -193,6 +197,8 @@ def make_tasks(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], dict]]]
                     yield f"{name}/layer/{kind}/{variant}", task(make, 1)
         for variant in _installed(OTHERS) if device.others else ():
             yield f"{name}/others/{variant}", task(functools.partial(other, variant), 1)
+        for kind, make in LINEAR.items() if device.blocks else ():
+            yield f"{name}/linear/{kind}", task(make, 1)
         for model in MODELS:
             for variant in STEPS:
                 make = functools.partial(step, model, variant, device.steps_on)
@@ -216,6 +222,10 @@ def tables(results: pages.Results) -> Iterator[tuple[str, tuple, pages.Rows]]:
             keys |= {title: f"{name}/layer/fp8/{variant}" for variant, title in OURS.items()}
             title = f"{name}: the layer with FP8 matmuls, ours and others, to bfloat16"
             yield title, pages.HEADER, pages.rows_of(results, base, keys)
+        keys = {kind: f"{name}/linear/{kind}" for kind in LINEAR}
+        if keys["bfloat16"] in results:
+            title = f"{name}: the three matmuls of a linear layer in block formats, to bfloat16"
+            yield title, *pages.kernel_rows(results, keys["bfloat16"], keys)
         for model in MODELS:
             base, keys = f"{name}/{model}/plain", {v: f"{name}/{model}/{v}" for v in STEPS}
             if base not in results:

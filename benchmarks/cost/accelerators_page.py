@@ -79,6 +79,23 @@ def rows_of(results: Results, base: str, keys: Mapping[str, str]) -> Rows:
     return rows
 
 
+def kernel_rows(results: Results, base: str, keys: Mapping[str, str]) -> tuple[tuple, Rows]:
+    """What the matmuls of each format became, and what that costs beside the cell `base`."""
+    plain = results[base]
+    rows = [
+        (
+            title,
+            ", ".join(cell["kernels"]),
+            f"{cell['launches']}",
+            f"{cell['bytes'] / plain['bytes']:.2f}",
+            f"{cell['bytes'] / 1e9:.2f}",
+        )
+        for title, key in keys.items()
+        if (cell := results.get(key)) is not None
+    ]
+    return ("format", "kernels", "launches", "bytes", "GB moved"), rows
+
+
 def collective_rows(results: Results, keys: Mapping[str, str]) -> tuple[tuple, Rows]:
     """What the collectives of each step carry, by dtype."""
     rows = []
@@ -99,7 +116,7 @@ def limit_rows(results: Results, rates: Mapping[str, tuple[float, float, float]]
     rows = []
     for key, cell in results.items():
         device, what, variant = key.split("/")[0], key.split("/")[1], key.rpartition("/")[2]
-        if device not in rates or what in ("layer", "others"):
+        if device not in rates or what in ("layer", "others", "linear"):
             continue
         wide, narrow, bandwidth = rates[device]
         flop, flop_fp8 = cell["flop"], cell["flop_fp8"]

@@ -90,17 +90,20 @@ def both(name: str) -> dict:
     return {"forward_dtype": name, "backward_dtype": name}
 
 
+LINEAR = {
+    "bfloat16": linear,
+    "FP8": lambda: linear(forward_dtype=E4M3),
+    "MXFP8": lambda: linear(**both("mxfp8")),
+    "MXFP4": lambda: linear(**both("mxfp4")),
+    "NVFP4": lambda: linear(**both("nvfp4")),
+}
 CASES = {
     "experts, bfloat16": lambda: experts(lax.ragged_dot),
     "experts, FP8": lambda: experts(jsa.nn.ragged_dot),
     "adapters, base in bfloat16": lambda: adapters("bfloat16"),
     "adapters, base in FP8": lambda: adapters("fp8-base"),
     "adapters, base in FP8, FP8 matmuls": lambda: adapters("fp8-matmuls"),
-    "linear, bfloat16": linear,
-    "linear, FP8": lambda: linear(forward_dtype=E4M3),
-    "linear, MXFP8": lambda: linear(**both("mxfp8")),
-    "linear, MXFP4": lambda: linear(**both("mxfp4")),
-    "linear, NVFP4": lambda: linear(**both("nvfp4")),
+    **{f"linear, {kind}": make for kind, make in LINEAR.items()},
 }
 
 
