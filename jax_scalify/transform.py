@@ -64,7 +64,8 @@ def scalify(
 
     Returns:
         A function of the same arguments. An output that depends on a scaled value is a
-        `ScaledArray`, of a dynamic scale if any scaled argument had one. With plain arguments
+        `ScaledArray`, of a dynamic scale if any scaled argument had one; with a `calibration` and
+        a frozen state as first argument what it makes static stays static. With plain arguments
         only (and no `set_scaling` inside) it computes exactly what `fun` does. Results have the
         dtypes and weak types of those of `fun`, and buffers of their own, as under `jax.jit`.
         Strings, callables and Python ints among them, as an Equinox model has, stay as they are.
@@ -115,7 +116,9 @@ def scalify(
             report_lost_averages(closed.jaxpr)
             plan = None
             if calibration is not None:
-                plan = _Plan(closed.jaxpr.eqns, calibration, list(map(argument_name, traced.paths)))
+                names = list(map(argument_name, traced.paths))
+                is_frozen = _is_frozen(traced.paths, operands)
+                plan = _Plan(closed.jaxpr.eqns, calibration, names, is_frozen)
             call = functools.partial(_scale_call, config=active, plan=plan)
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
         out = [_typed(x, aval) for x, aval in zip(out, closed.out_avals, strict=True)]
@@ -128,11 +131,19 @@ def scalify(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A calibration of one traced function; what its derivatives interpret besides has none."""
+    """A calibration of one traced function; what its derivatives interpret besides has none.
+
+    Attributes:
+        equations: of the function.
+        calibration: that of the user.
+        arguments: their names.
+        is_frozen: whether the state has static scales.
+    """
 
     equations: Sequence[Any]
     calibration: Calibrated
     arguments: list[str]
+    is_frozen: bool
 
     def corrections(self, equations: Sequence[Any], live: Any) -> Corrections | None:
         """The corrections of what is left of a function, if the equations are those of it."""
@@ -140,13 +151,30 @@ class _Plan:
         return self.calibration.corrections(live, self.arguments) if own else None
 
 
+def _is_frozen(paths: Sequence[tuple], operands: Sequence[Any]) -> bool:
+    """Tell whether the first argument with scales, the state, has static ones.
+
+    Scales along axes cannot be frozen, and do not count.
+    """
+    scaled = [(path, x) for path, x in zip(paths, operands, strict=True) if is_scaled(x)]
+    first = [x for path, x in scaled if path[:2] == scaled[0][0][:2]]
+    scalar = [x for x in first if x.is_static or not np.ndim(x.scale)]
+    return bool(scalar) and all(x.is_static for x in scalar)
+
+
 def _scale_call(
     closed: Any, operands: Sequence[Any], config: ScalifyConfig, plan: _Plan | None = None
 ) -> list[Any]:
-    """Interpret a closed jaxpr on `ScaledArray` and plain operands."""
+    """Interpret a closed jaxpr on `ScaledArray` and plain operands.
+
+    Results keep the static scales that they have if all operands' are static, or the state of a
+    calibrated step is frozen. Else they are dynamic: results are operands of the next call, which
+    is not to be compiled anew.
+    """
     equations, closed = closed.jaxpr.eqns, pruned(closed)
     corrections = None if plan is None else plan.corrections(equations, closed)
-    keep_static = not any(is_scaled(x) and not x.is_static for x in operands)
+    all_static = not any(is_scaled(x) and not x.is_static for x in operands)
+    keep_static = all_static or (plan is not None and plan.is_frozen)
     found = [e.outvars[0] for e in closed.jaxpr.eqns if e.primitive is primitives.match_scale_p]
     matched = [any(var is other for other in found) for var in closed.jaxpr.outvars]
 
@@ -159,7 +187,7 @@ def _scale_call(
         ]
 
     narrow = _is_narrow(closed.jaxpr)
-    keeps_scales = keep_static and not narrow and _gives_state_back(closed.jaxpr)
+    keeps_scales = all_static and not narrow and _gives_state_back(closed.jaxpr)
     options: dict[str, Any] = dict(splits_scalars=not keeps_scales, narrow=narrow)
     if not _compat.is_staging():
         return interpret(ScaleTable(config.scale_dtype, **options), operands)

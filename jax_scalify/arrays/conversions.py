@@ -334,9 +334,10 @@ def freeze_scales(tree: Any) -> Any:
     """Make every scalar scale of concrete state static: a Python float in the tree's structure.
 
     A step that is traced with static scales has no scale arithmetic left for them. Scales that
-    are not scalar stay dynamic. A leaf of scale 0 has none to keep: it takes that of its first
-    value, so freeze a state of zeros after its first steps, or the step compiles once more. The
-    arrays of data are those of `tree`, not copies.
+    are not scalar stay dynamic; a step of both gives back dynamic ones, unless it has a
+    `calibration`. A leaf of scale 0 has none to keep: it takes that of its first value, so freeze a
+    state of zeros after its first steps, or the step compiles once more. The arrays of data are
+    those of `tree`, not copies.
 
     Raises:
         TypeError: for a scale that is traced or packed for storage.

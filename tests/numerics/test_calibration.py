@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jax_scalify as jsa
@@ -487,3 +488,48 @@ def test_accumulated_gradients_are_frozen_with_the_scale_that_they_had():
         assert jax.tree.structure(new) == jax.tree.structure(state)
         state = new
     assert frozen._cache_size() == 1
+
+
+@pytest.mark.parametrize("axis", [None, 0], ids=["scalar", "a row"])
+@pytest.mark.parametrize("batch_scale", [None, "dynamic", "static"])
+def test_what_is_frozen_stays_frozen(axis, batch_scale):
+    """Beside a batch of dynamic scales, and beside weights with scales along an axis."""
+    optimizer = jsa.optim.low_precision(optax.adam(1e-2))
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(8, 8)).astype(np.float16) for name in ("table", "w")}
+
+    def loss_of(params, batch):
+        x, rows = batch
+        return jnp.mean(jnp.square(params["table"][rows] @ params["w"] - x).astype(jnp.float32))
+
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (jsa.optim.apply_updates(params, updates), opt_state), loss
+
+    rows = None if axis is None else lambda path, leaf: axis if "table" in str(path) else None
+    params = jsa.as_scaled_array(arrays, "rms", axis=rows)
+    state = params, jsa.as_scaled_array(optimizer.init(arrays))
+    x = jnp.ones((4, 8), jnp.float16)
+    if batch_scale is not None:
+        x = scaled(x) if batch_scale == "dynamic" else jsa.ScaledArray(x, 2.0)
+    batch = x, jnp.arange(4)
+    for _ in range(2):
+        state, _ = jax.jit(jsa.scalify(step))(state, batch)
+    found = jsa.calibrate(step, state, batch, steps=2)
+    frozen = found.freeze(state)
+    update = jax.jit(jsa.scalify(step, calibration=found))
+    new, _ = update(frozen, batch)
+    for _ in range(2):
+        new, _ = update(new, batch)
+    assert update._cache_size() == 1
+    jsa.tree.check_same_structure(new, frozen)
+    is_static = [
+        leaf.is_static for leaf in jsa.tree.leaves(new) if isinstance(leaf, jsa.ScaledArray)
+    ]
+    assert sum(is_static) == len(is_static) - (axis is not None)
+    # Without a calibration a dynamic scale makes all of them so.
+    other, _ = jax.jit(jsa.scalify(step))(frozen, batch)
+    is_dynamic = axis is not None or batch_scale == "dynamic"
+    assert other[0]["w"].is_static is not is_dynamic
