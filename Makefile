@@ -33,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
-.PHONY: docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
+.PHONY: environments other-checks docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
 	scale-quality float16-training parity fp8 block-scales gpu-fp8 gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out kept clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
@@ -42,8 +42,13 @@ demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot unde
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo --resume
 
 test:  ## the tests on the newest JAX, and a sample of them on the lowest
-	@$(MAKE) --no-print-directory -j2 $(VENV)/.installed $(if $(NEW_PYTHON),$(VENV_LOWEST)/.installed)
+	@$(MAKE) --no-print-directory -j2 environments
 	@$(MAKE) --no-print-directory test-newest $(if $(NEW_PYTHON),test-lowest)
+
+environments: $(VENV)/.installed $(if $(NEW_PYTHON),$(VENV_LOWEST)/.installed)  ## what all else runs in
+
+# What CI runs beside the tests on the newest JAX.
+other-checks: lint site package $(if $(NEW_PYTHON),test-lowest)
 
 test-newest: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)

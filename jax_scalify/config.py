@@ -73,7 +73,10 @@ class ScalifyConfig:
             raise ValueError(
                 f"`missing_rule` must be one of {list(_MISSING_RULE)}, got {self.missing_rule!r}."
             )
-        if jnp.dtype(self.scale_dtype) not in (jnp.float32, jnp.float64):
+        if self.scale_dtype is None or jnp.dtype(self.scale_dtype) not in (
+            jnp.float32,
+            jnp.float64,
+        ):
             raise TypeError(
                 f"`scale_dtype` must be float32 or float64, got {self.scale_dtype!r}: float16 "
                 "and bfloat16 cannot hold the exponents that products of scales have."

@@ -548,8 +548,9 @@ def test_bad_configuration(kwargs):
 
 
 def test_bad_scale_dtype():
-    with pytest.raises(TypeError, match="`scale_dtype` must be float32 or float64"):
-        jsa.ScalifyConfig(scale_dtype=jnp.float16)
+    for dtype in (jnp.float16, None):  # NumPy's dtype of None is float64
+        with pytest.raises(TypeError, match="`scale_dtype` must be float32 or float64"):
+            jsa.ScalifyConfig(scale_dtype=dtype)
 
 
 def test_config_retraces_under_jit():

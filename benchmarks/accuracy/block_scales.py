@@ -78,6 +78,9 @@ FORMATS = {
     ),
     "nvfp4 hadamard": both("nvfp4") | dict(hadamard=16),
     "nvfp4 recipe": _pretraining(),
+    # One pass at a time in 4 bits, the other one in FP8.
+    "nvfp4 forward": dict(forward_dtype="nvfp4", backward_dtype=jnp.float8_e4m3fn),
+    "nvfp4 backward": dict(forward_dtype=jnp.float8_e4m3fn, backward_dtype="nvfp4"),
     # The last layer in float32.
     "nvfp4 but head": both("nvfp4") | dict(select=SELECT),
     "nvfp4 recipe but head": _pretraining() | dict(select=SELECT),
@@ -96,6 +99,8 @@ OF_LOSSES = {
     "nvfp4 no tensor": ("plain",),
     "nvfp4 recipe": ("scalify",),
     "nvfp4 recipe but head": ("scalify",),
+    "nvfp4 forward": ("scalify",),
+    "nvfp4 backward": ("scalify",),
 }
 LAYERS = 12  # of a model, evenly, whose products are measured
 GOALS = {

@@ -27,11 +27,13 @@ def as_floating(dtype: Any, name: str, *, real: bool = False) -> Any:
         TypeError: for another dtype, or what is none; the message says what `name` is.
     """
     try:
-        found = jnp.dtype(dtype)
+        found = None if dtype is None else jnp.dtype(dtype)  # that of None is float64
     except TypeError:
+        found = None
+    if found is None:
         raise TypeError(
             f'`{name}` must be floating point, as jnp.float16 or "float16", got {dtype!r}.'
-        ) from None
+        )
     if not is_scalable(found) or (real and found.kind == "c"):
         raise TypeError(f"`{name}` must be floating point, got {found}.")
     return found

@@ -136,10 +136,11 @@ class Form:
         others = [a + 1 for a in range(lhs.ndim) if a != self.ragged]
         return jnp.expand_dims(member, others)
 
-    def gradient(self, side: int, ndims: tuple[int, int]) -> Gradient:
+    def gradient(self, side: int, ndims: tuple[int, int], in_order: bool = False) -> Gradient:
         """How an operand's gradient is a product of the cotangent and the other operand.
 
-        The cotangent has the dims: group, batch, lhs free, rhs free.
+        The cotangent has the dims: group, batch, lhs free, rhs free. It is the left operand, but
+        for groups, and where the gradient of a dense product has its dims `in_order` only so.
         """
         other, count, start = 1 - side, len(self.batch[0]), int(self.is_by_group)
         free, own_free = self.free(other, ndims[other]), self.free(side, ndims[side])
@@ -149,7 +150,9 @@ class Form:
         order = sorted(range(len(self.contract[other])), key=lambda i: self.contract[other][i])
         contracted = [self.contract[side][i] for i in order]
         batch = self.batch[side]
-        if self.is_by_group or self.ragged is not None and side:
+        positions = (*batch, *own_free, *contracted)
+        in_order = in_order and self.ragged is None and list(positions) != sorted(positions)
+        if in_order or self.is_by_group or self.ragged is not None and side:
             contract, batches = (tuple(free), ct_free), (self.batch[other], ct_batch)
             if self.is_by_group:
                 ragged = self.contract[other][self.contract[0].index(self.ragged)]
@@ -159,7 +162,7 @@ class Form:
             return Gradient(form, False, (*group, *batch, *contracted, *own_free))
         ragged = None if self.ragged is None else count + own_free.index(self.ragged)
         form = Form((ct_free, tuple(free)), (ct_batch, self.batch[other]), ragged, self.group)
-        return Gradient(form, True, (*batch, *own_free, *contracted))
+        return Gradient(form, True, positions)
 
 
 def _check_group_sizes(group_sizes: Any, rows: int) -> None:
@@ -268,13 +271,14 @@ def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
         )
 
     def gradient(side: int) -> Any:
-        operand, found = matmul.operands[side], form.gradient(side, ndims)
+        of_own, of_other = formats.backward_dtype, formats.forward_dtype[1 - side]
+        in_order = _are_in_16_bits(of_own, of_other)
+        operand, found = matmul.operands[side], form.gradient(side, ndims, in_order)
         positions, sharding = found.positions, operand.sharding
         if sharding is not None:
             spec = (*sharding.spec, *(None,) * (ndims[side] - len(sharding.spec)))
             sharding = sharding.update(spec=jax.P(*(spec[a] for a in positions)))
         own, other = (narrow_cotangent, cotangent), (narrow[1 - side], wide[1 - side])
-        of_own, of_other = formats.backward_dtype, formats.forward_dtype[1 - side]
         if isinstance(of_other, BlockFormat) and not isinstance(of_own, BlockFormat):
             # The numbers that the forward pass has multiplied, whose blocks lie along its dims.
             dims = form.contract[1 - side], form.batch[1 - side]
@@ -378,6 +382,16 @@ def _narrowed(x: Any, dtype: Any) -> Any:
 def _in_blocks(x: Any, format: BlockFormat, contract: Any, batch: Any) -> Any:
     """The numbers that an operand has in a block format, in bfloat16, without a derivative."""
     return block_round(straight_through(x), Quantiser.of(format), contract, batch)
+
+
+def _are_in_16_bits(*formats: Any) -> bool:
+    """Tell whether operands are multiplied in 16 bits: not both in FP8, or both in blocks.
+
+    XLA on a CPU fails at the transpose of a float32 product of bfloat16.
+    """
+    in_blocks = [isinstance(f, BlockFormat) for f in formats]
+    in_fp8 = [not b and dtypes.is_narrow_float(f) for b, f in zip(in_blocks, formats, strict=True)]
+    return not (all(in_blocks) or all(in_fp8))
 
 
 def _exact_16_bits(dtype: Any) -> Any:

@@ -178,7 +178,7 @@ def as_formats(names: Sequence[Any]) -> tuple[np.dtype, ...]:
     formats = []
     for name in names:
         try:
-            dtype = jnp.dtype(name)
+            dtype = None if name is None else jnp.dtype(name)
         except TypeError:
             dtype = None
         if dtype is None or not dtypes.is_scalable(dtype) or dtype.kind == "c":
