@@ -212,6 +212,7 @@ def test_the_search_ends_between_worse_rates_and_tables_say_who_is_ahead(
     assert (tmp_path / "umup-axes.png").stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_depth_and_batch_are_those_that_were_asked_for():
     taught = umup_models.trainer("umup", 16, layers=2, batch=3)
     params, _ = taught.train(2.0**-3, 0, 2)
@@ -240,6 +241,7 @@ def test_the_independent_search_combines_what_is_better_alone(monkeypatch, capsy
     assert "4, 24, and 1" in out and "3, 23, and 1" in out
 
 
+@pytest.mark.full
 def test_multipliers_are_those_of_the_papers_table():
     """At 1 they change nothing; each of the others changes the loss."""
     tokens = jnp.asarray(umup_models.batch_of(0, 0)[:1])

@@ -68,14 +68,12 @@ def _sampled(index, row):
     return row if index % 3 == 0 else pytest.param(*row.values, id=row.id, marks=pytest.mark.full)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("derivative, fun, jit", [_sampled(*row) for row in enumerate(ROWS)])
 def test_inside(derivative, fun, jit):
     x = ScaledArray(jnp.asarray(X / 4), jnp.float32(4))
     assert_close(jit(jsa.scalify(derivative(fun)))(x), in_float64(derivative(fun), X))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("derivative, fun, jit", ROWS)
 def test_outside(derivative, fun, jit):
     assert_close(jit(derivative(outside(fun)))(jnp.asarray(X)), in_float64(derivative(fun), X))
@@ -101,7 +99,6 @@ def _function_kinds():
             yield name, kind
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, kind", list(_function_kinds()))
 def test_outside_at_every_kind_of_scale(name, kind):
     fun = FUNCTIONS[name]

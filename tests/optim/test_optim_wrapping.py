@@ -44,7 +44,6 @@ def as_transformation(opt):
     return getattr(opt, "gradient_transformation", lambda: opt)()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scalified", [False, True])
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("name", WRAPPERS)
