@@ -4,7 +4,7 @@ A part of `umup.py`. Along each axis the search starts at the best rate of the s
 ends when the rates on both sides of the best are worse, so that µP and u-µP get as many runs, or
 nearly. `best` means the least held-out loss; a rate that diverges is worse than any other.
 
-Two CPU cores have trained the axes of `STORED`, in an hour and a half; the others, and more widths,
+Two CPU cores have trained the axes of `STORED`, in two hours; the others, and more widths,
 are for larger machines.
 """
 
@@ -36,7 +36,7 @@ AXES = {
     "layers": [Setting(64, layers=n) for n in (2, 4, 8)],
     "batch": [Setting(64, batch=n) for n in (8, 16, 32)],
 }
-STORED = ("width", "steps")
+STORED = ("width", "steps", "layers")
 STARTS = {"mup": -7, "umup": 0}  # exponents of 2
 SEEDS = (0, 1, 2)  # of the width's best rates; all else has the first
 
