@@ -272,8 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, store it, print the tables, draw the pictures."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.steps < 1 or min(options.widths) < 16 or any(w % 16 for w in options.widths):
-        parser.error("--steps must be positive, and --widths multiples of 16")
+    widths = [*options.widths, *options.independent_widths, options.fp8_width]
+    if options.steps < 1 or min(widths) < 16 or any(w % 16 for w in widths):
+        parser.error("--steps must be positive, and all of --widths multiples of 16")
     console = Console() if sys.stdout.isatty() else Console(width=140)
     store = Store(options.out / f"umup-jax{jax.__version__}.json")
 

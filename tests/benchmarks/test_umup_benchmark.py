@@ -187,7 +187,7 @@ def test_figure4_says_which_float16_misses(capsys):
 
 
 def test_bad_arguments_are_refused(capsys):
-    for arguments in (["--steps", "0"], ["--widths", "20"]):
+    for arguments in (["--steps", "0"], ["--widths", "20"], ["--independent-widths", "20"]):
         with pytest.raises(SystemExit):
             umup.main(arguments)
         assert "--widths multiples of 16" in capsys.readouterr().err
