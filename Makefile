@@ -108,6 +108,7 @@ float16-training: $(VENV)/.installed  ## a GPT, a Llama and a BERT with everythi
 
 parity: $(VENV)/.installed  ## float16 and FP8 against float32: dynamic, calibrated and frozen scales
 	$(VENV)/bin/python -m benchmarks.accuracy.parity
+	$(VENV)/bin/python -m benchmarks.accuracy.parity --models gpt4 --modes frozen --seeds 0 --steps 25000
 
 fp8: $(VENV)/.installed  ## FP8 matmuls: ours, Flax's and (if installed) Qwix's
 	$(VENV)/bin/python -m benchmarks.accuracy.fp8

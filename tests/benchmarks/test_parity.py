@@ -30,7 +30,8 @@ def test_what_is_finished_is_stored_and_not_run_again(tmp_path, capsys, monkeypa
     def train(model, variant, mode, seed, steps, rate):
         ran.append((variant, mode))
         loss = 1.0 if variant == "float32" else 1.001
-        return {"loss": loss, "first_bad_step": -1, "calibrations": 1, "commit": parity.commit()}
+        losses = {"loss": loss, "loss_in_float32": loss - 0.002}
+        return losses | {"first_bad_step": -1, "calibrations": 1, "commit": parity.commit()}
 
     monkeypatch.setattr(parity, "train", train)
     arguments = ["--models", "vit", "--seeds", "0", "--steps", "3", "--out", str(tmp_path)]
@@ -38,16 +39,18 @@ def test_what_is_finished_is_stored_and_not_run_again(tmp_path, capsys, monkeypa
         parity.main([*arguments, "--variants", *variants])
     assert ran[0][0] == "float32" and ran[1:] == [("fp8", mode) for mode in parity.MODES]
     stored = json.loads((tmp_path / f"parity-jax{jax.__version__}.json").read_text())
-    assert list(stored)[:2] == ["vit/float32/plain/0", "vit/fp8/calibrated/0"]
+    assert list(stored)[:2] == ["vit/3/float32/plain/0", "vit/3/fp8/calibrated/0"]
     assert all(cell["result"]["commit"] for cell in stored.values())
     capsys.readouterr()
     parity.main([*arguments, "--variants", "float32", "fp8", "bfloat16", "--table"])
-    assert capsys.readouterr().out.count("+0.10%") == 2 * len(parity.MODES)
+    printed = capsys.readouterr().out
+    assert printed.count("+0.10%") == 2 * printed.count("-0.10%") == 2 * len(parity.MODES)
     assert len(ran) == 4
 
 
-def test_training_and_held_out_images_differ():
+def test_training_and_held_out_images_differ(monkeypatch):
     images = parity.digits()[0]
+    monkeypatch.setattr(parity.np, "roll", lambda image, *_: image)
     for held_out in (False, True):
         batch = parity.image_batch(0, 1, held_out)
         part = images[: parity.TRAINING_IMAGES] if held_out else images[parity.TRAINING_IMAGES :]
@@ -57,23 +60,24 @@ def test_training_and_held_out_images_differ():
 
 
 def test_the_table_says_what_misses_and_what_is_not_finite(capsys):
-    fine = {"first_bad_step": -1, "calibrations": 1}
+    fine = {"first_bad_step": -1, "calibrations": 1, "loss_in_float32": 2.0}
     cells = {
-        "bert/float32/plain/0": fine | {"loss": 2.0, "calibrations": 0},
-        "bert/float32/plain/1": fine | {"loss": 1.0, "calibrations": 0},
-        "bert/fp8/frozen/0": fine | {"loss": 2.02},
-        "bert/fp8/frozen/1": fine | {"loss": 1.03, "first_bad_step": 7},
-        "bert/float16/dynamic/0": fine | {"loss": 2.001},
-        "vit/fp8/frozen/0": fine | {"loss": 2.001},  # nothing to compare it with
+        "bert/5/float32/plain/0": fine | {"loss": 2.0, "calibrations": 0},
+        "bert/5/float32/plain/1": fine | {"loss": 1.0, "calibrations": 0},
+        "bert/5/fp8/frozen/0": fine | {"loss": 2.02},
+        "bert/5/fp8/frozen/1": fine | {"loss": 1.03, "first_bad_step": 7},
+        "bert/5/float16/dynamic/0": fine | {"loss": 2.001},
+        "vit/5/fp8/frozen/0": fine | {"loss": 2.001},  # nothing to compare it with
     }
-    Console(width=140).print(parity.summarise(cells))
+    Console(width=140).print(parity.summarise(cells, 5))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "bert" in line]
     assert [line[:4] for line in lines] == [
-        ["bert", "float32", "-", "2"],
+        ["bert", "float32", "plain", "2"],
         ["bert", "float16", "dynamic", "1"],
         ["bert", "fp8", "frozen", "2"],
     ]
     assert lines[1][5:7] == ["+0.05%", "-"] and lines[1][-2] == "ok"
+    assert lines[1][8] == "+0.00%"
     assert lines[2][5:7] == ["+2.00%", "1.00"] and "MISSED" in lines[2] and "FINITE" in lines[2]
 
 
