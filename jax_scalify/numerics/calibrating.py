@@ -43,6 +43,9 @@ from jax_scalify.transform import scalify
 _ROUNDS = 4
 _LOST = 0.01  # share of the elements of a value that is worth an entry
 _VANISHED = 0.5
+# Exponents of the scales at which float16 has all that `exp` and its like tell apart: numbers up to
+# 2**8 beyond which they are 0, 1 or infinite in float32, too, and digits down to 2**-16.
+_SATURATING = -8, 8
 # A program that runs a few steps is not worth the time that costly passes take.
 _QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -118,7 +121,7 @@ def calibrate(
             m, **{"correction": exponents.get(name, 0), **chosen.found.get(name, {})}
         )
         for name, m in seen.values.items()
-        if m.role != "value" or exponents.get(name) or max(m.underflow, m.overflow) > _LOST
+        if m.role != "value" or exponents.get(name) or _is_distorted(m, seen.results[name], _LOST)
     }
     operands = [r.name for r in seen.results.values() if r.is_operand]
     unseen = tuple(name for name in operands if name not in values)
@@ -151,15 +154,35 @@ class _Seen:
     def is_distorted(self) -> bool:
         """Whether values are not what they would be: behind what overflows, or all but vanishes."""
         return any(
-            m.nonfinite or m.overflow > _LOST or m.underflow > _VANISHED
+            _is_distorted(m, self.results[name], _VANISHED)
             for name, m in self.values.items()
             if self.results[name].can_be_corrected
         )
 
 
-def excess_of(m: Measured) -> int:
-    """The exponent by which the data of a value should be divided."""
-    return excess(m.log2_rms, m.log2_max, m.dtype)
+def _is_distorted(m: Measured, result: Result, vanished: float) -> bool:
+    if _saturates(result) and m.scale is not None and m.scale >= _SATURATING[0]:
+        return m.underflow > vanished
+    return bool(m.nonfinite) or m.overflow > _LOST or m.underflow > vanished
+
+
+def _saturates(result: Result) -> bool:
+    return bool(result.saturates) and result.dtype == jnp.float16
+
+
+def _excess(m: Measured, result: Result, scale: int) -> int:
+    """The exponent by which the data of a value should be divided that was measured at `m.scale`.
+
+    Args:
+        m: what was measured.
+        result: what the value is.
+        scale: the exponent of the scale that its data will have.
+    """
+    if _saturates(result):
+        low, high = _SATURATING
+        return min(max(scale, low), high) - scale
+    away = 0 if m.scale is None else m.scale - scale
+    return excess(m.log2_rms + away, m.log2_max + away, m.dtype)
 
 
 def _measure(
@@ -306,11 +329,10 @@ class _Choice:
         exponent = self._before.get(name, 0)
         if m is not None and m.scale is not None and math.isfinite(m.log2_rms):
             if value.scale.is_static:
-                away = m.scale - int(value.scale.exponent)  # from the data to be expected
-                exponent = excess(m.log2_rms + away, m.log2_max + away, result.dtype)
-                data = {"log2_rms": m.log2_rms + away, "log2_max": m.log2_max + away}
-                data = {field: x - exponent for field, x in data.items()}
+                exponent = _excess(m, result, int(value.scale.exponent))
                 scale = int(value.scale.exponent) + exponent
+                away = m.scale - scale  # from the data to be expected
+                data = {"log2_rms": m.log2_rms + away, "log2_max": m.log2_max + away}
                 self.found[name] = {"scale": scale, "correction": exponent, **data}
                 if exponent != m.correction:  # by which nothing is lost at the top any more
                     self.found[name]["overflow"] = 0.0
@@ -330,7 +352,7 @@ class _Choice:
         """
         if name not in self._in_loops:
             exponent = m.correction
-            away = excess_of(m) / result.runs
+            away = _excess(m, result, m.scale or 0) / result.runs
             # What saturates was larger than what was seen.
             away = math.ceil(away) if max(m.overflow, m.nonfinite) > _LOST else round(away)
             if away:

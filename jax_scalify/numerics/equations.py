@@ -22,6 +22,8 @@ from jax_scalify.numerics.interpreting import bodies
 from jax_scalify.numerics.naming import Phases, has_same_elements, scopes_of, updated
 from jax_scalify.primitives.custom_scale import custom_scale_p
 
+# Large numbers are all the same to them.
+_SATURATING = ("exp", "exp2", "expm1", "logistic", "tanh", "erf", "erfc")
 _MATMULS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 
 
@@ -39,6 +41,7 @@ class Result:
         keeps_scale: whether the user, or the optimizer for its state, has asked for its scale.
         is_operand: of a matmul.
         is_gradient: made by the backward pass for the update, or for the caller.
+        saturates: whether nothing takes it but functions such as `exp`; None before anything does.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Result:
     keeps_scale: bool
     is_operand: bool = False
     is_gradient: bool = False
+    saturates: bool | None = None
 
     @property
     def can_be_corrected(self) -> bool:
@@ -73,6 +77,19 @@ class _Tag(NamedTuple):
     phase: str = ""
 
 
+def _same_elements(primitive: str, tags: Sequence[_Tag]) -> _Tag | None:
+    """The tag of the operand whose elements a result has, beside constants; None if there is none.
+
+    A value that is masked has nothing to tell but of what is not: the mask is to be large.
+    """
+    if primitive == "select_n":
+        cases = [tag for tag in tags[1:] if tag.maker or tag.argument]
+        return cases[0] if len(cases) == 1 < len(tags[1:]) else None
+    if has_same_elements(primitive):
+        return tags[0] if tags else _Tag()
+    return None
+
+
 class Equations:
     """The named equations of a traced function.
 
@@ -88,8 +105,9 @@ class Equations:
         self._closed = closed  # kept, so that no other equation has the id of one
         self._places, out = self._walk(closed, [_Tag(name) for name in arguments], "", "", 1)
         for tag in out:
-            if tag.phase == "backward" and tag.maker:
-                self.results[tag.maker].is_gradient = True
+            if tag.maker:
+                self.results[tag.maker].saturates = False
+                self.results[tag.maker].is_gradient |= tag.phase == "backward"
 
     def corrections(
         self,
@@ -139,16 +157,20 @@ class Equations:
         primitive, avals = eqn.primitive.name, [v.aval for v in eqn.invars]
         phase = self._phases.of(path)
         for tag in tags:
-            if tag.maker and primitive in _MATMULS:
-                self.results[tag.maker].is_operand = True
-            if tag.maker and phase == "update" and tag.phase == "backward":
-                self.results[tag.maker].is_gradient = True
+            if not tag.maker:
+                continue
+            maker = self.results[tag.maker]
+            maker.is_operand |= primitive in _MATMULS
+            maker.is_gradient |= phase == "update" and tag.phase == "backward"
+            if _same_elements(primitive, tags) is None:  # else its taker is still to come
+                maker.saturates = primitive in _SATURATING and maker.saturates is not False
         names, out = [], []
         for var in eqn.outvars:
             aval = var.aval
             argument = updated(avals, [tag.argument for tag in tags], aval)
-            if has_same_elements(primitive) or not dtypes.is_scalable(getattr(aval, "dtype", bool)):
-                same = tags[0] if tags and has_same_elements(primitive) else _Tag()
+            same = _same_elements(primitive, tags)
+            if same or not dtypes.is_scalable(getattr(aval, "dtype", bool)):
+                same = same or _Tag()
                 names.append("")
                 out.append(same._replace(argument=argument))
                 continue

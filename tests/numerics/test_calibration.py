@@ -12,6 +12,7 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.numerics import calibrating
 from jax_scalify.numerics.equations import Equations
 from jax_scalify.numerics.measuring import (
     Measured,
@@ -330,6 +331,38 @@ def test_a_loop_has_one_correction_for_all_steps(dot):
     y = jax.jit(jsa.scalify(step, calibration=c))(c.freeze(w), x)[1]
     error = np.linalg.norm(jsa.asarray(y, jnp.float32) - true) / np.linalg.norm(true)
     assert error < (0.01 if dot is jnp.matmul else 0.4)  # 20 products of E4M3
+
+
+def masked_attention(w, x):
+    scores = jnp.where(jnp.tri(len(x), dtype=bool), x @ w @ x.T, jnp.finfo(x.dtype).min)
+    return w, jax.nn.softmax(scores) @ x
+
+
+def test_what_a_mask_hides_is_no_distortion(monkeypatch):
+    rounds, measure = [], calibrating._measure
+    monkeypatch.setattr(calibrating, "_measure", lambda *a: rounds.append(1) or measure(*a))
+    w = jsa.as_scaled_array(np.eye(32), scale="rms", dtype=np.float16)
+    x = np.float16(np.random.default_rng(0).normal(size=(64, 32)))
+    c = jsa.calibrate(masked_attention, w, x, steps=2)
+    assert len(rounds) == 1 and not c.exponents
+    assert not any(m.nonfinite for m in c.values.values())
+    out = jax.jit(jsa.scalify(masked_attention, calibration=c))(c.freeze(w), x)[1]
+    plain = masked_attention(np.eye(32, dtype=np.float32), np.float32(x))[1]
+    np.testing.assert_allclose(jsa.asarray(out, jnp.float32), plain, atol=0.01)
+
+
+def test_an_operand_of_exp_has_the_scale_that_exp_needs():
+    def step(w, x):  # rules take the products to grow by 2**(2.5 * 20), and they stay near 1
+        y = x
+        for _ in range(20):
+            y = y @ w
+        return w, jnp.exp(-jnp.abs(y))
+
+    w = jsa.as_scaled_array(np.eye(32), scale=1.0, dtype=np.float16)
+    x = np.float16(np.random.default_rng(0).normal(size=(8, 32)))
+    c = jsa.calibrate(step, w, x, steps=1)
+    y = jax.jit(jsa.scalify(step, calibration=c))(c.freeze(w), x)[1]
+    np.testing.assert_allclose(jsa.asarray(y, jnp.float32), np.exp(-np.abs(x)), rtol=2e-3)
 
 
 # Files, and calibrations that do not fit.
