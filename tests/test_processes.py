@@ -107,6 +107,7 @@ def killed(tmp_path_factory):
     return directory, processes[0], outputs(processes)[0]
 
 
+@pytest.mark.full
 def test_one_process_is_killed_and_the_others_say_so(killed, uninterrupted):
     directory, other, text = killed
     assert other.returncode != 0, text

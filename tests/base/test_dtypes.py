@@ -13,7 +13,7 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.base import dtypes
 
-pytestmark = pytest.mark.sampled(1)
+pytestmark = pytest.mark.sampled(3)
 
 # JAX has names for float6 as well, but its CPU compiler does not take them.
 NARROW = """float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2

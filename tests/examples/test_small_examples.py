@@ -55,13 +55,13 @@ PRECISIONS = [
     ("float32", "fp8"),
     pytest.param(("float32", "float16", "fp8"), marks=pytest.mark.full),
 ]
-TRANSFORMERS = ("digits_vit", "masked_lm")  # take the longest to compile
+SLOW = ("digits_cnn", "digits_vit", "masked_lm")  # take the longest to compile
 
 
 @pytest.mark.parametrize("precisions", PRECISIONS, ids="-".join)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.full] * (n in TRANSFORMERS)) for n in SMALL],
+    [pytest.param(n, marks=[pytest.mark.full] * (n in SLOW)) for n in SMALL],
 )
 def test_every_precision_trains(name, precisions, tmp_path, monkeypatch, capsys):
     if name == "digits_equinox":

@@ -107,7 +107,7 @@ def test_value_inside(name, flag):
     assert_close(jax.jit(jsa.scalify(fun))(x), in_float64(fun, X * np.float32(x.scale)), 4e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @with_flags(*NAMES)
 def test_gradient_outside(name, flag):
     fun, grad = FUNCTIONS[name], REVERSE["grad"]

@@ -15,7 +15,7 @@ from jax_scalify.base.jaxprs import all_equations
 
 pytestmark = [
     pytest.mark.usefixtures("every_primitive_has_a_rule"),
-    pytest.mark.sampled(3),
+    pytest.mark.sampled(6),
 ]
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

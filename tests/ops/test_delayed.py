@@ -72,7 +72,7 @@ def test_a_sequence_of_values(dtype, scale, algorithm, margin):
         np.testing.assert_array_equal(history, seen)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_whole_state(way, dtype):
