@@ -1,11 +1,12 @@
 """Do float16 and FP8 end where float32 ends, with dynamic, calibrated and frozen scales?
 
-    python -m benchmarks.accuracy.parity  # 7 models, 5 variants, 3 modes, 3 seeds, 1,000 steps
+    python -m benchmarks.accuracy.parity  # 7 models, 6 variants, 3 modes, 3 seeds, 1,000 steps
     python -m benchmarks.accuracy.parity --models gpt4 --modes frozen --seeds 0 --steps 25000
 
 Variants: `float32`; `bfloat16`, the model in bfloat16 with weights and AdamW in float32; `float16`,
-weights, activations, gradients and both moments; `fp8`, and all linear layers in E4M3 and E5M2;
-`fp8-moment`, and the first moment in E4M3. Experts are grouped matmuls, which stay in float16.
+weights, activations, gradients and both moments; `fp8`, and all linear layers and experts in E4M3
+and E5M2; `fp8-e4m3`, with cotangents in E4M3, too; `fp8-moment`, as `fp8`, and the first moment in
+E4M3.
 
 Modes, of those that are scalified: `dynamic`; `calibrated`, `jsa.calibrate` after the first tenth
 of the steps, and its corrections from then on; `frozen`, and the state at static scales. A guard
@@ -64,7 +65,7 @@ from examples.llama.model import Sizes, init, loss_fn
 
 PyTree = Any
 
-VARIANTS = ("float32", "bfloat16", "float16", "fp8", "fp8-moment")
+VARIANTS = ("float32", "bfloat16", "float16", "fp8", "fp8-e4m3", "fp8-moment")
 MODES = ("dynamic", "calibrated", "frozen")
 # Peaks of the schedules, chosen in float32.
 LEARNING_RATES = {
@@ -76,7 +77,8 @@ LEARNING_RATES = {
     "gpt4": 6e-3,
     "lstm": 6e-3,
 }
-GOALS = {"float16": 0.05, "fp8": 0.15, "fp8-moment": 0.15}  # how far the loss may be, in %
+# How far the loss may be, in %.
+GOALS = {"float16": 0.05, "fp8": 0.15, "fp8-e4m3": 0.15, "fp8-moment": 0.15}
 HELD_OUT_BATCHES = 32
 TRAINING_IMAGES = 1400  # of 1,797 digits; the others are held out
 RANDOM_LABELS = 0.1
@@ -137,10 +139,12 @@ def find_models() -> dict[str, Model]:
 
 
 def make_optimizer(rate: float, steps: int) -> optax.GradientTransformation:
-    """AdamW behind clipping, with a warm-up and a cosine decay."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, rate, math.ceil(steps / 10), steps + 1, rate / 10
-    )
+    """AdamW behind clipping, with a warm-up and a cosine decay to 0.
+
+    Where the rate ends at a tenth of its peak, two runs of the Llama that differ by rounding alone
+    end 1% apart; where it ends at 0, 0.2%.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, math.ceil(steps / 10), steps + 1)
     return optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.1)
     )
@@ -162,7 +166,9 @@ def make_step(model: Model, variant: str, steps: int, rate: float) -> tuple[Call
         loss, other = model.loss(params, other, batch, PLAIN, dtype)
         return loss.astype(jnp.float32), other
 
-    loss_of = jsa.fp8_matmuls(loss_of) if variant.startswith("fp8") else loss_of
+    if variant.startswith("fp8"):
+        cotangents = jnp.float8_e4m3fn if variant == "fp8-e4m3" else jnp.float8_e5m2
+        loss_of = jsa.fp8_matmuls(loss_of, backward_dtype=cotangents)
 
     def update(state: PyTree, batch: dict) -> tuple[PyTree, jax.Array]:
         params, other, opt_state = state
