@@ -22,8 +22,8 @@ from jax_scalify.numerics.interpreting import bodies
 from jax_scalify.numerics.naming import Phases, has_same_elements, scopes_of, updated
 from jax_scalify.primitives.custom_scale import custom_scale_p
 
-# Large numbers are all the same to them.
-_SATURATING = ("exp", "exp2", "expm1", "logistic", "tanh", "erf", "erfc")
+# Large numbers are all the same to them, and small ones: near 0 they are near 1, or a half.
+_SATURATING = ("exp", "exp2", "logistic", "erfc")
 _MATMULS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 
 
