@@ -76,9 +76,14 @@ def test_the_table_says_what_misses_and_what_is_not_finite(capsys):
         ["bert", "float16", "dynamic", "1"],
         ["bert", "fp8", "frozen", "2"],
     ]
-    assert lines[1][5:7] == ["+0.05%", "-"] and lines[1][-2] == "ok"
+    assert lines[1][5:7] == ["+0.05%", "-"] and lines[1][-2] == "open"
     assert lines[1][8] == "+0.00%"
-    assert lines[2][5:7] == ["+2.00%", "1.00"] and "MISSED" in lines[2] and "FINITE" in lines[2]
+    assert lines[2][5:7] == ["+2.00%", "1.00"] and "open" in lines[2] and "FINITE" in lines[2]
+    assert [parity._verdict(gap, 0.04, 0.15) for gap in (0.19, 0.22, 0.3)] == [
+        "ok",
+        "open",
+        "MISSED",
+    ]
 
 
 def test_bad_arguments_are_refused(capsys):
