@@ -55,7 +55,7 @@ PRECISIONS = [
     ("float32", "fp8"),
     pytest.param(("float32", "float16", "fp8"), marks=pytest.mark.full),
 ]
-SLOW = ("digits_cnn", "digits_vit", "masked_lm")  # take the longest to compile
+SLOW = ("digits_cnn", "digits_equinox", "digits_vit", "masked_lm")  # take the longest to compile
 
 
 @pytest.mark.parametrize("precisions", PRECISIONS, ids="-".join)

@@ -55,6 +55,7 @@ def test_random_programs(start):
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.full
 def test_a_program_depends_on_its_seed_and_index_only():
     first = [generate(3, i).code() for i in (5, 6, 7)]
     again = [generate(3, i).code() for i in (7, 5)]
