@@ -155,24 +155,22 @@ class Equations:
         self, eqn: Any, tags: list[_Tag], path: str, line: str, runs: int
     ) -> tuple[tuple[str, ...], list[_Tag]]:
         primitive, avals = eqn.primitive.name, [v.aval for v in eqn.invars]
-        phase = self._phases.of(path)
+        phase, same = self._phases.of(path), _same_elements(primitive, tags)
         for tag in tags:
             if not tag.maker:
                 continue
             maker = self.results[tag.maker]
             maker.is_operand |= primitive in _MATMULS
             maker.is_gradient |= phase == "update" and tag.phase == "backward"
-            if _same_elements(primitive, tags) is None:  # else its taker is still to come
+            if same is None:  # else its taker is still to come
                 maker.saturates = primitive in _SATURATING and maker.saturates is not False
         names, out = [], []
         for var in eqn.outvars:
             aval = var.aval
             argument = updated(avals, [tag.argument for tag in tags], aval)
-            same = _same_elements(primitive, tags)
             if same or not dtypes.is_scalable(getattr(aval, "dtype", bool)):
-                same = same or _Tag()
                 names.append("")
-                out.append(same._replace(argument=argument))
+                out.append((same or _Tag())._replace(argument=argument))
                 continue
             name = self._name(scopes_of(path, primitive, phase, argument), primitive, phase)
             is_array = any(size != 1 for size in aval.shape)
