@@ -31,10 +31,10 @@ from benchmarks.transfer.search import (
 )
 
 AXES = {
-    "width": [Setting(w) for w in (64, 128)],
+    "width": [Setting(w) for w in (64, 128, 256, 512)],
     "steps": [Setting(128, steps=n) for n in (240, 1500, 3000)],
     "layers": [Setting(64, layers=n) for n in (2, 4, 8)],
-    "batch": [Setting(64, batch=n) for n in (8, 16, 32)],
+    "batch": [Setting(64, batch=n) for n in (8, 16, 32, 64)],
 }
 STORED = ("width", "steps", "layers")
 STARTS = {"mup": -7, "umup": 0}  # exponents of 2
