@@ -24,6 +24,7 @@ from jax_scalify.primitives.custom_scale import custom_scale_p
 
 # Large numbers are all the same to them, and small ones: near 0 they are near 1, or a half.
 _SATURATING = ("exp", "exp2", "logistic", "erfc")
+_SUMS = ("add", "sub")  # of a value and a mask, 0 where it is seen
 _MATMULS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 
 
@@ -38,7 +39,7 @@ class Result:
         is_array: whether it has several elements.
         sources: names of the results that it is computed from.
         runs: how often the loops around it compute it.
-        keeps_scale: whether the user, or the optimizer for its state, has asked for its scale.
+        keeps_scale: whether it is a mask, or the user asks for its scale, or an optimizer's state.
         is_operand: of a matmul.
         is_gradient: made by the backward pass for the update, or for the caller.
         saturates: whether nothing takes it but functions such as `exp`; None before anything does.
@@ -70,11 +71,19 @@ class Result:
 
 
 class _Tag(NamedTuple):
-    """Of a value: the argument that it is an update of, and the result that it is."""
+    """Of a value: the argument that it is an update of, and the result that it is.
+
+    A mask holds constants, chosen by booleans or integers, such as 0 and -inf.
+    """
 
     argument: str | None = None
     maker: str | None = None
     phase: str = ""
+    is_mask: bool = False
+
+    @property
+    def is_constant(self) -> bool:
+        return not (self.maker or self.argument)
 
 
 def _same_elements(primitive: str, tags: Sequence[_Tag]) -> _Tag | None:
@@ -83,11 +92,26 @@ def _same_elements(primitive: str, tags: Sequence[_Tag]) -> _Tag | None:
     A value that is masked has nothing to tell but of what is not: the mask is to be large.
     """
     if primitive == "select_n":
-        cases = [tag for tag in tags[1:] if tag.maker or tag.argument]
+        cases = [tag for tag in tags[1:] if not tag.is_constant]
         return cases[0] if len(cases) == 1 < len(tags[1:]) else None
+    if primitive in _SUMS:
+        masked = [tag for tag in tags if not (tag.is_mask or tag.is_constant)]
+        return masked[0] if len(masked) == 1 and any(tag.is_mask for tag in tags) else None
     if has_same_elements(primitive):
         return tags[0] if tags else _Tag()
     return None
+
+
+def _is_mask(eqn: Any, tags: Sequence[_Tag]) -> bool:
+    """Whether a result is a mask: a choice, a boolean as a number, or arithmetic on a mask."""
+    name = eqn.primitive.name
+    if name == "select_n":
+        return all(tag.is_mask or tag.is_constant for tag in tags[1:])
+    if name == "convert_element_type":
+        return tags[0].is_mask or not dtypes.is_scalable(eqn.invars[0].aval.dtype)
+    if name in (*_SUMS, "mul") or has_same_elements(name):
+        return any(t.is_mask for t in tags) and all(t.is_mask or t.is_constant for t in tags)
+    return False
 
 
 class Equations:
@@ -156,6 +180,7 @@ class Equations:
     ) -> tuple[tuple[str, ...], list[_Tag]]:
         primitive, avals = eqn.primitive.name, [v.aval for v in eqn.invars]
         phase, same = self._phases.of(path), _same_elements(primitive, tags)
+        is_mask = _is_mask(eqn, tags)
         for tag in tags:
             if not tag.maker:
                 continue
@@ -170,16 +195,17 @@ class Equations:
             argument = updated(avals, [tag.argument for tag in tags], aval)
             if same or not dtypes.is_scalable(getattr(aval, "dtype", bool)):
                 names.append("")
-                out.append((same or _Tag())._replace(argument=argument))
+                out.append((same or _Tag())._replace(argument=argument, is_mask=is_mask))
                 continue
             name = self._name(scopes_of(path, primitive, phase, argument), primitive, phase)
             is_array = any(size != 1 for size in aval.shape)
             sources = tuple(tag.maker for tag in tags if tag.maker)
-            keeps_scale = phase == "update" or traits_of(primitive).elements == "rescaled"
+            is_rescaled = traits_of(primitive).elements == "rescaled"
+            keeps_scale = is_mask or phase == "update" or is_rescaled
             known = name, line, aval.dtype, is_array, sources, runs, keeps_scale
             self.results[name] = Result(*known)
             names.append(name)
-            out.append(_Tag(argument, name, phase))
+            out.append(_Tag(argument, name, phase, is_mask))
         return tuple(names), out
 
     def _name(self, scopes: str, primitive: str, phase: str) -> str:
