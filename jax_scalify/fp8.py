@@ -172,8 +172,8 @@ def fp8_matmuls(
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
             in bfloat16 or float64, bfloat16 for results in float16, else float32.
         recompute: whether the backward pass computes activation functions again, such as
-            `jax.nn.gelu` and `silu`, from their input, as `jax.checkpoint` does: FP8 operands that
-            they make are then all that is kept of their results. The values are the same.
+            `jax.nn.gelu` and `silu`, from their input, as `jax.checkpoint` does, and the FP8
+            operand of the matmul that takes their result. The values are the same.
         hadamard: as of `jsa.nn.DotGeneral`.
 
     Returns:

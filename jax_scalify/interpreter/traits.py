@@ -62,6 +62,11 @@ class Traits:
         return self.elements not in chosen_or_made
 
     @property
+    def is_matmul(self) -> bool:
+        """Whether the results are sums of products of two operands."""
+        return self.elements == "summed" and self.degree == "product"
+
+    @property
     def keeps_nonnegative(self) -> bool:
         """Whether no result is negative if no operand is."""
         if self.nonnegative is not None:
