@@ -13,6 +13,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import linen
 
 import jax_scalify as jsa
@@ -52,11 +53,13 @@ def make(model: str, layers: int, policy: str) -> Model:
     return make_decoder(sizes=sizes, sequences=SEQUENCES, remat=remat)
 
 
-def make_step(kind: str, model: Model) -> Step:
+def make_step(kind: str, model: Model, activations: str = "float16") -> Step:
     """A step in bfloat16, or in float16 with static scales and FP8 matmuls."""
     if kind == "bfloat16":
         return plain_step(model)
-    return scaled_step(model, fp8=True, frozen=True, recompute=kind == "recompute")
+    dtype = getattr(jnp, activations)
+    recompute = kind == "recompute"
+    return scaled_step(model, fp8=True, frozen=True, recompute=recompute, activations=dtype)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--models", nargs="+", choices=("gpt", "llama"), default=("gpt", "llama"))
     add("--layers", nargs="+", type=int, default=[4])
     add("--cases", nargs="+", choices=CASES, default=list(CASES))
+    add("--activations", choices=("float16", "bfloat16"), default="float16", help="of FP8 steps")
     add("--softmax-flag", action="store_true", help="with jax_softmax_custom_jvp")
     options = parser.parse_args(arguments)
     jax.config.update("jax_softmax_custom_jvp", options.softmax_flag)
@@ -76,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 base = None
                 for name in options.cases:
                     kind, policy = CASES[name]
-                    step = make_step(kind, make(model, layers, policy))
+                    step = make_step(kind, make(model, layers, policy), options.activations)
                     report = jsa.numerics.compile_report(
                         step.jitted(), step.state, step.batch, target=target
                     )

@@ -80,15 +80,17 @@ def scaled_step(
     fp8: bool = False,
     frozen: bool = False,
     recompute: bool = False,
+    activations: Any = jnp.float16,
 ) -> Step:
     """The README's recipe: everything in float16, or with FP8 matmuls, or with static scales.
 
-    With FP8, the backward pass may `recompute` activation functions.
+    With FP8, the backward pass may `recompute` activation functions; `activations` have a dtype of
+    their own.
     """
     optimizer = jsa.optim.low_precision(make_optimizer())
 
     def loss(params: PyTree, other: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        return model.loss(params, other, batch, jnp.float16)
+        return model.loss(params, other, batch, activations)
 
     loss = jsa.fp8_matmuls(loss, recompute=recompute) if fp8 else loss
 

@@ -112,3 +112,27 @@ def test_remat_saves_the_memory_that_it_saves_in_the_plain_step(policy, unrolled
     assert plain[1] < 0.6 * plain[0]
     # A cube of float32 is kept in range by a factor of its own: one array of 60 more is alive.
     assert ours[1] / ours[0] <= 1.07 * plain[1] / plain[0], (plain, ours)
+
+
+def test_what_is_kept_is_no_product_with_a_static_factor():
+    """The matmul's result, and not times 1/4 beside it: that is multiplied where it is used."""
+
+    def loss(w, x):
+        return jnp.sum(jax.checkpoint(jnp.tanh)(x @ w))
+
+    w, x = jsa.ScaledArray(jnp.ones((16, 8)), 0.5), jsa.ScaledArray(jnp.ones((4, 16)), 2.0)
+    closed = jax.make_jaxpr(jsa.scalify(jax.value_and_grad(loss)))(w, x)
+    equations = closed.jaxpr.eqns
+    (product,) = {
+        v
+        for e in equations
+        if e.primitive.name == "dot_general"
+        for v in e.outvars[:1]
+        if v.aval.shape == (4, 8)
+    }
+    remats = [e for e in equations if e.primitive.name in ("checkpoint", "remat2")]
+    assert remats and all(product in e.invars for e in remats)
+    value, grads = jsa.scalify(jax.value_and_grad(loss))(w, x)
+    true, true_grads = jax.value_and_grad(loss)(jsa.asarray(w), jsa.asarray(x))
+    np.testing.assert_allclose(jsa.asarray(value), true, rtol=1e-6)
+    np.testing.assert_allclose(jsa.asarray(grads), true_grads, rtol=1e-6, atol=1e-6)

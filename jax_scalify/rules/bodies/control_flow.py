@@ -261,7 +261,7 @@ def cond_rule(
 @register_body_rule("remat2", "checkpoint")
 def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """The body on data and scales, rematerialised as it was."""
-    forms = [Form.of(v) for v in args]
+    forms = [Form.of_kept(v) for v in args]
     body = interpret(ctx, _compat.close_jaxpr(jaxpr, ()), forms)
     operands = [*body.jaxpr.consts, *pack(forms, args, ctx.table)]
     out = ctx.bind(*operands, jaxpr=_compat.open_jaxpr(body.jaxpr), **params)

@@ -46,7 +46,8 @@ class Form:
             the numbers of atoms; None if it crosses as an array.
         scale_shape: of a scale that crosses: `()`, or the rank of the value with dims 1 or its own.
         extent: of a scale that crosses, as of an `Atom`.
-        exponent: of the factor that the data is still to be multiplied by, across a call.
+        exponent: of the factor that the data is still to be multiplied by, across a call, and of a
+            static scale into what is rematerialised.
         depth: of an `Operand`, across a call.
         facts: about the elements.
         sharding: if it is explicit, a part of types.
@@ -88,6 +89,14 @@ class Form:
             kind = "uniform"
         rest: dict[str, Any] = dict(constant=value.constant, facts=value.facts) | types
         return cls(value.shape, value.dtype, kind, **rest)
+
+    @classmethod
+    def of_kept(cls, value: Value) -> Form:
+        """The form of a value that is kept to compute others again: not beside its product."""
+        form = cls.of(value)
+        if not isinstance(value, Operand) or form.has_scale:
+            return form
+        return dataclasses.replace(form, exponent=value.exponent)
 
     @classmethod
     def of_call(cls, value: Value, numbers: dict[Atom, int], depth: int = 0) -> Form:
