@@ -63,8 +63,7 @@ SEEDS = (0, 1, 2)
 FP8_RUNS = ("umup", "umup-fp8")
 OUTSIDE = 2.0  # octaves around 1
 LIMIT = 0.5  # how far FP8 may be from float32, in %
-STORED = ("sweep", "axes", "rms", "fp8", "figure4")
-PARTS = (*STORED, "independent")  # an hour for each width, and run on request only
+PARTS = ("sweep", "axes", "independent", "rms", "fp8", "figure4")
 
 
 def rms_cell(width: int, exponent: int, steps: int) -> dict:
@@ -256,10 +255,10 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(STORED))
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--widths", nargs="+", type=int, default=list(WIDTHS))
     add("--steps", type=int, default=240, help="of training (default: %(default)s)")
-    add("--axes", nargs="+", choices=list(axes.AXES), default=list(axes.STORED))
+    add("--axes", nargs="+", choices=list(axes.AXES), default=list(axes.AXES))
     add("--independent-widths", nargs="+", type=int, default=[64], help="(default: 64)")
     add("--figure4-steps", type=int, default=120, help="(default: %(default)s)")
     add("--fp8-width", type=int, default=128, help="(default: %(default)s)")
