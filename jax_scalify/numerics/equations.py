@@ -73,7 +73,7 @@ class Result:
 class _Tag(NamedTuple):
     """Of a value: the argument that it is an update of, and the result that it is.
 
-    A mask holds constants, chosen by booleans or integers, such as 0 and -inf.
+    A mask holds constants that are chosen, such as 0 and -inf, or booleans as numbers.
     """
 
     argument: str | None = None
@@ -108,7 +108,9 @@ def _is_mask(eqn: Any, tags: Sequence[_Tag]) -> bool:
     if name == "select_n":
         return all(tag.is_mask or tag.is_constant for tag in tags[1:])
     if name == "convert_element_type":
-        return tags[0].is_mask or not dtypes.is_scalable(eqn.invars[0].aval.dtype)
+        tag, dtype = tags[0], eqn.invars[0].aval.dtype
+        is_chosen = tag.is_constant and not dtypes.is_scalable(dtype)
+        return tag.is_mask or is_chosen or jnp.issubdtype(dtype, jnp.bool_)
     if name in (*_SUMS, "mul") or has_same_elements(name):
         return any(t.is_mask for t in tags) and all(t.is_mask or t.is_constant for t in tags)
     return False

@@ -369,6 +369,18 @@ def test_what_a_mask_hides_is_no_distortion(mask, corrected, monkeypatch):
     np.testing.assert_allclose(jsa.asarray(out, jnp.float32), plain, atol=0.01)
 
 
+def test_integers_are_no_mask():
+    def step(w, x):
+        return w, jsa.nn.matmul(x.astype(jnp.float16), w)
+
+    w = jsa.as_scaled_array(np.eye(16, dtype=np.float16))
+    x = np.random.default_rng(0).integers(-20_000, 20_000, (8, 16), np.int16)
+    c = jsa.calibrate(step, w, x, steps=1)
+    y = jax.jit(jsa.scalify(step, calibration=c))(c.freeze(w), x)[1]
+    assert list(c.exponents) == ["convert_element_type"]
+    np.testing.assert_allclose(jsa.asarray(y, jnp.float32), x, rtol=0.07, atol=300)
+
+
 def test_an_operand_of_exp_has_the_scale_that_exp_needs():
     def step(w, x):  # rules take the products to grow by 2**(2.5 * 20), and they stay near 1
         y = x
