@@ -29,6 +29,8 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Tests start many processes: without bytecode that is kept, each compiles JAX's sources again.
+export PYTHONDONTWRITEBYTECODE =
 # In the order of their names: the last files, of doctests, are short, and no worker waits long.
 PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
