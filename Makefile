@@ -35,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
-.PHONY: environments other-checks docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
+.PHONY: environments other-checks ci docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
 	scale-quality float16-training parity fp8 block-scales gpu-fp8 gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out kept clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
@@ -43,20 +43,32 @@ demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot unde
 	@mkdir -p runs/demo
 	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo --resume
 
+# The tests on the newest JAX and, beside them, the targets $(1), so that no core waits for the last
+# tests of a run. What these print comes when all has ended.
+define tests-beside
+@$(MAKE) --no-print-directory -j2 environments
+@others=$$(mktemp); failed=0; \
+$(MAKE) --no-print-directory --keep-going $(1) > "$$others" 2>&1 & pid=$$!; \
+$(MAKE) --no-print-directory test-newest || failed=1; \
+wait $$pid || failed=1; \
+cat "$$others"; rm "$$others"; exit $$failed
+endef
+
 test:  ## the tests on the newest JAX, and a sample of them on the lowest
-	@$(MAKE) --no-print-directory -j2 environments
-	@$(MAKE) --no-print-directory test-newest $(if $(NEW_PYTHON),test-lowest)
+	$(call tests-beside,$(if $(NEW_PYTHON),test-lowest,environments))
+
+ci:  ## what CI runs: the tests, lint, the site and the package
+	$(call tests-beside,other-checks)
 
 environments: $(VENV)/.installed $(if $(NEW_PYTHON),$(VENV_LOWEST)/.installed)  ## what all else runs in
 
-# What CI runs beside the tests on the newest JAX.
 other-checks: lint site package $(if $(NEW_PYTHON),test-lowest)
 
 test-newest: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
 
 test-lowest: $(VENV_LOWEST)/.installed
-	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) --sample 20
+	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) --sample 16
 
 # What a coming JAX breaks, in an environment of its own; the bounds of pyproject.toml do not hold.
 test-nightly: $(VENV)/.installed  ## a report on the newest pre-release of JAX, of what the registry has

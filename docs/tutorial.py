@@ -133,8 +133,7 @@ update = jax.jit(jsa.scalify(make_step(loss_fn16, narrow)))
 evaluate("moments in float16", loss_fn16, *train(update, *init(narrow)))
 
 # %% Stage 5
-select = jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.skip_head)
-loss_fn8 = jsa.fp8_matmuls(loss_fn16, select)
+loss_fn8 = jsa.fp8_matmuls(loss_fn16)
 update = jax.jit(jsa.scalify(make_step(loss_fn8, narrow)))
 evaluate("FP8 matmuls", loss_fn8, *train(update, *init(narrow)))
 print(jsa.numerics.check_fp8(update, *init(narrow), *batch).summary)

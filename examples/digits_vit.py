@@ -94,7 +94,7 @@ def make(precision, seed, steps):
         optimizer = jsa.optim.low_precision(optimizer)  # its state in float16
     if precision == "fp8":
         # Every matmul with a weight but the head: queries, keys, values, out, up and down.
-        loss = jsa.fp8_matmuls(loss, jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.skip_head))
+        loss = jsa.fp8_matmuls(loss)
 
     def update(state, images, labels):
         params, opt_state = state

@@ -95,8 +95,7 @@ def make(precision, seed, steps):
         optimizer = jsa.optim.low_precision(optimizer)  # its state in float16
     if precision == "fp8":
         # Every matmul with a weight but the head: queries, keys, values, out, up and down.
-        select = jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.skip_head)
-        loss = jsa.fp8_matmuls(loss_fn, select)
+        loss = jsa.fp8_matmuls(loss_fn)
 
     def update(state, *batch):
         params, opt_state = state

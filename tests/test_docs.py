@@ -47,7 +47,8 @@ NO_EXAMPLE = {
     "nn.linen": "dot_product_attention",
     "nn.nnx": "dot_product_attention",
     "tree": "all flatten leaves structure unflatten",
-    "fp8": "everything linear_layers skip_critical skip_embedding skip_head",
+    "fp8": "everything hidden_layers linear_layers skip_critical skip_embedding skip_head "
+    "skip_router",
     "checkpoint": "restore",
 }
 

@@ -15,6 +15,7 @@ from jax_scalify import ScaledArray
 from jax_scalify.base.jaxprs import all_equations
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+ALL = jsa.fp8.linear_layers
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(2, 4, 8)), jnp.float32)
 W = jnp.asarray(RNG.normal(size=(8, 8)), jnp.float32)
@@ -82,19 +83,15 @@ def assert_trees_close(got, expected, tolerance=1e-5):
 def test_a_model_is_as_if_its_layers_had_been_told(make):
     loss, params = make()
     explicit, _ = make(jsa.nn.dot_general)
-    expected = jax.value_and_grad(explicit)(params, X)
-    assert_trees_close(jax.value_and_grad(jsa.fp8_matmuls(loss))(params, X), expected)
+    of_both = [jax.value_and_grad(f) for f in (jsa.fp8_matmuls(loss, ALL), explicit)]
+    assert_trees_close(*(jax.jit(f)(params, X) for f in of_both))
     scaled = jsa.as_scaled_array((params, X), scale="rms")
-    got, want = (
-        jax.jit(jsa.scalify(jax.value_and_grad(f)))(*scaled)
-        for f in (jsa.fp8_matmuls(loss), explicit)
-    )
-    assert_trees_close(jsa.asarray(got), jsa.asarray(want))
+    assert_trees_close(*(jsa.asarray(jax.jit(jsa.scalify(f))(*scaled)) for f in of_both))
 
 
 def test_all_passes_have_fp8_operands():
     loss, params = linen_loss()
-    count = dots(jax.grad(jsa.fp8_matmuls(loss)), params, X)
+    count = dots(jax.grad(jsa.fp8_matmuls(loss, ALL)), params, X)
     wide = count.pop(("float32", "float32"))
     assert sum(count.values()) + wide == sum(dots(jax.grad(loss), params, X).values())
     # What is left: scores and weighted values, twice forward (remat) and twice backward, a block.
@@ -143,9 +140,33 @@ def test_layers_are_skipped_by_name_in_every_library(make):
     ],
 )
 def test_critical_matmuls(name, critical):
+    assert jsa.fp8.skip_critical(named(name)) is not critical
+
+
+def named(name):
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    matmul = jsa.fp8.Matmul("", x, x, "", name, (((1,), (0,)), ((), ())))
-    assert jsa.fp8.skip_critical(matmul) is not critical
+    return jsa.fp8.Matmul("", x, x, "", name, (((1,), (0,)), ((), ())))
+
+
+def test_by_default_the_head_stays_wide():
+    loss, params = linen_loss()
+    narrow, wide = (
+        sum(n for (kind, _), n in dots(jsa.fp8_matmuls(loss, *s), params, X).items() if "8" in kind)
+        for s in ((), (ALL,))
+    )
+    assert narrow == wide - 1
+
+
+def test_heads_and_routers_by_their_names():
+    heads = "head lm_head LMHead mlm_head/dense classifier_head_0 logits unembed".split()
+    routers = "router router_weights SwitchRouter gating moe/gate block_sparse_moe.gate".split()
+    neither = (
+        "MultiHeadDotProductAttention_0/query multi_head_attention/out multihead_attn self_attn "
+        "mlp/gate feed_forward/gate moe/gate_proj experts/up"
+    ).split()
+    for name in (*heads, *routers, *neither):
+        assert jsa.fp8.skip_head(named(name)) is (name not in heads), name
+        assert jsa.fp8.skip_router(named(name)) is (name not in routers), name
 
 
 def test_predicates():

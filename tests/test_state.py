@@ -251,32 +251,36 @@ def test_donation_aliases_every_buffer(name):
     assert len(set(buffers(new))) == len(buffers(new))
 
 
-def _states():
-    x = jnp.ones(3)
-    tree = {"a": x, "b": x, "c": jnp.ones(3), "d": jnp.zeros(3)}
+def _of_one_scale(dynamic):
     scale = jnp.float32(2.0)
-    dynamic = jsa.as_scaled_array({"a": jnp.full(3, 4.0), "b": jnp.full(3, 2.0)}, scale)
-    return {
-        "as_scaled_array": dict(jsa.as_scaled_array(tree), a=None),
-        "one-scale-for-all": dynamic,
-        "rms": jsa.as_scaled_array({"a": jnp.ones(3), "b": jnp.ones(3)}, "rms"),
-        "thaw_scales": jsa.thaw_scales(jsa.freeze_scales(dynamic)),
-        "match_scales": jsa.match_scales(
-            dynamic, {k: ScaledArray(v.data, scale) for k, v in dynamic.items()}
-        ),
-        "match_scales-inside": jax.jit(jsa.scalify(jsa.match_scales))(
-            dynamic, {k: ScaledArray(v.data, scale) for k, v in dynamic.items()}
-        ),
-        "dynamic_rescale": jsa.dynamic_rescale(dynamic),
-        "scalify": jsa.scalify(lambda x: (x, x * 2, x + x, -x))(dynamic["a"]),
-        "jit": jax.jit(jsa.scalify(lambda x: (x, x * 2, x + x, -x)))(dynamic["a"]),
-    }
+    return {k: ScaledArray(v.data, scale) for k, v in dynamic.items()}
 
 
-@pytest.mark.parametrize("name", _states())
+def _shared(x):
+    return {"a": x, "b": x, "c": jnp.ones(3), "d": jnp.zeros(3)}
+
+
+# What makes a state of two arrays with one scale.
+STATES = {
+    "as_scaled_array": lambda _: dict(jsa.as_scaled_array(_shared(jnp.ones(3))), a=None),
+    "one-scale-for-all": lambda dynamic: dynamic,
+    "rms": lambda _: jsa.as_scaled_array({"a": jnp.ones(3), "b": jnp.ones(3)}, "rms"),
+    "thaw_scales": lambda dynamic: jsa.thaw_scales(jsa.freeze_scales(dynamic)),
+    "match_scales": lambda dynamic: jsa.match_scales(dynamic, _of_one_scale(dynamic)),
+    "match_scales-inside": lambda dynamic: jax.jit(jsa.scalify(jsa.match_scales))(
+        dynamic, _of_one_scale(dynamic)
+    ),
+    "dynamic_rescale": jsa.dynamic_rescale,
+    "scalify": lambda dynamic: jsa.scalify(lambda x: (x, x * 2, x + x, -x))(dynamic["a"]),
+    "jit": lambda dynamic: jax.jit(jsa.scalify(lambda x: (x, x * 2, x + x, -x)))(dynamic["a"]),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
 def test_no_scale_buffer_is_shared(name):
     """A buffer that two leaves share cannot be donated twice."""
-    state = _states()[name]
+    dynamic = jsa.as_scaled_array({"a": jnp.full(3, 4.0), "b": jnp.full(3, 2.0)}, jnp.float32(2.0))
+    state = STATES[name](dynamic)
     scales = [x.scale for x in jsa.tree.leaves(state)]
     pointers = [s.unsafe_buffer_pointer() for s in scales]
     assert len(set(pointers)) == len(pointers)

@@ -104,7 +104,7 @@ def make_step(problem: Problem, way: str) -> tuple[Callable, Callable]:
     def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
         return problem.loss(params, batch, dtype)
 
-    loss_fn = jsa.fp8_matmuls(loss_fn) if way == "fp8" else loss_fn
+    loss_fn = jsa.fp8_matmuls(loss_fn, jsa.fp8.linear_layers) if way == "fp8" else loss_fn
 
     def first_state() -> Watched:
         params = problem.init()

@@ -50,7 +50,7 @@ def adapters(kind: str) -> tuple[Callable, tuple]:
         h = lax.scan(layer, x, (base["layers"], adapters["a"], adapters["b"]))[0]
         return optax.softmax_cross_entropy_with_integer_labels(h @ base["head"], labels).mean()
 
-    loss = jsa.fp8_matmuls(loss) if kind == "fp8-matmuls" else loss
+    loss = jsa.fp8_matmuls(loss, jsa.fp8.linear_layers) if kind == "fp8-matmuls" else loss
 
     def step(adapters, state, base, x, labels):
         value, gradients = jax.value_and_grad(loss)(adapters, base, x, labels)

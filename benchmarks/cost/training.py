@@ -92,7 +92,7 @@ def scaled_step(
     def loss(params: PyTree, other: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         return model.loss(params, other, batch, activations)
 
-    loss = jsa.fp8_matmuls(loss, recompute=recompute) if fp8 else loss
+    loss = jsa.fp8_matmuls(loss, jsa.fp8.linear_layers, recompute=recompute) if fp8 else loss
 
     @jsa.scalify
     def update(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:

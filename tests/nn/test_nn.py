@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.special
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray, nn
@@ -15,11 +16,11 @@ RNG = np.random.default_rng(0)
 ROWS, CLASSES = 8, 64
 X = RNG.normal(size=(ROWS, CLASSES))
 LABELS = jnp.asarray(RNG.integers(0, CLASSES, ROWS))
-PROBABILITIES = np.asarray(jax.nn.softmax(RNG.normal(size=X.shape)))
+PROBABILITIES = scipy.special.softmax(RNG.normal(size=X.shape), -1)
 WHERE = jnp.asarray(RNG.random(X.shape) > 0.3)
 QUERY = RNG.normal(size=(2, 6, 4, 8))
 KEY, VALUE = RNG.normal(size=(2, 2, 6, 2, 8))
-MASK = jnp.asarray(RNG.random((2, 1, 6, 6)) > 0.3) | jnp.eye(6, dtype=bool)
+MASK = jnp.asarray((RNG.random((2, 1, 6, 6)) > 0.3) | np.eye(6, dtype=bool))
 GAMMA, BETA = RNG.normal(size=(2, CLASSES))
 IMAGES = RNG.normal(size=(4, 3, 3, 8))
 EPSILON = 1e-5

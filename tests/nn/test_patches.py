@@ -1,6 +1,7 @@
 """Convolutions that are matmuls become FP8 matmuls; embedding tables with a scale for each row."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -137,14 +138,15 @@ def test_patch_embeddings_of_flax_are_fp8():
 # Embedding tables
 
 
-class NnxEmbed:
-    def __init__(self):
-        self.graph, self.state = nnx.split(nnx.Embed(6, 4, rngs=nnx.Rngs(0)))
+@functools.cache
+def nnx_embed():
+    return nnx.split(nnx.Embed(6, 4, rngs=nnx.Rngs(0)))
 
-    def __call__(self, table, ids):
-        (path,) = jax.tree_util.tree_flatten_with_path(self.state)[0]
-        leaves, tree = jax.tree.flatten(self.state)
-        return nnx.merge(self.graph, jax.tree.unflatten(tree, [table] * len(leaves)))(ids)
+
+def embed_with_nnx(table, ids):
+    graph, state = nnx_embed()
+    (_,), tree = jax.tree.flatten(state)
+    return nnx.merge(graph, jax.tree.unflatten(tree, [table]))(ids)
 
 
 LOOKUPS = {
@@ -152,7 +154,7 @@ LOOKUPS = {
     "index": lambda table, ids: table[ids],
     "jsa.nn.embed": jsa.nn.embed,
     "linen": lambda table, ids: linen.Embed(6, 4).apply({"params": {"embedding": table}}, ids),
-    "nnx": NnxEmbed(),
+    "nnx": embed_with_nnx,
 }
 
 

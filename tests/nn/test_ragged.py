@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+ALL = jsa.fp8.linear_layers
 WIDE = dict(forward_dtype=jnp.float32, backward_dtype=jnp.float32)
 ROWS, EXPERTS = 12, 3
 SIZES = {"even": (4, 4, 4), "empty": (0, 12, 0), "first-empty": (0, 5, 7), "less": (3, 0, 4)}
@@ -226,12 +227,14 @@ def test_an_unmodified_mixture_of_experts(name):
     fun = STRUCTURES[name](lambda p, x: experts(p, x)[0])
     plain, same, fp8 = (
         jax.grad(functools.partial(mean_square, f))
-        for f in (fun, jsa.fp8_matmuls(fun, **WIDE), jsa.fp8_matmuls(fun))
+        for f in (fun, jsa.fp8_matmuls(fun, ALL, **WIDE), jsa.fp8_matmuls(fun, ALL))
     )
     for a, b in zip(*(jax.tree.leaves(jax.jit(f)(params, x)) for f in (same, plain))):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     kinds = operands(fp8, params, x)
     assert not any("float32" in kind for kind in kinds)
+    by_default = operands(jsa.fp8_matmuls(fun), params, x)
+    assert by_default[("dot_general", "float32", "float32")] == 1  # the router
     assert sum(n for k, n in kinds.items() if k[0] == "ragged_dot_general") >= 6
 
 
@@ -239,7 +242,8 @@ def test_an_unmodified_mixture_of_experts_inside_scalify():
     params, x = expert_params(), jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 8)))
     fun = lambda p, x: experts(p, x)[0]  # noqa: E731
     fp8 = jax.value_and_grad(functools.partial(mean_square, jsa.fp8_matmuls(fun)))
-    want = jax.tree.leaves(jax.value_and_grad(functools.partial(mean_square, fun))(params, x))
+    plain = jax.jit(jax.value_and_grad(functools.partial(mean_square, fun)))
+    want = jax.tree.leaves(plain(params, x))
     one = jsa.as_scaled_array(params, scale="rms", dtype=jnp.float16)
     each = jsa.as_scaled_array(
         params,

@@ -20,8 +20,7 @@ from tests.unit_scaling.models import copy_into
 
 VOCAB, WIDTH, HEADS, LAYERS = 32, 32, 2, 2
 SIZES = dict(num_layers=LAYERS, num_heads=HEADS, hidden=48)
-IDS = jax.random.randint(jax.random.key(1), (4, 16), 0, VOCAB)
-LABELS = jax.random.randint(jax.random.key(2), (4, 16), 0, VOCAB)
+IDS, LABELS = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (2, 4, 16)))
 CONFIG = us.UmupConfig(
     attn_softmax_mult=2.0,
     ffn_act_mult=0.5,

@@ -17,7 +17,7 @@ from tests.unit_scaling.models import copy_into
 from tests.unit_scaling.test_umup_modules import rms
 
 VOCAB, WIDTH = 16, 16
-IDS, LABELS = jax.random.randint(jax.random.key(1), (2, 4, 8), 0, VOCAB)
+IDS, LABELS = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (2, 4, 8)))
 ATTENTION = dict(num_kv_heads=1, window=3, qk_norm=True)
 SCANNED = dict(scan_layers=True, remat=True)
 EXPERTS = dict(num_experts=3)

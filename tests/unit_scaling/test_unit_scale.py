@@ -14,8 +14,9 @@ from jax_scalify.unit_scaling.automatic import measuring
 from tests.helpers import compiled
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 16))
-W = jax.random.normal(jax.random.key(1), (16, 16))
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(8, 16)), jnp.float32)
+W = jnp.asarray(RNG.normal(size=(16, 16)), jnp.float32)
 LABELS = jnp.arange(8)
 
 
