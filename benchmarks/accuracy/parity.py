@@ -5,9 +5,9 @@
 
 Variants: `float32`; `bfloat16`, the model in bfloat16 with weights and AdamW in float32; `float16`,
 weights, activations, gradients and both moments; `fp8`, and all linear layers and experts in E4M3
-and E5M2; `fp8-hidden`, as is the default, the last layer, whose results become probabilities, and
-a router in float16; `fp8-but-last`, that with cotangents in E4M3, too; `fp8-moment`, as `fp8`, and
-the first moment in E4M3.
+and E5M2; `fp8-hidden`, that with the last layer, whose results become probabilities, and a router
+in float16, as is the default; `fp8-hidden-e4m3`, that with cotangents in E4M3; `fp8-moment`, as
+`fp8`, and the first moment in E4M3.
 
 Modes, of those that are scalified: `dynamic`; `calibrated`, `jsa.calibrate` after the first tenth
 of the steps, and its corrections from then on; `frozen`, and the state at static scales. A guard
@@ -66,7 +66,7 @@ from examples.llama.model import Sizes, init, loss_fn
 
 PyTree = Any
 
-VARIANTS = ("float32", "bfloat16", "float16", "fp8", "fp8-hidden", "fp8-but-last", "fp8-moment")
+VARIANTS = ("float32", "bfloat16", "float16", "fp8", "fp8-hidden", "fp8-hidden-e4m3", "fp8-moment")
 MODES = ("dynamic", "calibrated", "frozen")
 # Peaks of the schedules, chosen in float32.
 LEARNING_RATES = {
@@ -83,7 +83,7 @@ ALL = {"select": jsa.fp8.linear_layers}
 FP8_OPTIONS = {
     "fp8": ALL,
     "fp8-hidden": {"select": jsa.fp8.hidden_layers},
-    "fp8-but-last": {"select": jsa.fp8.hidden_layers, "backward_dtype": jnp.float8_e4m3fn},
+    "fp8-hidden-e4m3": {"select": jsa.fp8.hidden_layers, "backward_dtype": jnp.float8_e4m3fn},
     "fp8-moment": ALL,
 }
 # How far the loss may be, in %.

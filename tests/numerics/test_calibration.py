@@ -578,8 +578,9 @@ def test_what_is_frozen_stays_frozen(axis, batch_scale):
     if batch_scale is not None:
         x = scaled(x) if batch_scale == "dynamic" else jsa.ScaledArray(x, 2.0)
     batch = x, jnp.arange(4)
+    dynamic = jax.jit(jsa.scalify(step))
     for _ in range(2):
-        state, _ = jax.jit(jsa.scalify(step))(state, batch)
+        state, _ = dynamic(state, batch)
     found = jsa.calibrate(step, state, batch, steps=2)
     frozen = found.freeze(state)
     update = jax.jit(jsa.scalify(step, calibration=found))
@@ -593,6 +594,6 @@ def test_what_is_frozen_stays_frozen(axis, batch_scale):
     ]
     assert sum(is_static) == len(is_static) - (axis is not None)
     # Without a calibration a dynamic scale makes all of them so.
-    other, _ = jax.jit(jsa.scalify(step))(frozen, batch)
+    other, _ = dynamic(frozen, batch)
     is_dynamic = axis is not None or batch_scale == "dynamic"
     assert other[0]["w"].is_static is not is_dynamic
