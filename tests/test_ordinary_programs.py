@@ -11,7 +11,7 @@ import jax_scalify as jsa
 from tests.helpers import value
 from tests.programs import DTYPES, KINDS, all_outcomes, check, check_rows, outcomes, rows, scaled
 
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(10)
 MASK = np.array([True, True, False])
 
 

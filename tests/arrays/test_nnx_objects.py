@@ -147,7 +147,9 @@ def test_states_are_ordinary_pytrees():
 
 def test_fp8_matmuls_inside_of_the_gradient():
     def fp8_step(model, optimizer, x):
-        loss_fn = jsa.fp8_matmuls(lambda m: jnp.mean(jnp.square(m(x) - x).astype(jnp.float32)))
+        loss_fn = jsa.fp8_matmuls(
+            lambda m: jnp.mean(jnp.square(m(x) - x).astype(jnp.float32)), jsa.fp8.linear_layers
+        )
         loss, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
         return loss
@@ -161,6 +163,7 @@ def test_fp8_matmuls_inside_of_the_gradient():
     assert float(jsa.asarray(model.norm.mean.get_value(), jnp.float32)[0]) != 0
 
 
+@pytest.mark.full
 def test_numerics_of_a_step():
     model, optimizer = make_float16()
     seen = jsa.numerics.report(jsa.scalify(step))(model, optimizer, make_batch())

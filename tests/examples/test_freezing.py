@@ -65,6 +65,7 @@ def test_plain_presets_have_nothing_to_freeze(corpus):
     assert compilations("fp32") == (1, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rescale", "count"), [(lambda state: state, 1), (double_one_scale, 2)], ids=["same", "other"]
 )

@@ -191,6 +191,7 @@ def test_shared_functions_stay_shared():
     assert ours <= 1.1 * plain
 
 
+@pytest.mark.full
 def test_scales_do_not_change_the_result_in_float32(corpus):
     results = [make_run(corpus, preset=name).train() for name in ("fp32", "fp32-scaled")]
     assert results[0].validation_loss == pytest.approx(results[1].validation_loss, rel=1e-5)

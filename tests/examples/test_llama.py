@@ -65,6 +65,7 @@ def test_float16_trains_like_bfloat16():
     np.testing.assert_allclose(runs["fp8"], runs["bfloat16"], rtol=2e-2)
 
 
+@pytest.mark.full
 def test_a_plan_is_made_of_shapes():
     plan = make_plan(Training(TINY, ONE_DEVICE, "fp8-frozen"), 4, None)
     assert plan.state == plan.parameters * 6 + 4 * 4 * 33 + 8  # tokens and counts besides

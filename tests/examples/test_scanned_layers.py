@@ -147,6 +147,7 @@ def test_scanned_layers_train(name, remat):
         np.testing.assert_allclose(np.asarray(got), leaf, rtol=1e-4, atol=1e-5 * size)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("counts_compilations")
 @pytest.mark.parametrize("name", MODELS)
 def test_scanned_layers_train_in_float16(name):

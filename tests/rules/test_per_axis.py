@@ -12,7 +12,7 @@ from tests.helpers import in_one_program, leaves
 
 pytestmark = [
     pytest.mark.usefixtures("every_primitive_has_a_rule"),
-    pytest.mark.sampled(6),
+    pytest.mark.sampled(10),
 ]
 
 DTYPES = ("float16", "float32", "bfloat16")

@@ -87,6 +87,7 @@ def test_the_forward_pass_saves_the_same_arrays_and_their_scales(policy):
         assert ours <= 1.1 * plain
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "unrolled",

@@ -10,7 +10,7 @@ import pytest
 
 from jax_scalify.unit_scaling import functional as F
 
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(10)
 MULTS = [2.0**-4, 0.25, 1.0, 4.0, 2.0**4]
 MULTS_FULL = [1.0, *(pytest.param(m, marks=pytest.mark.full) for m in MULTS if m != 1)]
 TOLERANCE = 0.10

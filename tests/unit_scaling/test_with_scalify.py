@@ -23,6 +23,7 @@ def leaves(tree):
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, jsa.ScaledArray))
 
 
+@pytest.mark.full
 @pytest.mark.optimized
 @pytest.mark.newest
 @pytest.mark.parametrize("fp8, dtype, more", CASES)
