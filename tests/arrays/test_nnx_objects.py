@@ -187,7 +187,9 @@ def test_a_tracked_step_writes_at_every_call(select):
 
 def test_check_fp8_of_a_step():
     def fp8_step(model, optimizer, x):
-        loss_fn = jsa.fp8_matmuls(lambda m: jnp.mean(jnp.square(m(x) - x).astype(jnp.float32)))
+        loss_fn = jsa.fp8_matmuls(
+            lambda m: jnp.mean(jnp.square(m(x) - x).astype(jnp.float32)), jsa.fp8.linear_layers
+        )
         _, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
 
