@@ -127,20 +127,21 @@ def all_of(*predicates: Predicate) -> Predicate:
     return lambda matmul: all(predicate(matmul) for predicate in predicates)
 
 
-skip_embedding: Predicate = skip(r"embed|wte|wpe")
+_NO_MODEL = r"(?!\w*(?:model|module|net))"  # every layer is in a `GPT2LMHeadModel`
+
+skip_embedding: Predicate = skip(rf"embed{_NO_MODEL}|wte|wpe")
 """No matmul with an embedding, be it a one-hot lookup or a head that is tied to it."""
 
-skip_head: Predicate = skip(r"(?<!multi)(?<!multi[-_])head|logits|unembed|embed|attend")
+skip_head: Predicate = skip(
+    rf"(?<!multi)(?<!multi[-_])(?:head|logits|embed){_NO_MODEL}", r"\.attend\b"
+)
 """Not the last layer, whose results become probabilities; a multi-head attention is none."""
 
-skip_router: Predicate = skip(r"router|gating|moe\w*\W+gate\b")
+skip_router: Predicate = skip(rf"(?:router|gating){_NO_MODEL}|moe\w*\W+gate\b")
 """Not the layer that chooses the experts of a token: rounding would change the choice."""
 
 hidden_layers: Predicate = all_of(linear_layers, skip_head, skip_router)
-"""Linear layers and experts, but not the last layer and no router, by the names that are usual.
-
-These two cost a GPT and a mixture of experts most of what FP8 costs in loss, and hardly any time.
-"""
+"""Linear layers and experts but heads and routers, which cost most of what FP8 costs in loss."""
 
 skip_critical: Predicate = skip(
     r"att\w*\W+(?:\w+\W+)?(?:out|o|out_?proj|o_?proj|c_proj|dense|wo)\b",
@@ -196,7 +197,8 @@ def fp8_matmuls(
             called, for a `ScaledArray`: `scalify` goes around.
 
     Warns:
-        UserWarning: when called, if `fun` has a backward pass in it.
+        UserWarning: when called, if `fun` has a backward pass in it, or if by default all of its
+            linear layers are left wide.
 
     Example:
         >>> loss = lambda w, x: jnp.sum(x @ w)
@@ -230,6 +232,13 @@ def fp8_matmuls(
                 f"of a backward pass, such as `{rewriter.in_backward_pass[0]}`: both operands of "
                 "these are rounded to `forward_dtype`. Give it the loss, and differentiate the "
                 "result: `jax.grad(jsa.fp8_matmuls(loss))`.",
+                stacklevel=2,
+            )
+        left = [m.rhs_name or m.scope for m, _ in rewriter.seen if linear_layers(m)]
+        if select is hidden_layers and left and not any(chosen for _, chosen in rewriter.seen):
+            warnings.warn(
+                f"`fp8_matmuls` left all {len(left)} linear layers wide, such as `{left[0]}`: their "
+                "names are those of heads or routers. `select=jsa.fp8.linear_layers` takes them.",
                 stacklevel=2,
             )
         return traced.unflatten(out)
@@ -269,6 +278,7 @@ class _Rewriter:
     recompute: bool
     in_backward_pass: list[str] = dataclasses.field(default_factory=list)
     """Scopes of what was rewritten, but has been differentiated already."""
+    seen: list[tuple[Matmul, bool]] = dataclasses.field(default_factory=list)
 
     def run(
         self,
@@ -342,7 +352,9 @@ class _Rewriter:
             dims = eqn.params["dimension_numbers"], ()
         else:
             dims = ragged.dot_dimension_numbers, tuple(ragged.rhs_group_dimensions)
-        return self.select(Matmul(scope, lhs, rhs, names[0], names[1], *dims))
+        matmul = Matmul(scope, lhs, rhs, names[0], names[1], *dims)
+        self.seen.append((matmul, self.select(matmul)))
+        return self.seen[-1][1]
 
     def _body(self, body: Any, names: list[str], scope: str) -> Any:
         """Rewrite a jaxpr of an equation, closed or not, which keeps its operands and results."""

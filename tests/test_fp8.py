@@ -158,15 +158,29 @@ def test_by_default_the_head_stays_wide():
 
 
 def test_heads_and_routers_by_their_names():
-    heads = "head lm_head LMHead mlm_head/dense classifier_head_0 logits unembed".split()
+    heads = (
+        "head lm_head LMHead mlm_head/dense classifier_head_0 logits unembed embed_tokens "
+        "embed.attend wte.attend"
+    ).split()
     routers = "router router_weights SwitchRouter gating moe/gate block_sparse_moe.gate".split()
     neither = (
         "MultiHeadDotProductAttention_0/query multi_head_attention/out multihead_attn self_attn "
-        "mlp/gate feed_forward/gate moe/gate_proj experts/up"
+        "mlp/gate feed_forward/gate moe/gate_proj experts/up GPT2LMHeadModel/h_0/up "
+        "EmbeddingModel/layers/0/up RouterNet/up"
     ).split()
     for name in (*heads, *routers, *neither):
         assert jsa.fp8.skip_head(named(name)) is (name not in heads), name
         assert jsa.fp8.skip_router(named(name)) is (name not in routers), name
+
+
+def test_a_function_of_nothing_but_heads_warns():
+    def loss(params, x):
+        return jnp.sum(x @ params["head"])
+
+    with pytest.warns(UserWarning, match=r"left all 1 linear layers wide, such as `\[0\]\['head'"):
+        jsa.fp8_matmuls(loss)({"head": W}, X)
+    jsa.fp8_matmuls(loss, ALL)({"head": W}, X)
+    jsa.fp8_matmuls(lambda x: jnp.sum(x))(X)  # nothing to rewrite
 
 
 def test_predicates():
