@@ -237,8 +237,8 @@ def fp8_matmuls(
         left = [m.rhs_name or m.scope for m, _ in rewriter.seen if linear_layers(m)]
         if select is hidden_layers and left and not any(chosen for _, chosen in rewriter.seen):
             warnings.warn(
-                f"`fp8_matmuls` left all {len(left)} linear layers wide, such as `{left[0]}`: their "
-                "names are those of heads or routers. `select=jsa.fp8.linear_layers` takes them.",
+                f"`fp8_matmuls` left all {len(left)} linear layers wide, such as `{left[0]}`: by "
+                "their names they are heads or routers. `select=jsa.fp8.linear_layers` takes them.",
                 stacklevel=2,
             )
         return traced.unflatten(out)
