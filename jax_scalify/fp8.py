@@ -138,7 +138,7 @@ skip_head: Predicate = skip(
 """Not the last layer, whose results become probabilities; a multi-head attention is none."""
 
 skip_router: Predicate = skip(rf"(?:router|gating){_NO_MODEL}|moe\w*\W+gate\b")
-"""Not the layer that chooses the experts of a token: rounding would change the choice."""
+"""Not the layer that chooses the experts of a token, since rounding changes the choice."""
 
 hidden_layers: Predicate = all_of(linear_layers, skip_head, skip_router)
 """Linear layers and experts but heads and routers, which cost most of what FP8 costs in loss."""
