@@ -176,13 +176,12 @@ fuzz: $(VENV)/.installed  ## N random programs of a SEED, scalified and plain
 fuzz-lowest: $(VENV_LOWEST)/.installed
 	$(VENV_LOWEST)/bin/python -m tests.fuzz --programs $(N) --seed $(SEED)
 
-# A Python, the environment, what is installed. uv takes a tenth of pip's time, which is a tenth of
-# that of the tests; where an index is known to pip alone, pip does it, and the newest is twice as
-# quick as the one that comes with Python.
+# A Python, the environment, what is installed. uv takes a tenth of the time of pip, which would be a
+# tenth of that of the tests. Where only pip knows an index, pip does it.
 define environment
 $(1) -m venv $(2)
-$(2)/bin/python -m pip install -q --no-compile --upgrade pip uv
-$(2)/bin/uv pip install -q --python $(2)/bin/python $(3) \
+$(2)/bin/python -m pip install -q --upgrade pip uv \
+	&& $(2)/bin/uv pip install -q --python $(2)/bin/python $(3) \
 	|| $(2)/bin/python -m pip install -q --no-compile $(3)
 @touch $(2)/.installed
 endef
