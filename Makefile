@@ -176,8 +176,8 @@ fuzz: $(VENV)/.installed  ## N random programs of a SEED, scalified and plain
 fuzz-lowest: $(VENV_LOWEST)/.installed
 	$(VENV_LOWEST)/bin/python -m tests.fuzz --programs $(N) --seed $(SEED)
 
-# A Python, the environment, what is installed. uv takes a tenth of the time of pip, which would be a
-# tenth of that of the tests. Where only pip knows an index, pip does it.
+# $(1): a Python, $(2): the environment, $(3): what is installed into it. uv takes 17 seconds where pip
+# takes 80; pip does it where uv is not to be had, or does not know the index that pip knows.
 define environment
 $(1) -m venv $(2)
 $(2)/bin/python -m pip install -q --upgrade pip uv \

@@ -141,7 +141,7 @@ skip_router: Predicate = skip(rf"(?:router|gating){_NO_MODEL}|moe\w*\W+gate\b")
 """Not the layer that chooses the experts of a token, since rounding changes the choice."""
 
 hidden_layers: Predicate = all_of(linear_layers, skip_head, skip_router)
-"""Linear layers and experts but heads and routers, which cost most of what FP8 costs in loss."""
+"""Linear layers and experts but heads and routers, which cost half of what FP8 costs in loss."""
 
 skip_critical: Predicate = skip(
     r"att\w*\W+(?:\w+\W+)?(?:out|o|out_?proj|o_?proj|c_proj|dense|wo)\b",
