@@ -68,7 +68,7 @@ test-newest: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
 
 test-lowest: $(VENV_LOWEST)/.installed
-	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) -n 1 --sample 20
+	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) -n 1 --sample 25
 
 # What a coming JAX breaks, in an environment of its own; the bounds of pyproject.toml do not hold.
 test-nightly: $(VENV)/.installed  ## a report on the newest pre-release of JAX, of what the registry has

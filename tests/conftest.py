@@ -22,7 +22,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Leave out what runs with `--full` only; thousands of skipped tests would take their time.
 
-    Of a test's many parameters one in 10 runs, or one in n of `sampled(n)`, but at least one.
+    Of the parameters of a test that is marked `sampled(n)` one in n runs, but at least one.
     """
     if config.getoption("--full"):
         return
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
 
 def _runs(item, sample):
     marker = item.get_closest_marker("sampled")
-    one_in = marker.args[0] if marker else 10 if hasattr(item, "callspec") else 1
+    one_in = marker.args[0] if marker else 1
     if sample > 1 and item.get_closest_marker("newest"):
         return False
     return zlib.crc32(item.nodeid.encode()) % max(1, round(sample * one_in)) == 0

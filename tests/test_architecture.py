@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.sampled(1)
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_scalify"
 

@@ -324,6 +324,7 @@ def test_float64():
 # Plain and scaled
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [*DATA_DTYPES, "float64"])
 def test_a_plain_checkpoint_is_restored_as_scaled(tmp_path, dtype):
     if dtype == "float64":
@@ -588,6 +589,7 @@ def train(tree, steps, update):
     return tree
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_resumed_training_equals_uninterrupted_training(tmp_path, frozen):
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10, 0.01)

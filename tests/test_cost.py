@@ -60,6 +60,7 @@ def sizes(model, variant):
     return count_hlo(lower(model, variant).compile().as_text())
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("variant", ["dynamic", "frozen"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_program_does_not_grow(model, variant):
@@ -70,6 +71,7 @@ def test_the_program_does_not_grow(model, variant):
         assert ratios[name] <= limit, f"{name}: {ratios[name]:.2f} of the plain step's"
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("model", MODELS)
 def test_frozen_scales_leave_no_scale_arithmetic(model):
     plain, frozen, dynamic = (
@@ -80,6 +82,7 @@ def test_frozen_scales_leave_no_scale_arithmetic(model):
     assert set(frozen - plain) <= DATA
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.usefixtures("counts_compilations")
 @pytest.mark.parametrize("model", MODELS)
 def test_a_frozen_step_gives_back_the_state_that_it_got(model):

@@ -13,8 +13,6 @@ import pytest
 
 from jax_scalify.interpreter import registry
 
-pytestmark = pytest.mark.sampled(1)
-
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     "start how_it_works tutorial frameworks rules fp8 block_scales optimizers coming_from limits "

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.sampled(1)
-
 SCRIPT = Path(__file__).parents[1] / "docs" / "make_pictures.py"
 PICTURES = {
     "data_and_scale": ["how-data-and-scale.png"],

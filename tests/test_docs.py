@@ -19,8 +19,6 @@ import pytest
 
 import jax_scalify as jsa
 
-pytestmark = pytest.mark.sampled(1)
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"

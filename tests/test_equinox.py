@@ -35,6 +35,7 @@ def train(step, model, x):
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_whole_model_comes_back(dtype):
     want, losses = train(step, make_model(), X)

@@ -8,8 +8,6 @@ import pytest
 
 from jax_scalify.interpreter import registry
 
-pytestmark = pytest.mark.sampled(1)
-
 PAGE = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
 SETUP, *EXAMPLES = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGE, re.DOTALL)
 

@@ -186,6 +186,7 @@ def dtypes_of(tree):
     return {x.dtype.name for x in jsa.tree.leaves(tree) if getattr(x, "ndim", 0)}
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "make",
     [

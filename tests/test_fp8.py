@@ -79,6 +79,7 @@ def assert_trees_close(got, expected, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("make", [linen_loss, nnx_loss])
 def test_a_model_is_as_if_its_layers_had_been_told(make):
     loss, params = make()
@@ -221,6 +222,7 @@ STRUCTURES = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_matmuls_in_structures(name):
     fun = STRUCTURES[name]

@@ -216,6 +216,7 @@ class TestTraps:
         assert np.all(np.isfinite(probabilities.data)) and np.all(np.isfinite(grad.data))
         np.testing.assert_allclose(value(probabilities)[7], 1, rtol=2e-3)
 
+    @pytest.mark.sampled(8)
     @pytest.mark.parametrize(
         "fun",
         [
@@ -236,6 +237,7 @@ class TestTraps:
         # `p * (1 - p)` of a p near 1 has only the digits that float16 leaves.
         np.testing.assert_allclose(value(got), exact, atol=2e-3 * np.abs(exact).max() + 1e-3)
 
+    @pytest.mark.sampled(16)
     @pytest.mark.parametrize("length", [64, 1024])
     @pytest.mark.parametrize("size", [1, 8])
     def test_causal_attention(self, length, size):

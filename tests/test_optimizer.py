@@ -53,6 +53,7 @@ def shapes(tree):
     return treedef, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("scale", [None, "rms"])
 def test_equals_plain_adamw(scale):
     params, xs, ys = problem()
@@ -118,6 +119,7 @@ def test_batches_may_be_scaled_too():
     np.testing.assert_allclose(float(loss), float(plain_loss), rtol=1e-6)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("make", ["sgd", "adam", "lion", "adafactor", "rmsprop", "adagrad", "lamb"])
 def test_other_optimizers(make):
     params, xs, ys = problem()
@@ -178,6 +180,7 @@ def _bert_like_loss(params, ids, mask, head_mask, labels):
     return jnp.sum(losses * mask) / jnp.sum(mask)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", ["one", "rms", "frozen"])
 def test_a_step_with_integer_masks_is_the_plain_step(kind):
     rng = np.random.default_rng(0)

@@ -670,6 +670,7 @@ def failures(request):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [*CASES, *CASES_OF_LAYOUTS])
 def test_on_eight_devices(name, failures):
     if name in failures:

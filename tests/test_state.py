@@ -118,6 +118,7 @@ def train(step, state):
     return state, losses
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_loop_compiles_once(name, dtype):
@@ -137,6 +138,7 @@ def test_a_loop_compiles_once(name, dtype):
 ONE_A_LAYER = {"scalar": None, "one-a-layer": 0}
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("axis", ONE_A_LAYER)
 @pytest.mark.parametrize("name", ["scanned", "scanned-remat"])
@@ -161,6 +163,7 @@ def _is_scaled(x):
     return isinstance(x, ScaledArray)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", ["scanned", "scanned-remat"])
 def test_scales_a_layer_are_stable_without_help(name):
     """Parameters and moments with `(L, 1, 1)`, as the gradients have, come back as they were."""
@@ -236,6 +239,7 @@ def _donated(step, *args):
     return text.count("tf.aliasing_output") + text.count("jax.buffer_donor")
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", MODELS)
 def test_donation_aliases_every_buffer(name):
     model, params = MODELS[name]

@@ -684,6 +684,7 @@ def test_names_of_the_users_code_stay():
     assert "my_scope" in fun.lower(scaled(X)).as_text(debug_info=True)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_composites_against_float64(dtype):
     rng = np.random.default_rng(0)

@@ -174,6 +174,7 @@ def test_numerics_of_a_step():
     assert int(optimizer.step.get_value()) == 0  # nothing of that has been a step
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("select", [None, "tanh"])
 def test_a_tracked_step_writes_at_every_call(select):
     expected = train(nnx.jit(jsa.scalify(step)), *make_float16())
@@ -264,6 +265,7 @@ def make_metrics():
     return nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("stops", [True, False])
 def test_metrics(stops):
     def evaluate(model, metrics, x):

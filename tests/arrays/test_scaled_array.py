@@ -16,8 +16,6 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.scales.algebra import Scale
 
-pytestmark = pytest.mark.sampled(1)
-
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -332,6 +330,7 @@ class TestRefusals:
 class TestComparisons:
     """They speak of values, as those of `jax.Array` do."""
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**10])
     @pytest.mark.parametrize("static", [False, True])

@@ -13,8 +13,6 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.base import dtypes
 
-pytestmark = pytest.mark.sampled(3)
-
 # JAX has names for float6 as well, but its CPU compiler does not take them.
 NARROW = """float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2
     float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn""".split()
@@ -85,6 +83,7 @@ def assert_same(got, expected):
     np.testing.assert_array_equal(np.signbit(exact(got)[zero]), np.signbit(exact(expected)[zero]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_to_nearest_even_exactly_once(dtype, source):
     x = critical(dtype, source)
@@ -140,6 +139,7 @@ def rounded(x, bits, dtype):
     return dtypes.round_stochastically(x, bits, jnp.dtype(dtype))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", NARROW + HALF)
 def test_stochastic_gives_a_neighbour(dtype, source):
     if jnp.dtype(dtype) == source:
@@ -182,6 +182,7 @@ def test_stochastic_is_unbiased_exactly(dtype, source):
     np.testing.assert_array_equal(np.mean(out, axis=0), x)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", NARROW + HALF)
 def test_stochastic_is_unbiased_with_a_key(dtype):
     values = numbers(dtype)
@@ -234,6 +235,7 @@ def exactly(dtype, key, x):
     return exact(dtypes.cast(jnp.asarray(x), dtype, key=key)).astype(np.float32)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("op", FORWARD)
 def test_forward_with_a_key(op, make):
@@ -270,6 +272,7 @@ def test_forward_with_a_key_is_straight_through(op):
     np.testing.assert_array_equal(exact(tangent), exact(np.float32(1.125 if rounded else 1.1)))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("op", BACKWARD)
 def test_backward_with_a_key(op, make):

@@ -128,6 +128,7 @@ def assert_moved(got, values, exponent, dtype):
 jitted_round_down = jax.jit(pow2.round_down)
 
 
+@pytest.mark.sampled(8)
 @law(40)
 def test_round_down_of_any_bits(dtype, draw):
     values, info = draw(numbers(dtype)), jnp.finfo(dtype)
@@ -218,6 +219,7 @@ def atoms_of(table, values):
     return [table.atom(jnp.asarray(powers(v, table.dtype))) for v in values]
 
 
+@pytest.mark.sampled(16)
 @law(60, dtypes=SCALE_DTYPES)
 def test_expressions_have_the_exponents_of_integers(dtype, draw):
     tree, values = draw(expressions()), draw_exponents(draw)
@@ -234,6 +236,7 @@ def test_expressions_have_the_exponents_of_integers(dtype, draw):
     assert_same(got.astype(E8M0), got)
 
 
+@pytest.mark.sampled(16)
 @law(20, dtypes=SCALE_DTYPES)
 def test_joins_that_share_terms_and_factors(dtype, draw):
     values = draw_exponents(draw)
@@ -263,6 +266,7 @@ def check_roots(scale, value):
         assert np.all((rest >= 1) & (rest < 2**degree))
 
 
+@pytest.mark.sampled(16)
 @law(20, dtypes=SCALE_DTYPES)
 def test_algebra_at_the_ends_of_the_range(dtype, draw):
     values = draw_exponents(draw, -MAX_EXPONENT, MAX_EXPONENT)
@@ -362,6 +366,7 @@ def test_data_takes_the_rest_of_a_scale(dtype, draw):
 jitted_convert = jax.jit(jsa.as_scaled_array, static_argnums=1, static_argnames="scale_dtype")
 
 
+@pytest.mark.sampled(16)
 @law(25)
 def test_statistics_round_trip(dtype, draw):
     scale_dtype = draw(st.sampled_from(SCALE_DTYPES if dtype == "float64" else ["float32"]))
@@ -407,6 +412,7 @@ def test_subnormals_are_flushed_where_xla_flushes_them(dtype):
 # Powers of two moved into data, and between data and scale inside `scalify`.
 
 
+@pytest.mark.sampled(8)
 @law(20)
 def test_multiply_rounds_once(dtype, draw):
     values, exponent = draw(numbers(dtype)), draw(exponents())
@@ -443,6 +449,7 @@ def scaled_call(function, *args):
     return jsa.scalify(function)(*args)
 
 
+@pytest.mark.sampled(16)
 @law(20)
 def test_scales_that_are_asked_for_keep_the_value(dtype, draw):
     values = jnp.asarray(draw(ordinary_numbers(dtype, 60)))
@@ -466,6 +473,7 @@ RESCALES = {
 }
 
 
+@pytest.mark.sampled(16)
 @law(15)
 def test_dynamic_rescale_keeps_the_value(dtype, draw):
     values = draw(ordinary_numbers(dtype, 50, spread=4))
@@ -518,6 +526,7 @@ def test_every_scale_is_an_e8m0_number():
     assert_same(through_e8m0(np.float32(0)), np.nan)
 
 
+@pytest.mark.sampled(8)
 @law(15)
 def test_scaled_arrays_are_rebuilt_from_e8m0(dtype, draw):
     values = draw(ordinary_numbers(dtype, 60))

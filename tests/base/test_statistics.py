@@ -9,8 +9,6 @@ import pytest
 
 from jax_scalify.base.statistics import statistic
 
-pytestmark = pytest.mark.sampled(1)
-
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 STATS = ["rms", "l2", "l1", "max"]
 RNG = np.random.default_rng(0)
@@ -33,6 +31,7 @@ def sizes(dtype):
     return [*np.linspace(low + 4, high, 9, dtype=int), low, finfo.maxexp]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stat", STATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_over_the_whole_range(dtype, stat):
@@ -84,6 +83,7 @@ def test_subnormal_numbers_of_float32_may_be_flushed(dtype, stat):
     assert got == pytest.approx(reference(np.concatenate([0 * one, one]), stat), rel=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stat", STATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_empty_and_what_is_not_finite(dtype, stat):

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.cost import kept
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "name",
     [

@@ -149,6 +149,7 @@ def test_settings_that_make_no_model(name, value):
 # Training
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "name",
     [name if name in TRAINED else pytest.param(name, marks=pytest.mark.full) for name in PRESETS],
@@ -167,6 +168,7 @@ def test_two_steps_of_every_preset(corpus, name):
     assert bool(step.state_is_finite(state))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].scaled])
 def test_every_primitive_of_a_preset_has_a_rule(name):
     config, preset = dataclasses.replace(get_size("tiny"), layers=1), get_preset(name)
@@ -220,6 +222,7 @@ def test_metrics_and_result(tmp_path, corpus):
 # Checkpoints
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("preset", ["fp16-all", "fp32"])
 def test_resume_continues_exactly(tmp_path, corpus, preset):
     whole = make_run(corpus, tmp_path / "whole", preset)

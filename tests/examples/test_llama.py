@@ -27,6 +27,7 @@ def test_sizes_are_those_that_were_published():
     assert found == {"8b": 8.0, "70b": 70.6, "405b": 405.9}
 
 
+@pytest.mark.full
 def test_blocks_of_queries_and_tokens_change_nothing():
     params = init(TINY, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 256)

@@ -132,6 +132,7 @@ def train(step, state):
     return state, losses
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.usefixtures("counts_compilations")
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("name", MODELS)
@@ -160,6 +161,7 @@ def test_scanned_layers_train_in_float16(name):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_have_a_scale_a_layer(name):
     params, apply = MODELS[name](False)

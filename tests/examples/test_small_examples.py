@@ -58,6 +58,7 @@ PRECISIONS = [
 SLOW = ("digits_cnn", "digits_equinox", "digits_vit", "masked_lm")  # take the longest to compile
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("precisions", PRECISIONS, ids="-".join)
 @pytest.mark.parametrize(
     "name",

@@ -9,8 +9,6 @@ from tests.fuzz.catalogue import MODULES, MOVES, TABLE, names_in, statements
 from tests.fuzz.not_covered import NOT_COVERED
 from tests.fuzz.programs import is_taken
 
-pytestmark = pytest.mark.sampled(1)
-
 COVERED = set().union(*map(names_in, TABLE))
 PUBLIC = {
     (module, name)

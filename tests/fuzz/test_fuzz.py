@@ -40,7 +40,7 @@ def wrong_sin(monkeypatch):
     monkeypatch.setattr(registry, "_registrations", registry._registrations + 1)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("start", range(0, PROGRAMS, BATCH))
 def test_random_programs(start):
     failed = []
@@ -75,6 +75,7 @@ def test_programs_are_of_all_wrappers_and_a_quarter_each_of_the_dtypes():
     assert {p.jitted for p in programs} == {True, False}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wrapper", [w for w in WRAPPERS if w != "vmap"])
 def test_right_programs_pass(wrapper):
     assert check(_program("jnp.sin(x0)", "r0 * 3.0 + x0", wrapper=wrapper)) is None

@@ -68,12 +68,14 @@ def _sampled(index, row):
     return row if index % 3 == 0 else pytest.param(*row.values, id=row.id, marks=pytest.mark.full)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("derivative, fun, jit", [_sampled(*row) for row in enumerate(ROWS)])
 def test_inside(derivative, fun, jit):
     x = ScaledArray(jnp.asarray(X / 4), jnp.float32(4))
     assert_close(jit(jsa.scalify(derivative(fun)))(x), in_float64(derivative(fun), X))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("derivative, fun, jit", ROWS)
 def test_outside(derivative, fun, jit):
     assert_close(jit(derivative(outside(fun)))(jnp.asarray(X)), in_float64(derivative(fun), X))
@@ -99,6 +101,7 @@ def _function_kinds():
             yield name, kind
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name, kind", list(_function_kinds()))
 def test_outside_at_every_kind_of_scale(name, kind):
     fun = FUNCTIONS[name]
@@ -107,6 +110,7 @@ def test_outside_at_every_kind_of_scale(name, kind):
         assert_close(got, in_float64(way(fun), X), _tolerance(kind))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("exponent", [-20, 20])
 @pytest.mark.parametrize("name", SCALED_FUNCTIONS)
 def test_float16_far_from_1(name, exponent):
@@ -138,6 +142,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", PAIRS)
 def test_of_several_operands_one_of_them_plain(name):
     fun, y = PAIRS[name], X[::-1] * 2
@@ -151,6 +156,7 @@ def test_of_several_operands_one_of_them_plain(name):
     assert_close(got, want)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("also_operand", [True, False])
 def test_of_closed_over_values(name, also_operand):
@@ -216,6 +222,7 @@ def test_the_gradient_of_a_gradient_inside_of_a_scalified_function():
     assert_close(got, in_float64(grad_of(grad_of(fun)), X))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("way", ["grad", "jvp"])
 def test_a_rule_inside_a_checkpoint_counts(way, jit):
@@ -272,6 +279,7 @@ DAILY_ROWS = {("gmres", "value", "inside"), ("odeint", "grad", "inside")}
 SLOW_ROWS = {row for row in IMPLICIT_ROWS if row[0] in ("gmres", "odeint")}
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
 @pytest.mark.parametrize(
     ("name", "way", "where"),

@@ -90,6 +90,7 @@ def jit(name):
     return (lambda f: f) if name.endswith("direct") else jax.jit
 
 
+@pytest.mark.sampled(8)
 @with_flags("jvp-direct", "vjp-direct", "jvp-remat-scan", "vjp-remat-scan", "vjp-optimize_remat")
 def test_gradient_inside(name, flag):
     fun, grad = FUNCTIONS[name], REVERSE["grad"]
@@ -97,6 +98,7 @@ def test_gradient_inside(name, flag):
     assert_close(jit(name)(jsa.scalify(grad(fun)))(x), in_float64(grad(fun), X))
 
 
+@pytest.mark.sampled(4)
 @with_flags(*NAMES)
 def test_value_inside(name, flag):
     """Not differentiated, so that the new primitives are met."""
@@ -107,13 +109,14 @@ def test_value_inside(name, flag):
     assert_close(jax.jit(jsa.scalify(fun))(x), in_float64(fun, X * np.float32(x.scale)), 4e-3)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @with_flags(*NAMES)
 def test_gradient_outside(name, flag):
     fun, grad = FUNCTIONS[name], REVERSE["grad"]
     assert_close(jit(name)(grad(outside(fun)))(jnp.asarray(X)), in_float64(grad(fun), X))
 
 
+@pytest.mark.sampled(8)
 @with_flags(*(name for name in NAMES if name.startswith("jvp")))
 def test_forward_mode(name, flag):
     fun, jvp = FUNCTIONS[name], FORWARD["jvp"]
@@ -124,6 +127,7 @@ def test_forward_mode(name, flag):
     )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", ["vmap-grad", "jit-grad", "grad-remat"])
 @with_flags("jvp-direct", "vjp-direct")
 def test_ways_outside(name, way, flag):
@@ -133,6 +137,7 @@ def test_ways_outside(name, way, flag):
     assert_close(way(outside(fun))(jnp.asarray(X)), in_float64(way(fun), X))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ["static", "per-axis"])
 @with_flags("jvp-direct", "vjp-direct")
 def test_kinds_of_scales_outside(name, kind, flag):
@@ -140,6 +145,7 @@ def test_kinds_of_scales_outside(name, kind, flag):
     assert_close(grad(outside(fun, KINDS[kind]))(jnp.asarray(X)), in_float64(grad(fun), X))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("exponent", [-20, 20])
 @with_flags("jvp-scan", "vjp-scan", "vjp-remat-scan")
 def test_float16_far_from_1_outside(name, exponent, flag):
@@ -157,6 +163,7 @@ def _layers_loss(w, h):
     return jnp.sum(layers(h, w).astype(jnp.float32) ** 2)
 
 
+@pytest.mark.sampled(16)
 def test_remat_in_a_scan(flag):
     w, h = np.stack([np.eye(3, dtype=np.float32) * s for s in (0.5, 1.0, 2.0)]), X
     scaled = jsa.as_scaled_array((w, h), scale="rms", dtype=jnp.float16)
@@ -176,6 +183,7 @@ def test_remat_is_still_there(flag):
     assert scaled.as_text().count("optimization_barrier") >= plain > 0
 
 
+@pytest.mark.sampled(8)
 def test_a_training_step(flag):
     def step(w, h):
         loss, grad = jax.value_and_grad(_layers_loss)(w, h)

@@ -231,7 +231,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("make", [jsa.freeze_scales, lambda tree: tree])
 @pytest.mark.parametrize("way", WAYS)
 def test_in_every_way_the_same_scales_and_values(way, make, monkeypatch):
@@ -257,7 +257,7 @@ NN = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("make", [static, dynamic])
 @pytest.mark.parametrize("name", NN)
 def test_functions_of_nn_take_and_give_what_waits(name, make, monkeypatch):

@@ -81,6 +81,7 @@ def _lines(lowered):
     return set(re.findall(r'test_provenance.py":(\d+)', lowered))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_scopes_and_source_lines_reach_the_program(name):
     plain, ours = _texts(name)

@@ -57,6 +57,7 @@ def assert_as_wide(name, dtype, narrow, transform=lambda given: given):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7 * np.abs(b).max())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_as_if_the_weights_had_been_wide(name):
     with pytest.raises(jax.dtypes.TypePromotionError):
@@ -64,6 +65,7 @@ def test_as_if_the_weights_had_been_wide(name):
     assert_as_wide(name, "float16", E4M3)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", ["matmul", "scan"])
 def test_in_other_dtypes_and_with_static_scales(name):
     for dtype, narrow in (("bfloat16", E5M2), ("float32", E4M3), ("float16", E5M2)):

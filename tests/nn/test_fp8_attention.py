@@ -40,6 +40,7 @@ def kinds(fun, *args):
     return collections.Counter(tuple(v.aval.dtype.name for v in e.invars) for e in dots)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_next_to_wide_attention(name):
     heads, groups, options = CASES[name]
@@ -108,6 +109,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -13,6 +13,7 @@ INSTALL = missing_plugin(parse_target("h100"))
 needs_h100 = pytest.mark.skipif(INSTALL is not None, reason=f"needs a compiler: {INSTALL}")
 
 
+@pytest.mark.full
 def test_what_is_compiled_runs(monkeypatch):
     """On the devices at hand: the functions and their operands fit."""
     for name, value in dict(ROWS=8, WIDTH=16, HIDDEN=8, EXPERTS=2, LAYERS=2, RANK=2).items():

@@ -186,6 +186,7 @@ def with_gradient(fun, weights, count):
     return lambda *args: (fun(*args), slopes(*args))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_those_of_the_plain_function(name):
@@ -202,6 +203,7 @@ def test_values_and_gradients_are_those_of_the_plain_function(name):
             assert_close([*slopes, *scaled_slopes], [*gradients, *gradients], 1e-6)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_16_bit_data_at_any_scale(name, dtype):
@@ -235,6 +237,7 @@ def test_an_element_that_is_picked_keeps_its_gradient_in_float16():
     assert float(jnp.max(out(ScaledArray(jnp.full(1, 4000, jnp.float16), 1.0)).to_array())) == 4000
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("shape", [(3, 1), (1, 3), (3, 3)])
 def test_operands_with_a_scale_an_axis(shape):
     scales = 2.0 ** jnp.arange(9)[: np.prod(shape)].reshape(shape).astype(jnp.float32)
@@ -359,6 +362,7 @@ def test_a_constant_that_is_added_to_one_of_many_zeros_stays(dtype):
     assert np.asarray(out)[3] == number
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("query", [(0, 4, 2, 8), (1, 0, 2, 8), (1, 4, 2, 8)])
 @pytest.mark.parametrize("sources", [0, 4])
 def test_attention_of_nothing(query, sources):
@@ -376,6 +380,7 @@ def test_attention_of_nothing(query, sources):
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
 @pytest.mark.parametrize(
     "fun",

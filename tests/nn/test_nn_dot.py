@@ -49,6 +49,7 @@ def reference(lhs, rhs, ct, dims, forward=E4M3, backward=E5M2):
     return out, *vjp(rounded(ct, backward))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", DIMENSIONS)
 def test_both_passes(name):
     lhs, rhs, ct, dims = make(name)
@@ -63,6 +64,7 @@ def test_both_passes(name):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("formats", [("bfloat16",) * 2, ("float16", "bfloat16")], ids=" ".join)
 @pytest.mark.parametrize("name", DIMENSIONS)
 def test_formats_of_16_bits(name, formats):
@@ -79,6 +81,7 @@ def test_formats_of_16_bits(name, formats):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("backward", ["nvfp4", "mxfp8", E4M3, jnp.bfloat16])
 @pytest.mark.parametrize("forward", ["nvfp4", "mxfp4", E4M3, jnp.bfloat16, ("mxfp8", E4M3)])
 def test_any_format_of_one_pass_goes_with_any_of_the_other(forward, backward):
@@ -96,6 +99,7 @@ def test_any_format_of_one_pass_goes_with_any_of_the_other(forward, backward):
         assert np.isfinite(got).all()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("exponents", [(0, 0, 0), (-20, 3, -30), (20, 12, 30)])
 @pytest.mark.parametrize("name", ["plain", "batch-last", "permuted-contracting"])
@@ -190,6 +194,7 @@ MATMULS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MATMULS)
 def test_matmul(name):
     rng = np.random.default_rng(0)
@@ -202,6 +207,7 @@ def test_matmul(name):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "subscripts",
     ["btk,khd->bthd", "bthd,bshd->bhts", "bthd,hdk->btk", "ij,jk,kl->il", "...k,kn->...n"],
@@ -234,6 +240,7 @@ def test_a_linear_layer_adds_its_bias_afterwards():
         jsa.nn.linear(x, kernel, x[0, 0])
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
     "options",
@@ -333,6 +340,7 @@ def derivatives(multiply, lhs, rhs):
     return jax.jvp(jax.grad(loss), (at,), (towards,))[1], jax.grad(along)(at), jax.grad(penalty)(at)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", ["plain", "permuted-contracting", "everything", "outer"])
 def test_second_derivatives(name):
     """In formats that round nothing they are those of `lax.dot_general`."""
@@ -345,6 +353,7 @@ def test_second_derivatives(name):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_second_derivatives_in_fp8_inside_scalify(dtype):
     """Small values keep theirs: they were as narrow as the operands, and nan or 0."""
@@ -401,6 +410,7 @@ def test_flax_layers_take_these():
     np.testing.assert_array_equal(dense.apply(params, x), expected)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("wants_gradient", [False, True])
 def test_attention_of_jax_in_float16(wants_gradient, jitted):

@@ -68,6 +68,7 @@ def check(apply, plain, params, dtype):
         assert_close(got, want, tolerance, largest)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("name", LINEN)
 def test_linen_layers_are_those_of_flax(name, dtype):
@@ -80,6 +81,7 @@ def test_linen_layers_are_those_of_flax(name, dtype):
     check(*applies, params, dtype)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("name", NNX)
 def test_nnx_layers_are_those_of_flax(name, dtype):

@@ -91,6 +91,7 @@ def in_custom_rules(x, w):
 FUNCTIONS = (product, in_scan, in_remat, in_jit, in_cond, in_vmap, in_custom_rules)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("fun", FUNCTIONS)
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_a_correction_moves_a_power_of_two_and_changes_no_value(fun, kind):
@@ -316,6 +317,7 @@ def test_a_chain_that_leaves_float16_is_brought_back():
     assert not c.diff(again)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dot", [jnp.matmul, jsa.nn.matmul], ids=["float16", "fp8"])
 def test_a_loop_has_one_correction_for_all_steps(dot):
     def step(w, x):
@@ -348,6 +350,7 @@ def added_product(scores):
 
 
 # Beside 60,000 the largest score and what is left of the others get its scale: those are corrected.
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "mask, corrected",
     [(choice, set()), (added_choice, set()), (added_product, {"reduce_max", "sub#2"})],
@@ -553,6 +556,7 @@ def test_accumulated_gradients_are_frozen_with_the_scale_that_they_had():
     assert frozen._cache_size() == 1
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("axis", [None, 0], ids=["scalar", "a row"])
 @pytest.mark.parametrize("batch_scale", [None, "dynamic", "static"])
 def test_what_is_frozen_stays_frozen(axis, batch_scale):

@@ -19,8 +19,6 @@ from jax_scalify.numerics.check_fp8 import match
 from jax_scalify.numerics.hlo import CompiledMatmul, Program, Sizes, parse_program
 from jax_scalify.numerics.scopes import clean_name
 
-pytestmark = pytest.mark.sampled(1)
-
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 MATMUL = (((1,), (0,)), ((), ()))
 PROGRAMS = Path(__file__).parent / "programs"

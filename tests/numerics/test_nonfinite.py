@@ -13,8 +13,6 @@ from jax import lax
 import jax_scalify as jsa
 from jax_scalify.numerics import find_nonfinite
 
-pytestmark = pytest.mark.sampled(1)
-
 F16 = jnp.float16
 
 

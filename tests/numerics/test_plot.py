@@ -59,6 +59,7 @@ def image(ax):
     return np.ma.filled(ax.images[0].get_array(), 0.0)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 @pytest.mark.parametrize("count", [20, 500])
 def test_pictures_of_small_and_large_reports(tmp_path, count, suffix):

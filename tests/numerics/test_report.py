@@ -14,8 +14,6 @@ import jax_scalify as jsa
 from jax_scalify.numerics import report, suggest
 from jax_scalify.numerics.host_statistics import Fit, Measure, measure
 
-pytestmark = pytest.mark.sampled(1)
-
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 16)).astype(np.float32)
 W = RNG.normal(size=(16, 4)).astype(np.float32)
@@ -114,6 +112,7 @@ def test_rows_of_a_plain_step(wrap):
     assert (last.primitive, last.name, last.shape) == ("sub", "args[0]", (16, 4))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("wrap", [jsa.scalify, lambda f: jax.jit(jsa.scalify(f))])
 def test_rows_of_a_scalified_step(wrap, dtype):

@@ -68,6 +68,7 @@ def values(dtype):
     return np.array([*numbers, *ends]).astype(dtype)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("power", [-140, -60, -20, 0, 20, 60, 110])
 def test_statistics_are_those_of_measure(dtype, power):
@@ -203,6 +204,7 @@ def test_other_calls_are_the_very_function(args):
     assert calls[-1] is args[0]["v"]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("select", [None, ["backward/*", "args[0]"], lambda name: True])
 @pytest.mark.parametrize("is_jitted", [True, False])
 def test_a_scalified_step(scaled, select, is_jitted):
@@ -248,6 +250,7 @@ def layers(ws, x):
     return ws - 0.1 * grads, value
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.optimized
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_a_scan_has_one_entry_for_all_steps(is_scaled):

@@ -35,6 +35,7 @@ def expected_exponent(history, algorithm):
     return max(history) if algorithm == "max" else history[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("algorithm", "margin"), [("max", 0), ("max", 3), ("most_recent", 1)])
@@ -72,7 +73,7 @@ def test_a_sequence_of_values(dtype, scale, algorithm, margin):
         np.testing.assert_array_equal(history, seen)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_whole_state(way, dtype):
@@ -249,6 +250,7 @@ def test_vmap_of_channels_of_numbers_and_twice():
     assert history.shape == (3, 2) and history[0].tolist() == [1, 3]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_derivative_is_the_identity(dtype, scale):

@@ -36,6 +36,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_flag(way, dtype):
@@ -113,6 +114,7 @@ def test_the_flag_has_no_derivative():
             np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-6)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("static", [False, True])
 def test_every_buffer_can_be_donated(dtype, static):

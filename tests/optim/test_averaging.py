@@ -37,6 +37,7 @@ def moved(update, state, x, steps, *, scalified=False):
     return jax.jit(jsa.scalify(run) if scalified else run)(state, x)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("dtype", "scalified"),
     [("float16", False), ("float16", True), ("bfloat16", False), ("float8_e4m3fn", True)],

@@ -104,6 +104,7 @@ def stored_leaves(state):
     return [x for x in leaves if isinstance(x, ScaledArray)]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_plain_training_with_a_compressed_state(name):
     opt = jsa.optim.low_precision(OPTIMIZERS[name]())
@@ -117,6 +118,7 @@ def test_plain_training_with_a_compressed_state(name):
     np.testing.assert_allclose(losses, reference(name), rtol=0.02, atol=1e-4)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, "statistic") for name in OPTIMIZERS]
@@ -135,6 +137,7 @@ def test_scalified_training_all_in_float16(name, policy):
     np.testing.assert_allclose(losses, reference(name), rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.usefixtures("counts_compilations")
 @pytest.mark.parametrize("policy", ["statistic", "gradient"])
 @pytest.mark.parametrize("name", ["momentum", "adamw", "chain", "adafactor"])

@@ -24,6 +24,7 @@ def adam_moments(opt, state, grads, params):
     return state
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, E4M3, E5M2])
 @pytest.mark.parametrize("size", [2.0**-45, 1.0, 2.0**50])
 def test_where_the_data_lies(dtype, size):
@@ -101,6 +102,7 @@ FAMILY = {
 VARIANTS = list(itertools.product(["statistic", "gradient", "outside"], [jnp.float32, jnp.float16]))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", ["dynamic", "static", "axis"])
 @pytest.mark.parametrize("name", FAMILY)
 def test_what_is_not_finite_at_first_is_what_the_optimizer_has(name, kind):
@@ -137,6 +139,7 @@ def test_what_is_not_finite_at_first_is_what_the_optimizer_has(name, kind):
                         np.testing.assert_allclose(got, leaf, 1e-2, 1e-9, err_msg=str(variant))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("scalified", [False, True])
 def test_a_refused_batch_changes_no_bit(scalified):
     opt = low(optax.apply_if_finite(optax.adam(0.01), 5))
@@ -158,6 +161,7 @@ def test_a_refused_batch_changes_no_bit(scalified):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("policy", "octaves"), [("statistic", 10), ("gradient", 4)])
 def test_months_of_sinking_gradients(policy, octaves):
     """3,000 steps with b2 = 0.999 while the gradients sink: finite, and right."""
@@ -231,6 +235,7 @@ def test_weights_saturate_and_round_once():
     assert kept["w"] is params["w"]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("scalified", [False, True])
 def test_stochastic_rounding_of_weights(scalified):
     w = jsa.as_scaled_array(jnp.ones(10_000, jnp.float16))
@@ -327,6 +332,7 @@ def test_small_updates_count_on_average_without_a_key(scalified, policy):
         np.testing.assert_allclose(np.mean(np.asarray(new, np.float64)), mean, atol=2e-5)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("policy", ["statistic", "gradient"])
 @pytest.mark.parametrize("factor", [jnp.inf, jnp.nan])
 def test_a_refused_step_leaves_every_bit(policy, factor):

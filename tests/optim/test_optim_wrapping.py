@@ -44,6 +44,7 @@ def as_transformation(opt):
     return getattr(opt, "gradient_transformation", lambda: opt)()
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("scalified", [False, True])
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -66,6 +67,7 @@ def test_both_orders(name, order, scalified):
     np.testing.assert_allclose(got, want, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("scalified", [False, True])
 def test_hyperparameters_stay_float32_and_can_be_set(scalified):
     opt = low(optax.inject_hyperparams(optax.adam)(1e-8, eps=1e-8))
@@ -81,6 +83,7 @@ def test_hyperparameters_stay_float32_and_can_be_set(scalified):
     assert state.hyperparams["eps"] == np.float32(1e-8)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("scalified", [False, True])
 def test_one_compilation_donation_and_a_scan(scalified):
     opt = low(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01)))
@@ -213,6 +216,7 @@ MISMATCHES = {  # gradients, the parameters of `init` and of `update`, and what 
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scalified", [False, True])
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_trees_that_do_not_match(name, scalified):

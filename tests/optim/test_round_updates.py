@@ -45,6 +45,7 @@ def train(add, optimizer, steps=5):
     return seen
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("policy", ["statistic", "gradient"])
 def test_optax_adds_them_as_we_would(policy):
     optimizer = optax.identity()  # nothing that XLA could compute in two ways

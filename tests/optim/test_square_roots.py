@@ -108,6 +108,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=FULL), E4M3, E5M2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moments_without_gradients_fade_away(name, dtype):

@@ -8,8 +8,6 @@ from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.optim.degrees import degrees_of_results
 from jax_scalify.optim.state_leaves import Role, RoleFinder
 
-pytestmark = pytest.mark.sampled(1)
-
 optax = pytest.importorskip("optax")
 
 PARAMS = {"b": jnp.zeros(3), "layers": [{"b": jnp.zeros(4)}, {"w": jnp.ones((4, 3))}]}

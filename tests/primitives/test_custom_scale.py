@@ -116,6 +116,7 @@ SCALES = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("place", PLACES)
 def test_the_rule(place):
     call, count = PLACES[place]
@@ -126,6 +127,7 @@ def test_the_rule(place):
         assert got.is_static == (name == "static")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("place", PLACES)
 def test_the_rule_of_cotangents(place):
     call, count = PLACES[place]
@@ -139,6 +141,7 @@ def test_the_rule_of_cotangents(place):
         assert_scales(got, 0.25**count)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype, way", [
     *((jnp.float16, way) for way in ("eager", "jit", "vmap", "scan", "grad", "grad_outside")),
     (jnp.bfloat16, "grad"), (jnp.float32, "vmap"),
@@ -281,6 +284,7 @@ ALL = REVERSE | {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", ALL)
 def test_without_scalify_it_is_the_plain_function(way):
     want = ALL[way](silu)(jnp.asarray(X))

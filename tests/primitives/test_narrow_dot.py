@@ -12,8 +12,6 @@ from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.primitives import narrow_dot
 from jax_scalify.primitives.narrow_dot import narrow_dot_general, narrow_dot_p
 
-pytestmark = pytest.mark.sampled(1)
-
 PARAMS = dict(dimension_numbers=(((1,), (0,)), ((), ())), precision=None, out_sharding=None)
 LOWERINGS = {"float32 sums": narrow_dot._wide, "float16 sums": narrow_dot._narrow}
 

@@ -12,8 +12,6 @@ import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from tests.helpers import scaled
 
-pytestmark = pytest.mark.sampled(1)
-
 X = np.array([1.0, -2.0, 3.0], np.float32)
 FP8 = {
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
@@ -336,6 +334,7 @@ def test_a_requested_scale_stays_within_the_range():
     np.testing.assert_array_equal(np.asarray(out), 1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("static", [False, True])

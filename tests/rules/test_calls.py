@@ -201,6 +201,7 @@ INNER_JITS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", INNER_JITS)
 def test_jit_inside(name, jit):

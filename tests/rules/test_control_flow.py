@@ -95,7 +95,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", ["jit", "vmap", "grad"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_and_branches(name, way):
@@ -208,6 +208,7 @@ def test_a_loop_that_stops_at_different_times_for_each_example(condition):
     np.testing.assert_array_equal(got[1], expected[1])
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_steps_that_share_a_scale_stack_results_of_one(dtype):
     """What a step's scale depends on is the same for all: a `lax.map` over blocks of an array."""

@@ -53,6 +53,7 @@ def _value(x, exponent=0):
     return wide * 2.0**exponent * np.asarray(getattr(x, "scale", 1), np.float64)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("error::jax_scalify.DequantisedWarning")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.family}-{c.name}")
 def test_range_is_kept(case):

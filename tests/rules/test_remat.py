@@ -75,6 +75,7 @@ def _temporary_bytes(fun, *args):
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("policy", ["everything", *POLICIES])
 def test_the_forward_pass_saves_the_same_arrays_and_their_scales(policy):
     fun, args = _gradient(policy), _state()

@@ -87,6 +87,7 @@ def test_static_scales_give_static_scales(case, dtype):
             assert moved.scale.dtype == jnp.float32 and moved.scale.shape == ()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [c for c in CASES if c.degree], ids=lambda c: c.name)
 def test_a_homogeneous_function_moves_only_the_scale(case):
     fun = jax.jit(jsa.scalify(case.fun))
@@ -99,6 +100,7 @@ def test_a_homogeneous_function_moves_only_the_scale(case):
     assert float(after.scale) == float(before.scale) * 2.0**moved
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [c for c in CASES if c.unit], ids=lambda c: c.name)
 @pytest.mark.parametrize("dtype", ["float16"])
 def test_unit_rms_in_gives_unit_rms_out(case, dtype):
@@ -158,6 +160,7 @@ AXIS_SCALES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "scale"),
     [
@@ -204,6 +207,7 @@ def test_scales_per_axis_are_kept():
         assert jnp.shape(jsa.scalify(fun)(x).scale) == shape
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,), ()])
 def test_empty_arrays_and_scalars(shape):
     functions = (

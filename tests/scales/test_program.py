@@ -88,6 +88,7 @@ def by_hand(x, w, b):
 FUNCTIONS = (residual, normalised, scanned, branching, by_scalars, by_hand)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scales", list(itertools.combinations(SCALES, 3)))
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_data_and_scales_are_the_same(fun, scales):
@@ -95,6 +96,7 @@ def test_data_and_scales_are_the_same(fun, scales):
     assert_same(together_of(fun)(*args), one_by_one(fun)(*args))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_the_value_is_that_of_the_plain_function(fun):
     args = [scaled(scale) for scale in (2.0**3, 2.0**-2, 0.5)]
@@ -221,6 +223,7 @@ def norm_and_roots(x, w, b):
     return jnp.cbrt(y) * jnp.sqrt(jnp.sum((x + y) ** 4)) / (w + 2), jnp.mean(y**2) ** -1.5 * b
 
 
+@pytest.mark.sampled(16)
 @together
 @pytest.mark.parametrize("fun", [residual, norm_and_roots])
 def test_each_platform_computes_the_same_scales(fun):

@@ -136,6 +136,7 @@ def test_what_float16_does_not_hold(tmp_path):
         export(beyond, tmp_path / "z", format="float32")
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("axis", [None, -1])
 def test_logits_of_an_independent_reader(tmp_path, axis):
     """FP8 weights of an unmodified Flax model, as the matmuls of the training step round them."""
@@ -338,6 +339,7 @@ def test_torch_reads_it(tmp_path):
     np.testing.assert_array_equal(theirs.numpy().T, ours)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("layout", ["jax", "torch"])
 def test_weights_in_block_formats(tmp_path, layout):
     w = jax.random.normal(jax.random.key(0), (70, 5))

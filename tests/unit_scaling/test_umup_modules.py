@@ -145,6 +145,7 @@ def test_exactly_the_critical_matmuls_stay_in_the_wider_dtype():
     assert not modules["readout",].fp8
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_at_initialisation_all_has_unit_scale(fp8):
     """Exempt are logits, whose size is 1/√width in u-µP, and the gradients of queries and keys.
@@ -194,6 +195,7 @@ def test_gradients_of_the_stream_have_unit_scale():
         assert 0.5 < rms(grad) < 2, depth
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("interface", ["nnx", "linen"])
 def test_a_decoder_learns(interface, fp8):
@@ -215,6 +217,7 @@ def test_a_decoder_learns(interface, fp8):
     assert values[-1] < 0.7 * values[0], values
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("interface, fp8", [("nnx", True), ("linen", False)])
 def test_a_training_step_composes_with_scalify(interface, fp8):
     loss, params = loss_and_params(interface, fp8=fp8, num_layers=1)
@@ -296,6 +299,7 @@ def test_fp8_matmul_rounds_operands_and_cotangent_and_no_more():
     np.testing.assert_allclose(got[1], dw / math.sqrt(6), rtol=1e-6)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("interface", ["nnx", "linen"])
 def test_dtypes_of_parameters_and_computation(interface):
     options = dict(dtype=jnp.bfloat16, param_dtype=jnp.float16)

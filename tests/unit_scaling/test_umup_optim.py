@@ -58,6 +58,7 @@ def steps(tx, grads, params=PARAMS):
     return params
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name, constraint", FACTORS)
 def test_updates_are_those_of_optax_times_the_role_s_factor(name, constraint):
     grads = [gradients(seed) for seed in range(3)]
@@ -89,6 +90,7 @@ def test_factors_in_closed_form(fan_in, depth):
         assert got == pytest.approx(constrained[name] * stack, rel=1e-15)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 @pytest.mark.parametrize("constraint", [None, "to_output_scale"])
 def test_one_step_changes_the_results_of_all_widths_as_much(name, constraint):

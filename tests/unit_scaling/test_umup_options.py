@@ -38,6 +38,7 @@ def loss_and_params(**options):
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "options, with_gradients",
     [

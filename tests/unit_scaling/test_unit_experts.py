@@ -59,6 +59,7 @@ def test_moments_of_routing(experts, k, mult):
     )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "experts, k, normalize, mult",
     [

@@ -10,7 +10,6 @@ import pytest
 
 from jax_scalify.unit_scaling import functional as F
 
-pytestmark = pytest.mark.sampled(10)
 MULTS = [2.0**-4, 0.25, 1.0, 4.0, 2.0**4]
 MULTS_FULL = [1.0, *(pytest.param(m, marks=pytest.mark.full) for m in MULTS if m != 1)]
 TOLERANCE = 0.10
@@ -41,6 +40,7 @@ def assert_unit(function, *shapes, tolerance=TOLERANCE):
     assert rms == pytest.approx([1] * len(rms), rel=tolerance), "backward"
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("b, m, n", [(32, 64, 128), (64, 256, 100)])
 def test_products_have_unit_scale(b, m, n):
     assert_unit(lambda x, w: F.matmul(x, w, None), (b, m), (m, n))
@@ -97,6 +97,7 @@ def test_embeddings_have_unit_scale(rows, ids):
     assert_unit(lambda table: F.embedding(index, table), (rows, 64))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mult", MULTS)
 @pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "sigmoid"])
 def test_activations_have_unit_scale(name, mult):
@@ -112,6 +113,7 @@ def test_relu_has_unit_scale():
     assert_unit(lambda x: F.relu(x, None), (256, 256))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mult", MULTS)
 @pytest.mark.parametrize("length", [2, 16, 256])
 def test_softmax_has_unit_scale(length, mult):
@@ -120,6 +122,7 @@ def test_softmax_has_unit_scale(length, mult):
     assert_unit(lambda x: F.softmax(x, 0, mult, None), shape[::-1], tolerance=SOFTMAX_TOLERANCE)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mult", MULTS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("length, d_head", [(16, 16), (128, 16), (64, 64)])
@@ -133,6 +136,7 @@ def test_attention_has_unit_scale(length, d_head, is_causal, mult):
     assert_unit(attend, shape, shape, shape, tolerance=SOFTMAX_TOLERANCE)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mult", MULTS_FULL)
 @pytest.mark.parametrize(
     "queries, heads, groups, options",
@@ -166,6 +170,7 @@ def test_attention_in_a_window_sees_what_a_mask_leaves():
         np.testing.assert_allclose(got / got[0, 0, 0, 0], plain / plain[0, 0, 0, 0], rtol=1e-4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mult", MULTS)
 @pytest.mark.parametrize("length, d_head", [(16, 64), (256, 64), (1024, 16)])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -236,6 +241,7 @@ def test_a_residual_connection_has_the_right_gradient():
     np.testing.assert_allclose(jax.grad(scaled)(x), jax.grad(plain)(x), rtol=1e-5)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mult", MULTS)
 @pytest.mark.parametrize("classes", [2, 16, 1000])
 def test_cross_entropy_has_unit_gradients(classes, mult):

@@ -121,6 +121,7 @@ def random_function(seed):
 MORE = [pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 60)]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("seed", [*range(6), *MORE])
 def test_random_graphs(seed, monkeypatch, random_factors):
     fun, params, x = random_function(seed)
@@ -165,6 +166,7 @@ def residual(params, x):
     return jnp.mean(jax.nn.softmax(jnp.tanh(h @ params["w"]) + jnp.sin(h @ params["v"])) ** 2)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("fun", [gated, two_paths, residual])
 def test_without_the_constraint_gradients_are_wrong(fun, monkeypatch):
     rng = np.random.default_rng(1)
@@ -229,6 +231,7 @@ def test_branches(index, is_measured, monkeypatch, random_factors):
     check(fun, params, x, monkeypatch=monkeypatch, is_measured=is_measured)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_loops(is_measured, monkeypatch, random_factors):
     layers = {"up": (3, 4, 6), "down": (3, 6, 4)}

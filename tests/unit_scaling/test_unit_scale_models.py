@@ -31,6 +31,7 @@ def unit_matrices(params):
     return jax.tree.map(lambda p: us.unit_parameters(p) if p.ndim > 1 else p, params)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name, depth", [("resnet", 1), *DEEP])
 def test_tensors_have_unit_scale(name, depth):
     loss, params, *data = getattr(ordinary_models, name)(depth)

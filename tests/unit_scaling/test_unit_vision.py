@@ -79,6 +79,7 @@ def convnet():
     return params, roles, apply
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("make", [vit, convnet])
 def test_models_of_vision_have_unit_scale_and_learn(make):
     params, roles, apply = make()
