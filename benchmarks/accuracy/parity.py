@@ -7,7 +7,8 @@ Variants: `float32`; `bfloat16`, the model in bfloat16 with weights and AdamW in
 weights, activations, gradients and both moments; `fp8`, and all linear layers and experts in E4M3
 and E5M2; `fp8-hidden`, that with the last layer, whose results become probabilities, and a router
 in float16, as is the default; `fp8-hidden-e4m3`, that with cotangents in E4M3; `fp8-moment`, as
-`fp8`, and the first moment in E4M3.
+`fp8`, and the first moment in E4M3. Which pass it is that costs, `fp8-hidden` in one: `fp8-forward`
+has operands in E4M3 and cotangents in float16, `fp8-backward` the other way round, in E5M2.
 
 Modes, of those that are scalified: `dynamic`; `calibrated`, `jsa.calibrate` after the first tenth
 of the steps, and its corrections from then on; `frozen`, and the state at static scales. A guard
@@ -67,6 +68,7 @@ from examples.llama.model import Sizes, init, loss_fn
 PyTree = Any
 
 VARIANTS = ("float32", "bfloat16", "float16", "fp8", "fp8-hidden", "fp8-hidden-e4m3", "fp8-moment")
+PASSES = ("fp8-forward", "fp8-backward")  # only if they are named
 MODES = ("dynamic", "calibrated", "frozen")
 # Peaks of the schedules, chosen in float32.
 LEARNING_RATES = {
@@ -85,6 +87,8 @@ FP8_OPTIONS = {
     "fp8-hidden": {"select": jsa.fp8.hidden_layers},
     "fp8-hidden-e4m3": {"select": jsa.fp8.hidden_layers, "backward_dtype": jnp.float8_e4m3fn},
     "fp8-moment": ALL,
+    "fp8-forward": {"select": jsa.fp8.hidden_layers, "backward_dtype": jnp.float16},
+    "fp8-backward": {"select": jsa.fp8.hidden_layers, "forward_dtype": jnp.float16},
 }
 # How far the loss may be, in %.
 GOALS = {"float16": 0.05} | dict.fromkeys(FP8_OPTIONS, 0.15)
@@ -304,7 +308,7 @@ def summarise(cells: dict[str, dict], steps: int) -> Table:
     names = ("model", "variant", "mode", "seeds", "loss", "gap", "error", "worst", "in float32")
     for name in (*names, "goal", "times"):
         table.add_column(name, justify="left" if name in names[:3] else "right")
-    for model, variant in itertools.product(LEARNING_RATES, VARIANTS):
+    for model, variant in itertools.product(LEARNING_RATES, (*VARIANTS, *PASSES)):
         for mode in MODES if variant in GOALS else ("plain",):
             run, reference = f"{model}/{steps}/{variant}/{mode}", f"{model}/{steps}/float32/plain"
             gaps = find_gaps(cells, run, reference)
@@ -345,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     models = list(LEARNING_RATES)
     add("--models", nargs="+", choices=models, default=models)
-    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    add("--variants", nargs="+", choices=(*VARIANTS, *PASSES), default=list(VARIANTS))
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--steps", type=int, default=1000, help="(default: %(default)s)")
