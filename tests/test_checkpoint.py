@@ -101,6 +101,7 @@ def shapes(tree):
 # Exactly
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pack", [True, False])
 def test_every_kind_of_leaf_is_restored_exactly(tmp_path, pack):
     assert_same(from_storable(to_storable(state(), pack=pack), state(1)), state())
@@ -269,6 +270,7 @@ def test_a_maximum_far_above_the_rms_fits():
             np.testing.assert_allclose(float(got.data[7]) * float(got.scale), 1000 * scale, 0.07)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-60])
 def test_small_second_moments_stay(rows, scale):

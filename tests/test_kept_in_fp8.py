@@ -107,6 +107,7 @@ def test_jax_rounds_what_it_keeps_once_more():
     np.testing.assert_array_equal(scaled.data.astype(jnp.float32), x.astype(jnp.float32))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "function",
     [
@@ -153,6 +154,7 @@ def swiglu(a, b):
     return a * jax.nn.silu(b)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fun", "argnums", "shapes"),
     [

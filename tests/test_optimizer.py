@@ -72,6 +72,7 @@ def test_equals_plain_adamw(scale):
         np.testing.assert_allclose(other, leaf, rtol=1e-5, atol=2e-6 * size, err_msg=str(path))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("static", [False, True])
 def test_one_compilation_and_a_stable_structure(static):
     params, xs, ys = problem()

@@ -180,6 +180,7 @@ INTEGERS = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_among_floats(name):
     found = rows(np.arange(1.0, 10).reshape(3, 3))
@@ -337,6 +338,7 @@ def test_a_captured_mask_may_be_a_number():
     check_rows(gradient, rows(0.9375, 2.0, ["float16"], KINDS[:2]))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("how", ["where", "bias", "captured"])
 @pytest.mark.parametrize("number", [-1e9, -1e13, -1e30, -0.7 * 2.0**127, np.finfo("float32").min])
 def test_a_mask_of_float32_leaves_the_others_their_digits_in_float16(how, number):
@@ -377,6 +379,7 @@ BEYOND = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", BEYOND)
 def test_constants_beyond_the_range_of_the_dtype(name):
     check_rows(BEYOND[name], rows([1.0, 2.0], 2.0**-4))

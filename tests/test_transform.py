@@ -330,6 +330,7 @@ class TestVotes:
         assert float(out.scale) == 2.0**-30
         np.testing.assert_array_equal(value(out), X * 2.0**-30)
 
+    @pytest.mark.sampled(4)
     def test_a_constant_beside_any_scale(self, dtype):
         zero = jsa.as_scaled_array(jnp.zeros(3, dtype))
         for fun, expected in (
@@ -455,6 +456,7 @@ def _while(x):
     return lax.while_loop(lambda c: jnp.sum(c) < 100, lambda c: c * 2, x)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "fun",
     [

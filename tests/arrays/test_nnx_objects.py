@@ -58,6 +58,7 @@ def make_float16():
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("outermost", ["nnx.jit", "scalify"])
 def test_a_step_that_writes_is_the_plain_step(outermost):
     expected = make_net(), make_optimizer(make_net())

@@ -330,7 +330,7 @@ class TestRefusals:
 class TestComparisons:
     """They speak of values, as those of `jax.Array` do."""
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(32)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**10])
     @pytest.mark.parametrize("static", [False, True])

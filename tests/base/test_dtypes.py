@@ -83,7 +83,7 @@ def assert_same(got, expected):
     np.testing.assert_array_equal(np.signbit(exact(got)[zero]), np.signbit(exact(expected)[zero]))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_to_nearest_even_exactly_once(dtype, source):
     x = critical(dtype, source)
@@ -103,6 +103,7 @@ def test_to_nearest_even_exactly_once(dtype, source):
     assert_same(through, expected.astype(source))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_every_number_goes_round_trip(dtype):
     values = numbers(dtype).astype(jnp.dtype(dtype))
@@ -182,7 +183,7 @@ def test_stochastic_is_unbiased_exactly(dtype, source):
     np.testing.assert_array_equal(np.mean(out, axis=0), x)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", NARROW + HALF)
 def test_stochastic_is_unbiased_with_a_key(dtype):
     values = numbers(dtype)

@@ -145,6 +145,7 @@ def test_a_factor_that_is_traced_moves_the_data_no_faster_than_the_value():
     assert 2.0**-4 < float(jnp.max(w.data)) < 4
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_exponents_of_arrays_and_back(dtype):
     limit = min(126, jnp.finfo(dtype).maxexp - 1)

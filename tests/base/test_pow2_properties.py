@@ -157,6 +157,7 @@ def test_constants_split_exactly_and_towards_one(dtype, draw):
     assert not any(pow2.is_power_of_two(v) for v in values[~ordinary])
 
 
+@pytest.mark.sampled(4)
 @law(20, dtypes=DTYPES[:3])
 def test_traced_numbers_split_exactly(dtype, draw):
     values = draw(numbers(dtype))
@@ -282,6 +283,7 @@ def test_algebra_at_the_ends_of_the_range(dtype, draw):
         assert_same(ratio, np.where(flushed, 0, powers(exponent, np.float64)))
 
 
+@pytest.mark.sampled(4)
 @law(20, dtypes=SCALE_DTYPES)
 def test_many_factors_settle_within_the_range(dtype, draw):
     values, exponent = draw_exponents(draw, 0, MAX_EXPONENT), draw(st.integers(0, 9))
@@ -295,6 +297,7 @@ def test_many_factors_settle_within_the_range(dtype, draw):
     assert_same(np.where(known, rest.array, 1), powers(np.where(known, total - within, 0)))
 
 
+@pytest.mark.sampled(4)
 @law(20, dtypes=SCALE_DTYPES)
 def test_zero_is_any_scale(dtype, draw):
     x, y = (powers(draw(exponents(-20, 20)), np.float64) for _ in range(2))
@@ -323,6 +326,7 @@ def test_zero_is_any_scale(dtype, draw):
 # From plain arrays to scaled ones and back.
 
 
+@pytest.mark.sampled(4)
 @law(25)
 def test_a_power_of_two_moves_exactly(dtype, draw):
     values = draw(numbers(dtype))
@@ -336,6 +340,7 @@ def test_a_power_of_two_moves_exactly(dtype, draw):
     assert_moved(np.asarray(x), x.data, full, dtype)
 
 
+@pytest.mark.sampled(4)
 @law(25)
 def test_scaled_array_keeps_both_fields(dtype, draw):
     values, exponent = draw(numbers(dtype)), draw(exponents(shapes=[()]))
@@ -384,6 +389,7 @@ def test_statistics_round_trip(dtype, draw):
         assert measured < 2 + 2**-20 or exact(x.scale) == 2.0**MAX_EXPONENT
 
 
+@pytest.mark.sampled(4)
 @law(12)
 def test_zeros_take_the_scale_zero(dtype, draw):
     values = draw(ordinary_numbers(dtype))
@@ -429,6 +435,7 @@ def test_multiply_rounds_once(dtype, draw):
         assert_moved(got, values, exponent, dtype)
 
 
+@pytest.mark.sampled(4)
 @law(15, dtypes=DTYPES + FP8)
 def test_casts_to_fp8_saturate(dtype, draw):
     values = draw(numbers(dtype))
@@ -493,6 +500,7 @@ def test_dynamic_rescale_keeps_the_value(dtype, draw):
         assert np.all((unit[some] > 1 - 2**-20) & (unit[some] < 2 + 2**-20))
 
 
+@pytest.mark.sampled(4)
 @law(8)
 def test_dynamic_rescale_leaves_what_is_not_finite_alone(dtype, draw):
     values = draw(ordinary_numbers(dtype))

@@ -148,7 +148,7 @@ def test_wide_models_are_trained_around_the_best_rate_only(monkeypatch):
     assert [search.best(found, "umup", s) for s in settings] == [(-1, 0), (-1, 0)]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("kind", figure4.networks(), ids=" ".join)
 def test_both_schemes_compute_one_network(kind):
     """Up to the factors of weights: results of unit scale, and of the same shapes."""

@@ -40,7 +40,7 @@ def wrong_sin(monkeypatch):
     monkeypatch.setattr(registry, "_registrations", registry._registrations + 1)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("start", range(0, PROGRAMS, BATCH))
 def test_random_programs(start):
     failed = []

@@ -75,7 +75,7 @@ def test_inside(derivative, fun, jit):
     assert_close(jit(jsa.scalify(derivative(fun)))(x), in_float64(derivative(fun), X))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("derivative, fun, jit", ROWS)
 def test_outside(derivative, fun, jit):
     assert_close(jit(derivative(outside(fun)))(jnp.asarray(X)), in_float64(derivative(fun), X))
@@ -101,7 +101,7 @@ def _function_kinds():
             yield name, kind
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("name, kind", list(_function_kinds()))
 def test_outside_at_every_kind_of_scale(name, kind):
     fun = FUNCTIONS[name]
@@ -110,7 +110,7 @@ def test_outside_at_every_kind_of_scale(name, kind):
         assert_close(got, in_float64(way(fun), X), _tolerance(kind))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("exponent", [-20, 20])
 @pytest.mark.parametrize("name", SCALED_FUNCTIONS)
 def test_float16_far_from_1(name, exponent):
@@ -122,6 +122,7 @@ def test_float16_far_from_1(name, exponent):
         assert_close(jax.jit(way(scalified))(x), in_float64(way(plain), x), 4e-3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SCALED_FUNCTIONS[::2])
 def test_float16_far_from_1_inside(name):
     fun = FUNCTIONS[name]
@@ -200,6 +201,7 @@ def test_integer_operands_and_static_leaves():
     assert slopes[1].dtype == jax.dtypes.float0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["jvp-direct", "vjp-direct", "vjp-scan"])
 def test_a_training_step_inside_with_aux(name):
     fun = FUNCTIONS[name]
@@ -248,6 +250,7 @@ AT_ZERO = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", AT_ZERO)
 def test_a_number_that_is_zero_has_a_derivative(name, jit):
@@ -279,7 +282,7 @@ DAILY_ROWS = {("gmres", "value", "inside"), ("odeint", "grad", "inside")}
 SLOW_ROWS = {row for row in IMPLICIT_ROWS if row[0] in ("gmres", "odeint")}
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
 @pytest.mark.parametrize(
     ("name", "way", "where"),
@@ -315,6 +318,7 @@ def test_with_respect_to_a_scaled_array_they_are_refused_with_advice(name, loss,
     assert "jsa.asarray(jsa.scalify(" in str(error.value)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_is_not_refused(loss, jit):

@@ -109,7 +109,7 @@ def test_value_inside(name, flag):
     assert_close(jax.jit(jsa.scalify(fun))(x), in_float64(fun, X * np.float32(x.scale)), 4e-3)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @with_flags(*NAMES)
 def test_gradient_outside(name, flag):
     fun, grad = FUNCTIONS[name], REVERSE["grad"]
@@ -174,6 +174,7 @@ def test_remat_in_a_scan(flag):
     assert_close(got, in_float64(jax.grad(_layers_loss), w, h))
 
 
+@pytest.mark.sampled(4)
 def test_remat_is_still_there(flag):
     """The barriers that keep the forward pass from being reused."""
     w, h = jnp.ones((3, 3, 3)), jnp.asarray(X)
@@ -194,6 +195,7 @@ def test_a_training_step(flag):
     assert_close(got, in_float64(step, w, X))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("flag", ["all"], indirect=True)
 @pytest.mark.parametrize(
     "name", ["root", "linear_solve", pytest.param("odeint", marks=pytest.mark.full)]

@@ -188,6 +188,7 @@ def mlp_state(layers):
     return jsa.as_scaled_array((params, X[:, :32], y), "rms")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layers", [3, 9])
 def test_a_training_step_with_static_scales_multiplies_hardly_more_than_a_plain_one(layers):
     state = jsa.freeze_scales(mlp_state(layers))

@@ -148,6 +148,7 @@ def is_matrix(path, leaf):
     return E4M3 if leaf.ndim == 2 else jnp.float16
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", [of_linen, of_nnx, of_equinox])
 def test_layers_of_libraries(make):
     fun, params = make()

@@ -186,7 +186,7 @@ def with_gradient(fun, weights, count):
     return lambda *args: (fun(*args), slopes(*args))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_those_of_the_plain_function(name):
@@ -203,7 +203,7 @@ def test_values_and_gradients_are_those_of_the_plain_function(name):
             assert_close([*slopes, *scaled_slopes], [*gradients, *gradients], 1e-6)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_16_bit_data_at_any_scale(name, dtype):

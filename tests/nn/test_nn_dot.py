@@ -64,7 +64,7 @@ def test_both_passes(name):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("formats", [("bfloat16",) * 2, ("float16", "bfloat16")], ids=" ".join)
 @pytest.mark.parametrize("name", DIMENSIONS)
 def test_formats_of_16_bits(name, formats):
@@ -99,7 +99,7 @@ def test_any_format_of_one_pass_goes_with_any_of_the_other(forward, backward):
         assert np.isfinite(got).all()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("exponents", [(0, 0, 0), (-20, 3, -30), (20, 12, 30)])
 @pytest.mark.parametrize("name", ["plain", "batch-last", "permuted-contracting"])
@@ -194,7 +194,7 @@ MATMULS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", MATMULS)
 def test_matmul(name):
     rng = np.random.default_rng(0)
@@ -374,6 +374,7 @@ def test_second_derivatives_in_fp8_inside_scalify(dtype):
         np.testing.assert_allclose(x, y, atol=0.15 * float(jnp.abs(y).max()))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("where", ["scan", "remat", "vmap"])
 def test_second_derivatives_in_structures(where):
     rng = np.random.default_rng(0)

@@ -104,6 +104,7 @@ def test_the_rest_of_flax_is_there(module):
         module.NoSuchLayer  # noqa: B018
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("interface", ["linen", "nnx"])
 def test_embeddings_are_those_of_flax(interface, dtype):

@@ -324,6 +324,7 @@ def test_custom_functions_are_looked_into():
     np.testing.assert_allclose(record.log2_rms[1], np.log2(np.sqrt((1.5**2 + 9) / 2)), rtol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("select", [None, "backward"])
 def test_what_the_step_donates_is_donated(args, select):
     state = jax.tree.map(jnp.asarray, args[0])

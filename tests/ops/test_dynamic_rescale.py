@@ -36,7 +36,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_flag(way, dtype):

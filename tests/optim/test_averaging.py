@@ -65,6 +65,7 @@ def test_that_of_optax_stands_still():
     assert value(out).max() - 1 < 1e-3  # 0.0952 is right
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.optimized  # what XLA may reassociate and contract
 @pytest.mark.parametrize("scalified", [False, True])
 def test_steps_that_float32_loses(scalified):
@@ -194,6 +195,7 @@ def test_on_a_mesh_of_explicit_axes():
     np.testing.assert_array_equal(out, params)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scalified", [False, True])
 def test_incremental_update(scalified):
     def step(new, old, i, size):

@@ -24,7 +24,7 @@ def adam_moments(opt, state, grads, params):
     return state
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, E4M3, E5M2])
 @pytest.mark.parametrize("size", [2.0**-45, 1.0, 2.0**50])
 def test_where_the_data_lies(dtype, size):
@@ -194,6 +194,7 @@ def test_months_of_sinking_gradients(policy, octaves):
     assert all_finite(state)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{"first_moment_dtype": E4M3}, {"dtype": jnp.bfloat16}])
 def test_other_dtypes_train(options):
     opt = low(optax.adamw(0.01, b2=0.95), **options)
@@ -249,6 +250,7 @@ def test_stochastic_rounding_of_weights(scalified):
     np.testing.assert_allclose(np.mean(np.asarray(new, np.float64)), 1.0001, atol=2e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("b2", [0.99, 0.999])
 def test_a_moving_average_keeps_its_mean(b2):
     """Rounded to nearest, 0.999 x in float16 is off by up to a third of the step."""
@@ -321,6 +323,7 @@ def test_updates_that_do_not_fit():
         jsa.optim.apply_updates(params, {"w": jnp.ones(2)})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["statistic", "gradient"])
 @pytest.mark.parametrize("scalified", [False, True])
 def test_small_updates_count_on_average_without_a_key(scalified, policy):

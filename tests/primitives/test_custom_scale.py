@@ -199,6 +199,7 @@ VMAPS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", VMAPS)
 def test_vmap(name):
     x_scale, w_scale, axes, shape = VMAPS[name]
@@ -210,6 +211,7 @@ def test_vmap(name):
     np.testing.assert_array_equal(np.ravel(got.scale), 2 * np.ravel(x.scale) * np.ravel(w.scale))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [1, 4])
 def test_vmap_of_vmap(rows):
     x, w = _operand((4, 5, 3), (rows, 5, 1)), _operand((4, 3, 2), (4,))

@@ -334,7 +334,7 @@ def test_a_requested_scale_stays_within_the_range():
     np.testing.assert_array_equal(np.asarray(out), 1)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("static", [False, True])

@@ -227,6 +227,7 @@ def _values(x):
     return jnp.asarray(jsa.asarray(x, jnp.float32))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", SCALES)
 def test_vmap_inside(name, static):
@@ -486,6 +487,7 @@ def test_debug_callback_sees_values_beyond_float16():
     np.testing.assert_array_equal(seen, [[3 * 2.0**20, 2.0**20]])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("remat", [False, True])
 def test_effects_keep_their_order(remat):
     seen = []

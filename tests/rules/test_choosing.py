@@ -101,6 +101,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_choice_that_does_not_cancel(name):
     found = rows([2.0**-10, 0.5, 3.0], 0.125, kinds=KINDS[:1])

@@ -95,7 +95,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("way", ["jit", "vmap", "grad"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_and_branches(name, way):

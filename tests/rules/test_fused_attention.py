@@ -58,6 +58,7 @@ FORWARD = stand_in("dot_product_attention_fwd_wrapper", forward)
 BACKWARD = stand_in("dot_product_attention_bwd_wrapper", backward)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("static", [True, False])
 def test_scales_go_around_the_kernel(static):
     rng = np.random.default_rng(0)

@@ -123,6 +123,7 @@ MOVES = {
 MIX_ROWS = ("cummax", "sort", "top_k", "max_pool")
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.filterwarnings("ignore::jax_scalify.DequantisedWarning")
 @pytest.mark.parametrize("dtype", NARROW_FIRST)
 @pytest.mark.parametrize("name", MOVES)

@@ -100,7 +100,7 @@ def test_a_homogeneous_function_moves_only_the_scale(case):
     assert float(after.scale) == float(before.scale) * 2.0**moved
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [c for c in CASES if c.unit], ids=lambda c: c.name)
 @pytest.mark.parametrize("dtype", ["float16"])
 def test_unit_rms_in_gives_unit_rms_out(case, dtype):

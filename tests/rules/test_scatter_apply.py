@@ -54,6 +54,7 @@ def operand(dtype, scale):
     return ScaledArray(jnp.asarray(DATA, dtype), SCALES[scale])
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", EXACT)
 def test_powers_of_two_are_exact(name, dtype):

@@ -88,7 +88,7 @@ def by_hand(x, w, b):
 FUNCTIONS = (residual, normalised, scanned, branching, by_scalars, by_hand)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("scales", list(itertools.combinations(SCALES, 3)))
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_data_and_scales_are_the_same(fun, scales):
@@ -120,6 +120,7 @@ def test_wide_scales():
         assert_same(out, one_by_one(residual)(*args))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.optimized
 @pytest.mark.parametrize("transform", [jax.vmap, lambda f: jax.jit(jax.vmap(jax.jit(f)))])
 def test_under_vmap(transform):

@@ -103,6 +103,7 @@ def test_every_bit_comes_back(tmp_path):
         assert independent_names < set(card["tensors"])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "float16"])
 def test_plain_formats(tmp_path, format):
     rng = np.random.default_rng(0)

@@ -83,6 +83,7 @@ def test_a_convolution_in_the_middle_of_a_long_input():
     check(factors(scaled, plain, x, kernel), [20**-0.5, 40**-0.5, rows**-0.5], 0.01)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mult", MULTS)
 def test_activations(mult):
     slow, fast = 1 / (1 + 0.25 / mult**2), 1 / (1 + 1 / mult**2)

@@ -76,6 +76,7 @@ def test_a_bias_has_the_gradient_of_a_weight():
     np.testing.assert_array_equal(F.linear(x, w, jnp.arange(4.0))[0, 0], jnp.arange(4.0))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "x, kernel, options",
     [
@@ -122,7 +123,7 @@ def test_softmax_has_unit_scale(length, mult):
     assert_unit(lambda x: F.softmax(x, 0, mult, None), shape[::-1], tolerance=SOFTMAX_TOLERANCE)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("mult", MULTS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("length, d_head", [(16, 16), (128, 16), (64, 64)])
@@ -136,7 +137,7 @@ def test_attention_has_unit_scale(length, d_head, is_causal, mult):
     assert_unit(attend, shape, shape, shape, tolerance=SOFTMAX_TOLERANCE)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("mult", MULTS_FULL)
 @pytest.mark.parametrize(
     "queries, heads, groups, options",
@@ -170,7 +171,7 @@ def test_attention_in_a_window_sees_what_a_mask_leaves():
         np.testing.assert_allclose(got / got[0, 0, 0, 0], plain / plain[0, 0, 0, 0], rtol=1e-4)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mult", MULTS)
 @pytest.mark.parametrize("length, d_head", [(16, 64), (256, 64), (1024, 16)])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -302,6 +303,7 @@ def test_rope_keeps_scales():
     np.testing.assert_allclose(near.sum(-1), far.sum(-1), atol=1e-4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "sigmoid", "relu", "softmax"])
 def test_by_default_the_backward_pass_has_the_factor_of_the_forward_pass(name):
     """Then the gradient is that of the function that is computed."""
@@ -315,6 +317,7 @@ def test_by_default_the_backward_pass_has_the_factor_of_the_forward_pass(name):
     np.testing.assert_allclose(slope[away], exact[away], atol=5e-3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_dtypes_are_kept(dtype):
     x = jnp.ones((2, 4, 2, 8), dtype)

@@ -108,6 +108,7 @@ def test_rules_of_derivatives_are_kept():
     np.testing.assert_array_equal(zero, 0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("options", [{}, {"rhs_dilation": (2,)}, {"lhs_dilation": (2,)}])
 def test_convolutions_count_the_terms(padding, options):

@@ -219,6 +219,7 @@ def branching(params, x):
     return jnp.mean((h * wide @ params["head"]) ** 2)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("is_measured", [False, True])
 @pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2))])
 def test_branches(index, is_measured, monkeypatch, random_factors):
@@ -242,6 +243,7 @@ def test_loops(is_measured, monkeypatch, random_factors):
     check(recurrent, params, x, monkeypatch=monkeypatch, is_measured=is_measured)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_checkpoints(is_measured, monkeypatch, random_factors):
     params = arrays(w=(4, 6), v=(6, 4), head=(4, 2))
