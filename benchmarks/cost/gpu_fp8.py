@@ -38,7 +38,7 @@ from rich.table import Table
 
 import jax_scalify as jsa
 from benchmarks.accuracy.scale_models import PLAIN, Attention, Block, FeedForward
-from benchmarks.paths import RESULTS
+from benchmarks.paths import RESULTS, device_slug
 from examples.gpt.report import clock
 from examples.gpt.train import write_text
 
@@ -339,8 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     console = Console(width=120)
     start = time.monotonic()
-    slug = re.sub(r"[^\w.]+", "-", device.device_kind)
-    path = options.out / f"gpu_fp8-{slug}-jax{jax.__version__}.json"
+    path = options.out / f"gpu_fp8-{device_slug()}-jax{jax.__version__}.json"
     results = json.loads(path.read_text()) if path.exists() else {"cells": {}}
     results |= {
         "device": device.device_kind,

@@ -39,11 +39,19 @@ def make_optimizer() -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A training step that can be compiled: `update(state, batch) -> (state, loss)`."""
+    """A training step that can be compiled: `update(state, batch) -> (state, loss)`.
+
+    Attributes:
+        update: the step.
+        state: shapes and dtypes of its state.
+        batch: likewise, of a batch.
+        init: `init(key) -> state`, with dynamic scales.
+    """
 
     update: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array]]
     state: PyTree
     batch: PyTree
+    init: Callable[[jax.Array], PyTree]
 
     def jitted(self) -> Any:
         """The step as it is run: its state donated, and where it was."""
@@ -70,7 +78,8 @@ def plain_step(model: Model, devices: int = 1, dtype: Any = jnp.bfloat16) -> Ste
         params, other = model.init(key)
         return params, other, optimizer.init(params)
 
-    return _sharded(update, jax.eval_shape(make, jax.random.key(0)), model.batch, devices)
+    state = jax.eval_shape(make, jax.random.key(0))
+    return _sharded(Step(update, state, model.batch, make), devices)
 
 
 def scaled_step(
@@ -109,8 +118,8 @@ def scaled_step(
 
     state = jax.eval_shape(make, jax.random.key(0))
     if frozen:
-        state = jsa.tree.map(_freeze, state)
-    return _sharded(update, state, model.batch, devices)
+        state = jsa.tree.map(freeze, state)
+    return _sharded(Step(update, state, model.batch, make), devices)
 
 
 def rows_sharding(devices: int) -> NamedSharding | None:
@@ -118,7 +127,8 @@ def rows_sharding(devices: int) -> NamedSharding | None:
     return NamedSharding(mesh_of(devices), P("data")) if devices > 1 else None
 
 
-def _freeze(leaf: Any) -> Any:
+def freeze(leaf: Any) -> Any:
+    """Give a leaf of the state a static scale."""
     return jsa.ScaledArray(leaf.data, STATIC_SCALE) if isinstance(leaf, jsa.ScaledArray) else leaf
 
 
@@ -127,10 +137,10 @@ def mesh_of(devices: int) -> AbstractMesh:
     return AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
 
 
-def _sharded(update: Callable, state: PyTree, batch: PyTree, devices: int) -> Step:
+def _sharded(step: Step, devices: int) -> Step:
     """Cut every array along its largest axis that the devices divide, as FSDP does."""
     if devices == 1:
-        return Step(update, state, batch)
+        return step
 
     def cut(leaf: Any) -> Any:
         axes = [a for a, n in enumerate(leaf.shape) if n % devices == 0 and leaf.size > SMALL]
@@ -142,4 +152,5 @@ def _sharded(update: Callable, state: PyTree, batch: PyTree, devices: int) -> St
     def give(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows_sharding(devices))
 
-    return Step(update, jax.tree.map(cut, state), jax.tree.map(give, batch))
+    state, batch = jax.tree.map(cut, step.state), jax.tree.map(give, step.batch)
+    return dataclasses.replace(step, state=state, batch=batch)

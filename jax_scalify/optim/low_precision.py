@@ -176,7 +176,11 @@ class _LowPrecision:
         for x, role in zip(leaves, roles, strict=True):
             if not _is_stored(x, role):
                 new.append(_kept(x, x))
-            elif self._is_root(role):
+                continue
+            # Compilers work out what is reduced of constants, and take minutes for a reduction of
+            # two: in a compiled `init` moments are constants.
+            x = lax.optimization_barrier(x)
+            if self._is_root(role):
                 new.append(SquareRoot(stored(jnp.sqrt(x), self._like(x, role, weights))))
             else:
                 new.append(stored(x, self._like(x, role, weights)))

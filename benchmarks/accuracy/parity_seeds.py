@@ -1,0 +1,209 @@
+"""The runs of `parity` with all of their seeds in one program: it takes many seeds to tell.
+
+    python -m benchmarks.accuracy.parity_seeds --models gpt4 llama --seeds 128
+    python -m benchmarks.accuracy.parity_seeds --models gpt4 --seeds 8 --steps 25000
+
+A step of these models takes a GPU as long as its launches do, whatever is in them: the step of all
+seeds, which is `vmap` of the scalified step, takes little longer than one. Each seed has its own
+weights, batches and scales; static scales are those of the first seed, which is calibrated once,
+after a tenth of the steps. Whether its guard would have asked for another calibration is stored.
+
+Matmuls of float32 with float32 are in float32, not in TF32, in the reference and where losses are
+computed in float32; all others are as users have them. A cell is that of `parity`, of each seed
+one, in `benchmarks/results/parity-<device>-jax<version>.json`.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from rich.console import Console
+
+import jax_scalify as jsa
+from benchmarks.accuracy.parity import (
+    CALIBRATION_STEPS,
+    HELD_OUT_BATCHES,
+    LEARNING_RATES,
+    LOOKS,
+    MODES,
+    PASSES,
+    VARIANTS,
+    commit,
+    find_models,
+    key_of,
+    make_step,
+    summarise,
+)
+from benchmarks.accuracy.scale_models import PLAIN, Model
+from benchmarks.cells import Store
+from benchmarks.paths import RESULTS, device_slug
+from examples.gpt.step import first_bad_step
+
+PyTree = Any
+
+CHUNK = 50  # steps of a call
+
+
+def is_narrow(variant: str) -> bool:
+    """Whether a variant's weights and moments are scaled arrays."""
+    return variant not in ("float32", "bfloat16")
+
+
+def make_program(step: Callable) -> Callable:
+    """Return `program(states, batches, trains) -> (states, losses)`.
+
+    Args:
+        step: `step(state, batch) -> (state, loss)` of one seed.
+
+    Returns:
+        A compiled function of states of all seeds, of batches `(steps, seeds, ...)`, and of whether
+        the states are to be trained or stay as they are; the losses are `(steps, seeds)`.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def program(states: PyTree, batches: PyTree, trains: jax.Array) -> tuple[PyTree, jax.Array]:
+        def turn(states: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+            new, losses = jax.vmap(step)(states, batch)
+            return jax.tree.map(functools.partial(jnp.where, trains), new, states), losses
+
+        return lax.scan(turn, states, batches)
+
+    return program
+
+
+@functools.lru_cache(maxsize=64)
+def training_batches(model: Model, seeds: int, first: int, steps: int) -> PyTree:
+    """Return what all seeds are trained on, `(steps, seeds, ...)` of each array."""
+    batches = [model.batch(s, first + i) for i in range(steps) for s in range(seeds)]
+    return jax.tree.map(lambda *x: np.stack(x).reshape(steps, seeds, *x[0].shape), *batches)
+
+
+def held_out_batches(model: Model, seeds: int) -> PyTree:
+    """Return what all seeds are judged on, the same for each, as many as a call takes."""
+    batches = [model.batch(0, i % HELD_OUT_BATCHES, held_out=True) for i in range(CHUNK)]
+    return jax.tree.map(
+        lambda *x: np.broadcast_to(np.stack(x)[:, None], (CHUNK, seeds, *x[0].shape)), *batches
+    )
+
+
+first_bad_steps = jax.jit(jax.vmap(first_bad_step, in_axes=(0, 0, None)))
+
+
+def first_of(states: PyTree) -> PyTree:
+    """Return the state of the first seed."""
+    return jax.tree.map(lambda x: x[0], states)
+
+
+def train(
+    model: Model, variant: str, mode: str, seeds: int, steps: int, rate: float
+) -> list[dict[str, Any]]:
+    """Train all seeds, and return what `parity` stores of each."""
+    started = time.monotonic()
+    first_state, update = make_step(model, variant, steps, rate)
+    states = jax.jit(jax.vmap(first_state))(jnp.arange(seeds))
+    program = make_program(jsa.scalify(update) if is_narrow(variant) else update)
+    calibration, calibrations = None, 0
+    calibrated = is_narrow(variant) and mode != "dynamic"
+    bad = jnp.full(seeds, -1, jnp.int32)
+    for start in range(0, steps, CHUNK):
+        is_time_to_look = start % max(steps // LOOKS, CHUNK) == 0
+        if calibrated and start >= steps // 10 and is_time_to_look:
+            if calibration is None:
+                batches = (model.batch(0, start + i) for i in range(CALIBRATION_STEPS))
+                first = first_of(states)
+                calibration = jsa.calibrate(update, first, batches, steps=CALIBRATION_STEPS)
+                calibrations = 1
+                program = make_program(jsa.scalify(update, calibration=calibration))
+                if mode == "frozen":
+                    match = functools.partial(jsa.match_scales, like=calibration.freeze(first))
+                    states = jax.jit(jax.vmap(match))(states)
+            elif calibration.guard(first_of(states)):
+                calibrations += 1
+        batches = training_batches(model, seeds, start, CHUNK)
+        states, _ = program(states, batches, True)
+        bad = first_bad_steps(bad, states, start + CHUNK - 1)
+    held_out = held_out_batches(model, seeds)
+    states, found = program(states, held_out, False)
+    weights = jax.tree.map(lambda w: w.astype(jnp.float32), jsa.asarray(states[:2]))
+    found = np.asarray(found, np.float64)[:HELD_OUT_BATCHES].mean(axis=0)
+    wide = loss_in_float32(model, weights, held_out)[:HELD_OUT_BATCHES].mean(axis=0)
+    seconds = (time.monotonic() - started) / seeds
+    return [
+        {
+            "loss": float(found[seed]),
+            "loss_in_float32": float(wide[seed]),
+            "first_bad_step": int(bad[seed]),
+            "calibrations": calibrations,
+            "seconds": round(seconds, 2),
+            "commit": commit(),
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("jax", "optax", "flax")
+            },
+        }
+        for seed in range(seeds)
+    ]
+
+
+def loss_in_float32(model: Model, weights: PyTree, batches: PyTree) -> np.ndarray:
+    """Return the losses of all batches and seeds, without scales, `(batches, seeds)`."""
+
+    def step(weights: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+        return weights, model.loss(*weights, batch, PLAIN, jnp.float32)[0]
+
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(make_program(step)(weights, batches, False)[1], np.float64)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing, store it and print the table of `parity`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    models = list(LEARNING_RATES)
+    add("--models", nargs="+", choices=models, default=models)
+    add("--variants", nargs="+", choices=(*VARIANTS, *PASSES), default=list(VARIANTS))
+    add("--modes", nargs="+", choices=MODES, default=["dynamic"])
+    add("--seeds", type=int, default=128, help="how many, from 0 (default: %(default)s)")
+    add("--steps", type=int, default=1000, help="a multiple of 50 (default: %(default)s)")
+    add("--table", action="store_true", help="print the table of what there is, and train nothing")
+    add("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.steps < CHUNK or options.steps % CHUNK:
+        parser.error(f"--steps must be a multiple of {CHUNK}, got {options.steps}")
+    if options.seeds < 1:
+        parser.error(f"--seeds must be positive, got {options.seeds}")
+
+    console = Console()
+    options.out.mkdir(parents=True, exist_ok=True)
+    store = Store(options.out / f"parity-{device_slug()}-jax{jax.__version__}.json")
+    known, found = find_models(), {}
+    for name, variant, mode in itertools.product(options.models, options.variants, options.modes):
+        settings = {"learning_rate": LEARNING_RATES[name], "together": options.seeds}
+        keys = [key_of(name, options.steps, variant, mode, s) for s in range(options.seeds)]
+        cells = {key: store.get(key, settings) for key in keys}
+        if None in cells.values() and not options.table:
+            console.print(f"{keys[0].rpartition('/')[0]}: {options.seeds} seeds")
+            precision = "highest" if variant == "float32" else "default"
+            with jax.default_matmul_precision(precision):
+                rate = LEARNING_RATES[name]
+                rows = train(known[name], variant, mode, options.seeds, options.steps, rate)
+            cells = dict(zip(keys, rows, strict=True))
+            for key, cell in cells.items():
+                store.put(key, settings, cell)
+            console.print(f"  {sum(cell['seconds'] for cell in rows):.0f} s")
+            jax.clear_caches()
+        found |= {key: cell for key, cell in cells.items() if cell is not None}
+    wide = console if console.is_terminal else Console(width=120)  # it would be 80
+    wide.print(summarise(found, options.steps))
+
+
+if __name__ == "__main__":
+    main()
