@@ -180,7 +180,7 @@ def fp8_matmuls(
             dims that no name calls a head or a router. See `jsa.fp8` for ready-made ones.
         forward_dtype: format of both operands, or a pair with one for each: a dtype, or a block
             format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
-        backward_dtype: format of the cotangent.
+        backward_dtype: format of the cotangent, or a pair, as of `jsa.nn.dot_general`.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
             in bfloat16 or float64, bfloat16 for results in float16, else float32.
         recompute: whether the backward pass computes activation functions again, such as

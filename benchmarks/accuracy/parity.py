@@ -8,7 +8,8 @@ weights, activations, gradients and both moments; `fp8`, and all linear layers a
 and E5M2; `fp8-hidden`, that with the last layer, whose results become probabilities, and a router
 in float16, as is the default; `fp8-hidden-e4m3`, that with cotangents in E4M3; `fp8-moment`, as
 `fp8`, and the first moment in E4M3. Which pass it is that costs, `fp8-hidden` in one: `fp8-forward`
-has operands in E4M3 and cotangents in float16, `fp8-backward` the other way round, in E5M2.
+has operands in E4M3 and cotangents in float16, `fp8-backward` the other way round, in E5M2, and
+`fp8-gradients` that with both operands of the two gradients in FP8.
 
 Modes, of those that are scalified: `dynamic`; `calibrated`, `jsa.calibrate` after the first tenth
 of the steps, and its corrections from then on; `frozen`, and the state at static scales. A guard
@@ -68,7 +69,7 @@ from examples.llama.model import Sizes, init, loss_fn
 PyTree = Any
 
 VARIANTS = ("float32", "bfloat16", "float16", "fp8", "fp8-hidden", "fp8-hidden-e4m3", "fp8-moment")
-PASSES = ("fp8-forward", "fp8-backward")  # only if they are named
+PASSES = ("fp8-forward", "fp8-backward", "fp8-gradients")  # only if they are named
 MODES = ("dynamic", "calibrated", "frozen")
 # Peaks of the schedules, chosen in float32.
 LEARNING_RATES = {
@@ -89,6 +90,11 @@ FP8_OPTIONS = {
     "fp8-moment": ALL,
     "fp8-forward": {"select": jsa.fp8.hidden_layers, "backward_dtype": jnp.float16},
     "fp8-backward": {"select": jsa.fp8.hidden_layers, "forward_dtype": jnp.float16},
+    "fp8-gradients": {
+        "select": jsa.fp8.hidden_layers,
+        "forward_dtype": jnp.float16,
+        "backward_dtype": (jnp.float8_e5m2, jnp.float8_e4m3fn),
+    },
 }
 # How far the loss may be, in %.
 GOALS = {"float16": 0.05} | dict.fromkeys(FP8_OPTIONS, 0.15)

@@ -255,15 +255,16 @@ def _forward(lhs: Any, rhs: Any, group_sizes: Any, matmul: Matmul) -> Any:
     wide, formats = (lhs, rhs), matmul.formats.forward_dtype
     narrow = tuple(_narrowed(x, dtype) for x, dtype in zip(wide, formats, strict=True))
     product = _Product(matmul.form, matmul, matmul.out, matmul.out_sharding, formats)
-    return product(narrow, wide, group_sizes), (narrow, wide, group_sizes)
+    own = matmul.formats.kept_formats
+    kept = narrow if own == formats else tuple(map(_narrowed, wide, own))
+    return product(narrow, wide, group_sizes), (kept, wide, group_sizes)
 
 
 def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
     narrow, wide, group_sizes = residuals
-    formats = matmul.formats
-    narrow_cotangent = _narrowed(cotangent, formats.backward_dtype)
+    form, formats = matmul.form, matmul.formats
+    narrow_cotangent = _narrowed(cotangent, formats.cotangent_format)
     ndims = narrow[0].ndim, narrow[1].ndim
-    form = matmul.form
     if form.is_by_group and group_sizes.ndim > 1 and len(form.contract[0]) > 1:
         raise NotImplementedError(
             "The gradient of a `ragged_dot_general` over several contracted dims takes "
@@ -271,7 +272,7 @@ def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
         )
 
     def gradient(side: int) -> Any:
-        of_own, of_other = formats.backward_dtype, formats.forward_dtype[1 - side]
+        of_own, of_other = formats.cotangent_format, formats.kept_formats[1 - side]
         in_order = _are_in_16_bits(of_own, of_other)
         operand, found = matmul.operands[side], form.gradient(side, ndims, in_order)
         positions, sharding = found.positions, operand.sharding
@@ -279,7 +280,7 @@ def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
             spec = (*sharding.spec, *(None,) * (ndims[side] - len(sharding.spec)))
             sharding = sharding.update(spec=jax.P(*(spec[a] for a in positions)))
         own, other = (narrow_cotangent, cotangent), (narrow[1 - side], wide[1 - side])
-        if isinstance(of_other, BlockFormat) and not isinstance(of_own, BlockFormat):
+        if isinstance(of_other, BlockFormat) and formats.keeps_blocks:
             # The numbers that the forward pass has multiplied, whose blocks lie along its dims.
             dims = form.contract[1 - side], form.batch[1 - side]
             other, of_other = (_in_blocks(other[0], of_other, *dims), other[1]), None
@@ -322,7 +323,7 @@ class _Product:
 
     def __call__(self, narrow: Any, wide: Any, group_sizes: Any) -> Any:
         """Multiply narrow arrays; the derivative is that of the wide ones."""
-        sums = self.matmul.formats.accumulate(self.out)
+        sums = self.matmul.formats.accumulate(self.out, self.formats)
         value = self._of_narrow(narrow, group_sizes, sums)
         sizes = () if group_sizes is None else (group_sizes,)
         return straight_through(value, self._of_wide, *narrow, *wide, *sizes)

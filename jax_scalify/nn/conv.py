@@ -83,6 +83,11 @@ def conv_general_dilated(
         types = precision, preferred_element_type or common
         out = patches.arrange(dot(patches.cut(lhs), rhs, patches.dimension_numbers, *types))
         return out if out_sharding is None else lax.with_sharding_constraint(out, out_sharding)
+    if dot.has_own_operands:
+        raise TypeError(
+            f"`backward_dtype` must be one dtype, got {dot.backward_dtype}: the gradients of this "
+            "convolution, which is no matmul, take the operands of its forward pass."
+        )
     blocks = [f for f in (*dot.forward_dtype, dot.backward_dtype) if isinstance(f, BlockFormat)]
     if blocks:
         raise TypeError(

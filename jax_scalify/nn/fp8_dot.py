@@ -27,7 +27,10 @@ class DotGeneral:
             format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
         backward_dtype: format of the cotangent. If it is a block format, each of the three
             matmuls quantises its operands along its own contracted dims; if it is a dtype, the
-            cotangent meets the numbers that the forward pass has multiplied.
+            cotangent meets the numbers that the forward pass has multiplied. Of a pair the second
+            is the format of the operand that the cotangent meets: `forward_dtype=jnp.float16,
+            backward_dtype=(jnp.float8_e5m2, jnp.float8_e4m3fn)` is a forward pass in float16 and
+            two gradients that are FP8 matmuls.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
             in bfloat16 or float64, bfloat16 for float16 results of FP8 and block formats, else
             float32.
@@ -63,15 +66,41 @@ class DotGeneral:
             accumulation = dtypes.as_floating(accumulation, "accumulation_dtype", real=True)
         object.__setattr__(self, "forward_dtype", forward)
         object.__setattr__(self, "accumulation_dtype", accumulation)
-        backward = as_format(self.backward_dtype, "backward_dtype")
+        backward = self.backward_dtype
+        if isinstance(backward, (tuple, list)):
+            if len(backward) != 2:
+                raise TypeError(f"`backward_dtype` must be one dtype or two, got {backward}.")
+            backward = tuple(as_format(d, "backward_dtype") for d in backward)
+        else:
+            backward = as_format(backward, "backward_dtype")
         object.__setattr__(self, "backward_dtype", backward)
         self._check_hadamard()
+
+    @property
+    def cotangent_format(self) -> Any:
+        """The format of the cotangent."""
+        return self.backward_dtype[0] if self.has_own_operands else self.backward_dtype
+
+    @property
+    def has_own_operands(self) -> bool:
+        """Whether the backward pass takes other numbers than the forward pass has multiplied."""
+        return isinstance(self.backward_dtype, tuple)
+
+    @property
+    def kept_formats(self) -> tuple[Any, Any]:
+        """The formats in which the operands meet the cotangent."""
+        return (self.backward_dtype[1],) * 2 if self.has_own_operands else self.forward_dtype
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether the cotangent meets blocks as the forward pass has quantised them."""
+        return not (self.has_own_operands or isinstance(self.cotangent_format, BlockFormat))
 
     def _check_hadamard(self) -> None:
         length = self.hadamard
         if type(length) is not int or length < 0 or length & (length - 1) or length == 1:
             raise ValueError(f"`hadamard` must be 0 or a power of two from 2, got {length!r}.")
-        formats = self.forward_dtype[0], self.backward_dtype
+        formats = self.kept_formats[0], self.cotangent_format
         if length and not all(isinstance(f, BlockFormat) for f in formats):
             raise ValueError(
                 f"`hadamard` needs block formats for the right operand's gradient, got {formats}: "
@@ -133,16 +162,21 @@ class DotGeneral:
             return result
         return lax.with_sharding_constraint(result, out_sharding)
 
-    def accumulate(self, out: Any) -> Any:
-        """The dtype that the matmuls are asked for, for results of dtype `out`.
+    def accumulate(self, out: Any, formats: Any) -> Any:
+        """The dtype that a product of two formats is asked for, for a result of dtype `out`.
 
         The operands' FP8 has left no digit that bfloat16 would lose, and it has float32's range.
         """
         if self.accumulation_dtype is not None:
             return self.accumulation_dtype
-        formats = *self.forward_dtype, self.backward_dtype
-        is_fp8 = all(isinstance(f, BlockFormat) or dtypes.is_narrow_float(f) for f in formats)
+        is_fp8 = all(map(_is_narrow, formats))
         return dtypes.sum_dtype(jnp.bfloat16 if is_fp8 and out == jnp.float16 else out)
+
+
+def _is_narrow(format: Any) -> bool:
+    """Whether numbers have few bits; None is for those of a block format that are in 16 bits."""
+    is_block = format is None or isinstance(format, BlockFormat)
+    return is_block or dtypes.is_narrow_float(format)
 
 
 def dot_general(
@@ -174,7 +208,8 @@ def dot_general(
             Give it for operands that are FP8 already.
         forward_dtype: format of both operands, or a pair with one for each: a dtype, or a block
             format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
-        backward_dtype: format of the cotangent.
+        backward_dtype: format of the cotangent, or a pair: that, and the format of the operand
+            that it meets, which else is what the forward pass has multiplied.
         accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
             in bfloat16 or float64, bfloat16 for float16 results of FP8 and block formats, else
             float32.

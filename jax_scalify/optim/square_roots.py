@@ -66,11 +66,14 @@ def moved_for_square(x: jax.Array, dtype: Any) -> jax.Array:
     """
     bits = np.dtype(f"uint{jnp.finfo(dtype).bits}")
     top = np.array(jnp.finfo(dtype).max, dtype).view(bits)[()]
-    # A square root may be one ulp less than a number of the dtype, which it ought to be.
-    size = x * np.float32(1 + 2.0**-20)
+    # A square root may be some ulp beside a number of the dtype, which it ought to be.
+    slack = np.float32(1 + 2.0**-20)
+    size = x * slack
     low = dtypes.round_stochastically(size, jnp.full_like(x, 2**32 - 1, jnp.uint32), dtype)
     pattern = lax.bitcast_convert_type(low, bits)
     high = lax.bitcast_convert_type(jnp.minimum(pattern + bits.type(1), top), dtype)
     low, high = low.astype(x.dtype), high.astype(x.dtype)
-    moved = jnp.maximum((x * x + low * high) / (low + high), low)
+    # A GPU's quotient may be an ulp too large, and `high` is `low` at the top of the range.
+    moved = jnp.minimum((x * x + low * high) / (low + high), high)
+    moved = jnp.where(x <= low * slack, low, moved)
     return jnp.where(jnp.isfinite(x), moved, x)

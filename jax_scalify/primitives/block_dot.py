@@ -173,7 +173,8 @@ def _dot_impl(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _for_cuda(lhs: Any, rhs: Any, **params: Any) -> Any:
-    if has_kernel(params["quantisers"]):
+    is_empty = 0 in (*lhs.shape, *rhs.shape)  # which XLA refuses to compile as a kernel
+    if has_kernel(params["quantisers"]) and not is_empty:
         return _kernel(lhs, rhs, **params)
     return _written_out(lhs, rhs, dtype=jnp.bfloat16, **params)
 

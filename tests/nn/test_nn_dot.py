@@ -82,7 +82,7 @@ def test_formats_of_16_bits(name, formats):
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("backward", ["nvfp4", "mxfp8", E4M3, jnp.bfloat16])
+@pytest.mark.parametrize("backward", ["nvfp4", "mxfp8", E4M3, jnp.bfloat16, (E5M2, "mxfp4")])
 @pytest.mark.parametrize("forward", ["nvfp4", "mxfp4", E4M3, jnp.bfloat16, ("mxfp8", E4M3)])
 def test_any_format_of_one_pass_goes_with_any_of_the_other(forward, backward):
     rng = np.random.default_rng(0)
@@ -273,6 +273,45 @@ def test_convolution(options, dtype):
         limit = tolerance * np.abs(b).max()
         np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=limit)
         np.testing.assert_allclose(np.asarray(c, np.float64) * 2.0**-exponent, b, atol=limit)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_the_backward_pass_in_fp8_alone(name):
+    """Products of what the cotangent and the operands are in formats of their own."""
+    lhs, rhs, ct, dims = make(name)
+    formats = dict(forward_dtype="float32", backward_dtype=(E5M2, E4M3))
+    fun = jax.jit(
+        lambda a, b, c: passes(lambda *x: jsa.nn.dot_general(*x, dims, **formats), (a, b), c)
+    )
+    got = fun(lhs, rhs, ct)
+    expected = lax.dot_general(lhs, rhs, dims), *reference(lhs, rhs, ct, dims)[1:]
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    scaled = [ScaledArray(x, jnp.float32(2.0**e)) for x, e in ((lhs, 5), (rhs, -3), (ct, 7))]
+    for x, y, e in zip(jax.jit(jsa.scalify(fun))(*scaled), expected, (2, 4, 12), strict=True):
+        np.testing.assert_allclose(jsa.asarray(x) * 2.0**-e, y, rtol=1e-5, atol=1e-5)
+
+
+def test_the_matmuls_of_a_backward_pass_in_fp8():
+    formats = dict(forward_dtype=jnp.float16, backward_dtype=(E5M2, E4M3))
+    w, x = jnp.ones((8, 4), jnp.float16), jnp.ones((2, 8), jnp.float16)
+    loss = jsa.fp8_matmuls(lambda w, x: jnp.sum(jnp.tanh(x @ w)), **formats)
+    closed = jax.make_jaxpr(jax.grad(loss, (0, 1)))(w, x)
+    dots = [e for e in all_equations(closed.jaxpr) if e.primitive.name == "dot_general"]
+    operands = [{v.aval.dtype.name for v in e.invars} for e in dots]
+    assert operands == [{"float16"}] + 2 * [{"float8_e5m2", "float8_e4m3fn"}]
+    assert [e.outvars[0].aval.dtype.name for e in dots] == ["float32", "bfloat16", "bfloat16"]
+    with pytest.raises(TypeError, match="`backward_dtype` must be one dtype or two"):
+        jsa.nn.DotGeneral(backward_dtype=(E5M2,))
+    with pytest.raises(ValueError, match="`hadamard` needs block formats"):
+        jsa.nn.DotGeneral(backward_dtype=("mxfp4", E4M3), forward_dtype="mxfp4", hadamard=16)
+    jsa.nn.DotGeneral(backward_dtype=("mxfp4", "mxfp4"), hadamard=16)
+    image, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 1))
+    with pytest.raises(TypeError, match="convolution, which is no matmul"):
+        jsa.nn.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **formats
+        )
 
 
 def test_formats_of_either_operand():

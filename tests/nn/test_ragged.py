@@ -356,3 +356,24 @@ def test_experts_train():
 def test_experts_train_as_in_float32():
     gaps = [train(1500, True, s)[1] / train(1500, False, s)[1] - 1 for s in range(4)]
     assert np.mean(gaps) < 0.002
+
+
+def test_the_backward_pass_in_fp8_alone():
+    lhs_shape, rhs_shape, numbers = FORMS["rows"]
+    rng, sizes = np.random.default_rng(0), jnp.asarray(SIZES["even"])
+    lhs, rhs, ct = (
+        jnp.asarray(rng.normal(size=s), jnp.float32) for s in (lhs_shape, rhs_shape, (12, 5))
+    )
+
+    def run(lhs, rhs, ct, **formats):
+        fun = functools.partial(
+            jsa.nn.ragged_dot_general, group_sizes=sizes, ragged_dot_dimension_numbers=numbers
+        )
+        out, pull = jax.vjp(lambda a, b: fun(a, b, **formats), lhs, rhs)
+        return out, *pull(ct)
+
+    got = run(lhs, rhs, ct, forward_dtype="float32", backward_dtype=(E5M2, E4M3))
+    narrow = run(rounded(lhs, E4M3), rounded(rhs, E4M3), rounded(ct, E5M2), **WIDE)
+    expected = run(lhs, rhs, ct, **WIDE)[0], *narrow[1:]
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)

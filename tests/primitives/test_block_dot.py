@@ -1,5 +1,7 @@
 """What a matmul of block formats is lowered to: written out, and for a block-scaled kernel."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,3 +110,12 @@ def test_check_fp8_names_the_formats_and_says_why_there_is_no_kernel():
         jsa.numerics.check_fp8(
             lambda x: jsa.nn.matmul(x, x.T, forward_dtype="nvfp4"), x, error=True
         )
+
+
+@pytest.mark.parametrize("shapes", [((0, 32), (32, 4)), ((4, 0), (0, 4)), ((4, 32), (32, 0))])
+def test_empty_operands_have_no_kernel(shapes):
+    """XLA's compiler for CUDA ends with an internal error where rows are missing."""
+    product = functools.partial(jsa.nn.matmul, forward_dtype="mxfp8")
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    lowered = jax.jit(product).trace(*args).lower(lowering_platforms=("cuda",))
+    assert "custom_call" not in lowered.as_text()
