@@ -36,7 +36,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: environments other-checks ci docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training parity fp8 block-scales gpu-fp8 gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out kept clean
+	scale-quality float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out kept clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	@echo "A GPT learns English in nine precisions: about three minutes on two free CPU cores. Stopped, it goes on."
@@ -151,6 +151,12 @@ tracking: $(VENV)/.installed  ## what a record of scales and ranges each 100 ste
 # On a machine with an H100 or a newer GPU, and JAX for it: `.venv/bin/pip install 'jax[cuda13]'`.
 gpu-fp8: $(VENV)/.installed  ## matmuls and transformer layers in bfloat16 and FP8, on a GPU
 	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.cost.gpu_fp8
+
+gpu-steps: $(VENV)/.installed  ## whole training steps in bfloat16, float16 and FP8, on a GPU
+	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.cost.gpu_steps
+
+parity-seeds: $(VENV)/.installed  ## three models of parity, 128 seeds of each, on a GPU
+	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 llama moe
 
 # The compilers of GPUs and TPUs, 6 GB, in an environment of their own; no such device is needed.
 accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 and TPUs; docs/accelerators.md

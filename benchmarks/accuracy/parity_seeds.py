@@ -139,8 +139,8 @@ def train(
     seconds = (time.monotonic() - started) / seeds
     return [
         {
-            "loss": float(found[seed]),
-            "loss_in_float32": float(wide[seed]),
+            "loss": round(float(found[seed]), 6),
+            "loss_in_float32": round(float(wide[seed]), 6),
             "first_bad_step": int(bad[seed]),
             "calibrations": calibrations,
             "seconds": round(seconds, 2),

@@ -7,8 +7,8 @@
 The models are those of `make accelerators`, the Llama with scanned, rematerialised layers and the
 GPT of Flax linen, small as there and large: 8 layers of width 2,048, 4 sequences of 2,048 tokens.
 Variants: `bfloat16`, with weights and AdamW in float32; the README's recipe, `float16` and `fp8`,
-and both with static scales, `-frozen`; that with the activations in bfloat16, `-mixed`. Scales are
-frozen at what they are after some steps of the dynamic one, if it is measured as well.
+and both with static scales, `-frozen`. Scales are frozen at what they are after some steps of the
+dynamic one, if it is measured as well.
 
 All variants of a model are compiled first, and run in turn: a time is the median over rounds of
 some steps each, with the batch on the device and the state donated. The last times are kept in
@@ -67,7 +67,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float16-frozen": {"frozen": True},
     "fp8": {"fp8": True},
     "fp8-frozen": {"fp8": True, "frozen": True},
-    "fp8-frozen-mixed": {"fp8": True, "frozen": True, "activations": jnp.bfloat16},
 }
 FP8_KERNEL = 'custom_call_target="__cublas$lt$matmul$f8"'
 WARM = 8  # steps before any is timed
