@@ -29,11 +29,14 @@ def test_a_program_trains_all_seeds_or_leaves_them_as_they_are():
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["dynamic", "frozen"])
-def test_seeds_end_where_they_end_alone(mode):
+def test_seeds_end_where_they_end_alone(mode, monkeypatch):
+    monkeypatch.setattr(parity_seeds, "CHUNK", 4)
+    for module in (parity, parity_seeds):
+        monkeypatch.setattr(module, "HELD_OUT_BATCHES", 4)
     module = functools.partial(scale_models.ResMLP, depth=1)
     model = scale_models.make_model("vit", module, parity.image_batch)
-    alone = parity.train(model, "fp8", mode, 1, 50, 2e-3)
-    _, second = parity_seeds.train(model, "fp8", mode, 2, 50, 2e-3)
+    alone = parity.train(model, "fp8", mode, 1, 8, 2e-3)
+    _, second = parity_seeds.train(model, "fp8", mode, 2, 8, 2e-3)
     assert second["loss"] == pytest.approx(alone["loss"], rel=0.01)
     assert second["loss_in_float32"] == pytest.approx(alone["loss_in_float32"], rel=0.01)
     assert second["calibrations"] == (mode == "frozen")
