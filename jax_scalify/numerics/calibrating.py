@@ -4,8 +4,11 @@ A round runs the steps with statistics of all values that count, then interprets
 with the static scales that its state will have. There each scale is known while tracing, and so is
 the data of each value: `RMS of the value / scale`. What is outside of its band gets a correction,
 and everything that is computed from it is judged with that. Another round is needed only where the
-first has seen wrong values, behind what saturated or overflowed, or in loops, whose scales are
-known at run time alone.
+first has seen wrong values, behind what saturated or overflowed, or where scales are known at run
+time alone: in loops, and where a traced scalar has its part in them, as in the gradients of a loss
+that is divided by the number of its tokens. That round starts from the state at its static scales.
+What it measures of the latter moves, by a round's corrections, as far as the known parts of their
+scales do.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +30,8 @@ from jax_scalify.arrays.scaled_array import check_scaled, is_scaled
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.numerics.calibration import Calibration
-from jax_scalify.numerics.equations import Equations, Planner, Result
+from jax_scalify.numerics.choosing import LOST, VANISHED, Choice, is_distorted
+from jax_scalify.numerics.equations import Planner, Result
 from jax_scalify.numerics.instrumenting import Place, find_places
 from jax_scalify.numerics.interpreting import is_array, trace
 from jax_scalify.numerics.measuring import (
@@ -34,18 +39,13 @@ from jax_scalify.numerics.measuring import (
     StatisticsWatcher,
     at_frozen_scale,
     combine,
-    excess,
     finish,
     measure_state,
 )
+from jax_scalify.scales.algebra import Scale
 from jax_scalify.transform import scalify
 
 _ROUNDS = 4
-_LOST = 0.01  # share of the elements of a value that is worth an entry
-_VANISHED = 0.5
-# Exponents of the scales at which float16 has all that `exp` and its like tell apart: numbers up to
-# 2**8 beyond which they are 0, 1 or infinite in float32, too, and digits down to 2**-16.
-_SATURATING = -8, 8
 # A program that runs a few steps is not worth the time that costly passes take.
 _QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -62,8 +62,9 @@ def calibrate(
 
     The steps start from `state`, which stays what it is. They run with dynamic scales, and compile
     once with statistics: once more, up to three times, where something overflowed, saturated or
-    vanished, or is out of its band in a loop. Values inside of `while` loops and kernels are not
-    looked at.
+    vanished, or is out of its band where scales are known at run time alone: in a loop, and where
+    they have a part of a traced scalar. Values inside of `while` loops and kernels are not looked
+    at.
 
     Args:
         step: `step(state, batch)`, which returns the new state, or a tuple that begins with it: the
@@ -72,6 +73,9 @@ def calibrate(
         batch: a batch, for all steps, or an iterator of batches, one for each.
         steps: how many to run.
         config: of `scalify`.
+
+    Warns:
+        UserWarning: if corrections make the state infinite or nan, and so are not taken.
 
     Returns:
         A `Calibration`: for `jsa.scalify(step, calibration=c)`, and `c.freeze(state)`.
@@ -109,19 +113,32 @@ def calibrate(
     batches = (
         [next(batch) for _ in range(steps)] if isinstance(batch, Iterator) else [batch] * steps
     )
-    state, exponents = thaw_scales(state), {}
+    exponents: dict[str, int] = {}
+    at_scales: Callable[[Any], Any] = thaw_scales
+    last: tuple[_Seen, Choice, dict[str, int]] | None = None
     for _ in range(_ROUNDS):
-        seen = _measure(step, config, exponents, state, batches)
+        seen = _measure(step, config, exponents, at_scales(state), batches, at_scales)
+        if last is not None and seen.state_is_lost and not last[0].state_is_lost:
+            warnings.warn(
+                "`calibrate` found corrections with which the state is not finite after "
+                f"{steps} steps, and goes back to the {len(last[2])} of the round before.",
+                stacklevel=2,
+            )
+            seen, chosen, exponents = last
+            break
+        last = seen, Choice({}, {}), exponents
         before, chosen = exponents, _choose(step, config, exponents, seen, batches[-1])
         exponents = chosen.exponents
-        if exponents == before or not (seen.is_distorted or chosen.is_guess):
+        if chosen.needs_frozen_state and at_scales is thaw_scales:
+            at_scales = Calibration({}, seen.state).freeze
+        elif exponents == before or not (seen.is_distorted or chosen.is_guess):
             break
     values = {
         name: dataclasses.replace(
             m, **{"correction": exponents.get(name, 0), **chosen.found.get(name, {})}
         )
         for name, m in seen.values.items()
-        if m.role != "value" or exponents.get(name) or _is_distorted(m, seen.results[name], _LOST)
+        if m.role != "value" or exponents.get(name) or is_distorted(m, seen.results[name], LOST)
     }
     operands = [r.name for r in seen.results.values() if r.is_operand]
     unseen = tuple(name for name in operands if name not in values)
@@ -143,46 +160,28 @@ class _Seen:
         state: by name, of the last state where the leaf was not zero, at the scales that it will be
             frozen with.
         last: the state.
+        is_frozen: whether it has had its static scales in these steps.
     """
 
     values: dict[str, Measured]
     results: Mapping[str, Result]
     state: dict[str, Measured]
     last: Any
+    is_frozen: bool
+
+    @property
+    def state_is_lost(self) -> bool:
+        """Whether the state is not finite."""
+        return any(m.nonfinite for m in self.state.values())
 
     @property
     def is_distorted(self) -> bool:
         """Whether values are not what they would be: behind what overflows, or all but vanishes."""
         return any(
-            _is_distorted(m, self.results[name], _VANISHED)
+            is_distorted(m, self.results[name], VANISHED)
             for name, m in self.values.items()
             if self.results[name].can_be_corrected
         )
-
-
-def _is_distorted(m: Measured, result: Result, vanished: float) -> bool:
-    if _saturates(result) and m.scale is not None and m.scale >= _SATURATING[0]:
-        return m.underflow > vanished
-    return bool(m.nonfinite) or m.overflow > _LOST or m.underflow > vanished
-
-
-def _saturates(result: Result) -> bool:
-    return bool(result.saturates) and result.dtype == jnp.float16
-
-
-def _excess(m: Measured, result: Result, scale: int) -> int:
-    """The exponent by which the data of a value should be divided that was measured at `m.scale`.
-
-    Args:
-        m: what was measured.
-        result: what the value is.
-        scale: the exponent of the scale that its data will have.
-    """
-    if _saturates(result):
-        low, high = _SATURATING
-        return min(max(scale, low), high) - scale
-    away = 0 if m.scale is None else m.scale - scale
-    return excess(m.log2_rms + away, m.log2_max + away, m.dtype)
 
 
 def _measure(
@@ -191,8 +190,9 @@ def _measure(
     exponents: Mapping[str, int],
     state: Any,
     batches: list[Any],
+    at_scales: Callable[[Any], Any],
 ) -> _Seen:
-    """Run the steps with corrections and statistics."""
+    """Run the steps with corrections and statistics, each from a state `at_scales`."""
     planner = Planner(exponents)
     scaled = scalify(step, config=config, calibration=planner)
     names: list[str] = []
@@ -215,7 +215,7 @@ def _measure(
         leaves, tree = jax.tree.flatten((state, batch))
         static = tree, tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
         out, rows = program(static, *(leaf for leaf in leaves if is_array(leaf)))
-        state = _next_state(out, state)
+        state = at_scales(_next_state(out, state))
         # Gradients that are accumulated are zero after the step that they are for.
         of_state |= {
             name: m
@@ -239,7 +239,7 @@ def _measure(
     measured = zip(found, finish(rows, known) if found else [], strict=True)
     values = {name: m for name, m in measured if m is not None}
     leaves = {name: at_frozen_scale(m) for name, m in of_state.items()}
-    return _Seen(values, results, leaves, state)
+    return _Seen(values, results, leaves, state, at_scales is not thaw_scales)
 
 
 _ARRAY = object()  # stands for an array among static leaves
@@ -276,7 +276,7 @@ def _next_state(out: Any, state: Any) -> Any:
     first = out[0] if isinstance(out, tuple) and out else None
     for candidate in (out, first):
         if jax.tree.structure(candidate, is_leaf=is_scaled) == structure:
-            return thaw_scales(candidate)
+            return candidate
     raise ValueError(
         "`step` must return the new state, or a tuple that begins with it: its results have the "
         f"structure {jax.tree.structure(out, is_leaf=is_scaled)}, the state {structure}."
@@ -289,75 +289,25 @@ def _choose(
     exponents: Mapping[str, int],
     seen: _Seen,
     batch: Any,
-) -> _Choice:
+) -> Choice:
     """Choose corrections for static scales: interpret the step, and compile nothing."""
-    choice = _Choice(seen.values, exponents)
-    planner = Planner({}, choice.of)
     frozen = Calibration({}, seen.state).freeze(seen.last)
-    scaled = scalify(step, config=config, calibration=planner)
-    trace(PureCall(scaled, (frozen, batch), {}), observe=False)
+
+    def interpret(make_chooser: Callable) -> None:
+        scaled = scalify(step, config=config, calibration=Planner({}, make_chooser))
+        trace(PureCall(scaled, (frozen, batch), {}), observe=False)
+
+    choice = Choice(seen.values, exponents)
+    interpret(choice.of)
+    if choice.has_unknown and seen.is_frozen:
+        # Once more, knowing the scales of the steps that were measured.
+        measured: dict[str, Scale] = {}
+
+        def remember(name: str, value: Operand) -> int:
+            measured[name] = value.scale
+            return exponents.get(name, 0)
+
+        interpret(lambda _: remember)
+        choice = Choice(seen.values, exponents, measured)
+        interpret(choice.of)
     return choice
-
-
-class _Choice:
-    """Chooses the exponents of corrections while a step is interpreted.
-
-    Attributes:
-        exponents: those that are not 0, by name.
-        found: by name, scale, correction and RMS of data where the scale is static.
-        is_guess: whether there are corrections in loops, of which only a run tells what they do.
-    """
-
-    def __init__(self, seen: Mapping[str, Measured], before: Mapping[str, int]):
-        self._seen, self._before = seen, before
-        self._results: Mapping[str, Result] = {}
-        self._in_loops: dict[str, int] = {}
-        self._moved: set[str] = set()
-        self.is_guess = False
-        self.exponents: dict[str, int] = {}
-        self.found: dict[str, dict[str, Any]] = {}
-
-    def of(self, equations: Equations) -> Callable[[str, Operand], int]:
-        """Take in the equations, and return the chooser."""
-        self._results = equations.results
-        return self._choose
-
-    def _choose(self, name: str, value: Operand) -> int:
-        result, m = self._results.get(name), self._seen.get(name)
-        if result is None or not result.can_be_corrected:
-            return 0
-        exponent = self._before.get(name, 0)
-        if m is not None and m.scale is not None and math.isfinite(m.log2_rms):
-            if value.scale.is_static:
-                exponent = _excess(m, result, int(value.scale.exponent))
-                scale = int(value.scale.exponent) + exponent
-                away = m.scale - scale  # from the data to be expected
-                data = {"log2_rms": m.log2_rms + away, "log2_max": m.log2_max + away}
-                self.found[name] = {"scale": scale, "correction": exponent, **data}
-                if exponent != m.correction:  # by which nothing is lost at the top any more
-                    self.found[name]["overflow"] = 0.0
-            else:
-                self.found.pop(name, None)
-                exponent = self._in_loop(name, m, result)
-        self.exponents.pop(name, None)
-        if exponent:
-            self.exponents[name] = exponent
-            self.found.setdefault(name, {"correction": exponent})
-        return exponent
-
-    def _in_loop(self, name: str, m: Measured, result: Result) -> int:
-        """The exponent of a value whose scale is not known: of the first in a row that is out.
-
-        In a loop, what comes from step to step gets the correction in each step.
-        """
-        if name not in self._in_loops:
-            exponent = m.correction
-            away = _excess(m, result, m.scale or 0) / result.runs
-            # What saturates was larger than what was seen.
-            away = math.ceil(away) if max(m.overflow, m.nonfinite) > _LOST else round(away)
-            if away:
-                exponent += away if self._moved.isdisjoint(result.sources) else 0
-                self._moved.add(name)
-                self.is_guess = True
-            self._in_loops[name] = exponent
-        return self._in_loops[name]

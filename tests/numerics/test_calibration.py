@@ -13,6 +13,7 @@ import pytest
 import jax_scalify as jsa
 from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.numerics import calibrating
+from jax_scalify.numerics.choosing import Choice
 from jax_scalify.numerics.equations import Equations
 from jax_scalify.numerics.measuring import (
     Measured,
@@ -370,6 +371,89 @@ def test_what_a_mask_hides_is_no_distortion(mask, corrected, monkeypatch):
     out = jax.jit(jsa.scalify(masked_attention, calibration=c))(c.freeze(w), x)[1]
     plain = masked_attention(np.eye(32, dtype=np.float32), jsa.asarray(x, jnp.float32))[1]
     np.testing.assert_allclose(jsa.asarray(out, jnp.float32), plain, atol=0.01)
+
+
+@pytest.mark.parametrize("tokens", [3, 1500])
+def test_gradients_of_a_loss_that_is_divided_by_a_number_of_the_batch(tokens):
+    """A traced scalar is a part of each of their scales: none is known while tracing."""
+
+    def loss(w, x, mask):
+        for _ in range(10):  # rules take the products to grow by 2.8, and they grow by 16
+            x = x @ w
+        return jnp.sum(jnp.sum(x, 1) * mask) / jnp.sum(mask)
+
+    def step(w, batch):
+        return w, jax.grad(loss)(w, *batch)
+
+    w = 2 * jnp.ones((8, 8))
+    batch = jnp.ones((4, 8), jnp.float16), jnp.float16([1, 0, 1, 1]) * np.float16(tokens / 3)
+    state = jsa.as_scaled_array(w, dtype=jnp.float16)
+    c = jsa.calibrate(step, state, batch, steps=1)
+    gradient = jax.jit(jsa.scalify(step, calibration=c))(c.freeze(state), batch)[1]
+    wide = jax.grad(loss)(w, *(x.astype(jnp.float32) for x in batch))
+    np.testing.assert_allclose(jsa.asarray(gradient, jnp.float32), wide, rtol=2e-3)
+    assert not any(m.nonfinite or m.overflow or m.underflow for m in c.values.values())
+    assert all(-9 < m.log2_rms < 10 for m in c.values.values())
+
+
+def test_corrections_that_break_the_steps_are_not_taken(monkeypatch):
+    def choose(step, config, exponents, seen, batch):
+        choice = Choice(seen.values, exponents)
+        choice.exponents, choice.is_guess = {"dot_general": 30}, True
+        return choice
+
+    monkeypatch.setattr(calibrating, "_choose", choose)
+    w = jsa.as_scaled_array(np.eye(4, dtype=np.float16))
+    with pytest.warns(UserWarning, match="goes back to the 0 of the round before"):
+        c = jsa.calibrate(lambda w, x: w + 0 / (x @ w), w, np.ones((4, 4), np.float16), steps=2)
+    assert not c.exponents and not any(m.nonfinite for m in c.state.values())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_masked_language_model_stays_with_static_scales_where_dynamic_ones_bring_it(fp8):
+    rng = np.random.default_rng(0)
+    words = jnp.asarray(rng.normal(size=(16, 32)), jnp.float16)
+
+    def loss(params, tokens, weights):
+        x = words[tokens]
+        for w in params["hidden"]:
+            y = jax.nn.gelu(x @ w)
+            x = jsa.nn.layer_norm(
+                x + y / jnp.sqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-3)
+            )
+        logits = jax.nn.log_softmax(x @ params["head"])
+        losses = -jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+        return jnp.sum(losses * weights) / jnp.sum(weights)
+
+    loss_fn = jsa.fp8_matmuls(loss, jsa.fp8.linear_layers) if fp8 else loss
+    optimizer = jsa.optim.low_precision(optax.adam(1e-2))
+
+    def step(state, batch):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss_fn)(params, *batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (jsa.optim.apply_updates(params, updates), opt_state), value
+
+    def batch(number):
+        rng = np.random.default_rng(number)
+        tokens = rng.integers(16, size=(4, 8))
+        return tokens.astype(np.int32), np.float16(rng.random((4, 8)) < 0.3)
+
+    hidden = [jnp.float32(rng.normal(size=(32, 32))) / 6 for _ in range(3)]
+    params = {"hidden": hidden, "head": jnp.float32(rng.normal(size=(32, 16))) / 60}
+    params = jsa.as_scaled_array(params, scale="rms", dtype=jnp.float16)
+    state = params, jsa.as_scaled_array(optimizer.init(params))
+    dynamic = jax.jit(jsa.scalify(step))
+    for number in range(10):
+        state, _ = dynamic(state, batch(number))
+    c = jsa.calibrate(step, state, (batch(10 + i) for i in range(4)))
+    assert not any(m.nonfinite for m in [*c.values.values(), *c.state.values()])
+    frozen, static = jax.jit(jsa.scalify(step, calibration=c)), c.freeze(state)
+    for number in range(10, 30):
+        state, value = dynamic(state, batch(number))
+        static, other = frozen(static, batch(number))
+        np.testing.assert_allclose(jsa.asarray(other), jsa.asarray(value), rtol=0.05, atol=0.02)
 
 
 def test_integers_are_no_mask():
