@@ -293,12 +293,12 @@ def _choose(
     """Choose corrections for static scales: interpret the step, and compile nothing."""
     frozen = Calibration({}, seen.state).freeze(seen.last)
 
-    def interpret(make_chooser: Callable) -> None:
+    def interpret(state: Any, make_chooser: Callable) -> None:
         scaled = scalify(step, config=config, calibration=Planner({}, make_chooser))
-        trace(PureCall(scaled, (frozen, batch), {}), observe=False)
+        trace(PureCall(scaled, (state, batch), {}), observe=False)
 
     choice = Choice(seen.values, exponents)
-    interpret(choice.of)
+    interpret(frozen, choice.of)
     if choice.has_unknown and seen.is_frozen:
         # Once more, knowing the scales of the steps that were measured.
         measured: dict[str, Scale] = {}
@@ -307,7 +307,7 @@ def _choose(
             measured[name] = value.scale
             return exponents.get(name, 0)
 
-        interpret(lambda _: remember)
+        interpret(seen.last, lambda _: remember)
         choice = Choice(seen.values, exponents, measured)
-        interpret(choice.of)
+        interpret(frozen, choice.of)
     return choice
