@@ -169,11 +169,16 @@ def make_optimizer(rate: float, steps: int) -> optax.GradientTransformation:
     )
 
 
+def is_narrow(variant: str) -> bool:
+    """Whether a variant's weights and moments are scaled arrays."""
+    return variant not in ("float32", "bfloat16")
+
+
 @functools.lru_cache(maxsize=1)
 def make_step(model: Model, variant: str, steps: int, rate: float) -> tuple[Callable, Callable]:
     """Return `first_state(seed)` and `update(state, batch) -> (state, loss)`, the same of seeds."""
     optimizer = make_optimizer(rate, steps)
-    narrow = variant not in ("float32", "bfloat16")
+    narrow = is_narrow(variant)
     moment = {"first_moment_dtype": jnp.float8_e4m3fn} if variant == "fp8-moment" else {}
     optimizer = jsa.optim.low_precision(optimizer, **moment) if narrow else optimizer
     dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -248,7 +253,7 @@ def train(model: Model, variant: str, mode: str, seed: int, steps: int, rate: fl
     started = time.monotonic()
     first_state, update = make_step(model, variant, steps, rate)
     state, bad = first_state(seed), jnp.int32(-1)
-    narrow = variant not in ("float32", "bfloat16")
+    narrow = is_narrow(variant)
     scales = Scales(update, mode, lambda step: model.batch(seed, step)) if narrow else None
     step_of = compiled(update, narrow)
     every = max(steps // LOOKS, 1)
@@ -268,9 +273,14 @@ def train(model: Model, variant: str, mode: str, seed: int, steps: int, rate: fl
         "first_bad_step": int(bad),
         "calibrations": 0 if scales is None else scales.calibrations,
         "seconds": round(time.monotonic() - started, 1),
-        "commit": commit(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "optax", "flax")},
+        **provenance(),
     }
+
+
+def provenance() -> dict[str, Any]:
+    """Return what a cell was made with."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "optax", "flax")}
+    return {"commit": commit(), "versions": versions}
 
 
 @functools.cache
@@ -327,7 +337,7 @@ def summarise(cells: dict[str, dict], steps: int) -> Table:
 
 def _row(variant: str, gaps: list[float], wide: float, found: list[dict]) -> list[str]:
     mean = statistics.fmean(gaps)
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    error = float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
     finite = all(cell["first_bad_step"] < 0 for cell in found)
     goal = GOALS.get(variant)
     return [
@@ -349,19 +359,26 @@ def _verdict(mean: float, error: float, goal: float) -> str:
     return "ok" if mean <= goal + ERROR and error <= ERROR else "open"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is missing, store it and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser(description: str, modes: Sequence[str]) -> argparse.ArgumentParser:
+    """Make a parser of what is trained, in these modes by default."""
+    parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     models = list(LEARNING_RATES)
     add("--models", nargs="+", choices=models, default=models)
     add("--variants", nargs="+", choices=(*VARIANTS, *PASSES), default=list(VARIANTS))
-    add("--modes", nargs="+", choices=MODES, default=list(MODES))
+    add("--modes", nargs="+", choices=MODES, default=list(modes))
+    add("--table", action="store_true", help="print the table of what there is, and train nothing")
+    add("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing, store it and print the table."""
+    parser = make_parser(__doc__.splitlines()[0], MODES)
+    add = parser.add_argument
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--steps", type=int, default=1000, help="(default: %(default)s)")
     add("--fresh", action="store_true", help="train what was trained before again")
-    add("--table", action="store_true", help="print the table of what there is, and train nothing")
-    add("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps must be positive, got {options.steps}")

@@ -13,13 +13,10 @@ computed in float32; all others are as users have them. A cell is that of `parit
 one, in `benchmarks/results/parity-<device>-jax<version>.json`.
 """
 
-import argparse
 import functools
-import importlib.metadata
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,28 +31,22 @@ from benchmarks.accuracy.parity import (
     HELD_OUT_BATCHES,
     LEARNING_RATES,
     LOOKS,
-    MODES,
-    PASSES,
-    VARIANTS,
-    commit,
     find_models,
+    is_narrow,
     key_of,
+    make_parser,
     make_step,
+    provenance,
     summarise,
 )
 from benchmarks.accuracy.scale_models import PLAIN, Model
 from benchmarks.cells import Store
-from benchmarks.paths import RESULTS, device_slug
+from benchmarks.paths import device_slug
 from examples.gpt.step import first_bad_step
 
 PyTree = Any
 
 CHUNK = 50  # steps of a call
-
-
-def is_narrow(variant: str) -> bool:
-    """Whether a variant's weights and moments are scaled arrays."""
-    return variant not in ("float32", "bfloat16")
 
 
 def make_program(step: Callable) -> Callable:
@@ -144,10 +135,7 @@ def train(
             "first_bad_step": int(bad[seed]),
             "calibrations": calibrations,
             "seconds": round(seconds, 2),
-            "commit": commit(),
-            "versions": {
-                name: importlib.metadata.version(name) for name in ("jax", "optax", "flax")
-            },
+            **provenance(),
         }
         for seed in range(seeds)
     ]
@@ -165,19 +153,17 @@ def loss_in_float32(model: Model, weights: PyTree, batches: PyTree) -> np.ndarra
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing, store it and print the table of `parity`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__.splitlines()[0], ["dynamic"])
     add = parser.add_argument
-    models = list(LEARNING_RATES)
-    add("--models", nargs="+", choices=models, default=models)
-    add("--variants", nargs="+", choices=(*VARIANTS, *PASSES), default=list(VARIANTS))
-    add("--modes", nargs="+", choices=MODES, default=["dynamic"])
     add("--seeds", type=int, default=128, help="how many, from 0 (default: %(default)s)")
     add("--steps", type=int, default=1000, help="a multiple of 50 (default: %(default)s)")
-    add("--table", action="store_true", help="print the table of what there is, and train nothing")
-    add("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.steps < CHUNK or options.steps % CHUNK:
         parser.error(f"--steps must be a multiple of {CHUNK}, got {options.steps}")
+    if options.steps == CHUNK and options.modes != ["dynamic"]:
+        parser.error(
+            f"--steps {CHUNK} are over before anything is calibrated: at least {2 * CHUNK}"
+        )
     if options.seeds < 1:
         parser.error(f"--seeds must be positive, got {options.seeds}")
 

@@ -94,3 +94,12 @@ def test_bad_arguments_are_refused(capsys):
         with pytest.raises(SystemExit):
             parity.main(arguments)
         assert message in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_is_told(capsys):
+    cell = {"first_bad_step": -1, "calibrations": 0, "loss": 1.0, "loss_in_float32": 1.0}
+    lost = cell | {"first_bad_step": 3, "loss": float("nan"), "loss_in_float32": float("nan")}
+    cells = {f"vit/3/float32/plain/{seed}": cell for seed in range(2)}
+    cells |= {f"vit/3/fp8/frozen/{seed}": lost for seed in range(2)}
+    Console(width=150).print(parity.summarise(cells, 3))
+    assert "NOT FINITE" in capsys.readouterr().out

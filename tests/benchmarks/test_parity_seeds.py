@@ -66,5 +66,6 @@ def test_cells_are_those_of_parity(tmp_path, capsys, monkeypatch):
     ]
     assert sorted(json.loads(path.read_text())) == sorted(keys)
     assert "+0.10%" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        parity_seeds.main(["--steps", "70"])
+    for wrong in (["--steps", "70"], ["--steps", "50", "--modes", "frozen"], ["--seeds", "0"]):
+        with pytest.raises(SystemExit):
+            parity_seeds.main(wrong)
