@@ -7,9 +7,8 @@ Variants: `float32`; `bfloat16`, the model in bfloat16 with weights and AdamW in
 weights, activations, gradients and both moments; `fp8`, and all linear layers and experts in E4M3
 and E5M2; `fp8-hidden`, that with the last layer, whose results become probabilities, and a router
 in float16, as is the default; `fp8-hidden-e4m3`, that with cotangents in E4M3; `fp8-moment`, as
-`fp8`, and the first moment in E4M3. Which pass it is that costs, `fp8-hidden` in one: `fp8-forward`
-has operands in E4M3 and cotangents in float16, `fp8-backward` the other way round, in E5M2, and
-`fp8-gradients` that with both operands of the two gradients in FP8.
+`fp8`, and the first moment in E4M3. What is only run if it is named is in `parity_steps`: FP8 in
+one pass or in one kind of layer, FP8 with a finish in float16, and both moments in FP8.
 
 Modes, of those that are scalified: `dynamic`; `calibrated`, `jsa.calibrate` after the first tenth
 of the steps, and its corrections from then on; `frozen`, and the state at static scales. A guard
@@ -40,12 +39,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import jax_scalify as jsa
+from benchmarks.accuracy.parity_steps import (
+    GOALS,
+    NAMED,
+    VARIANTS,
+    is_narrow,
+    make_step,
+    phases,
+)
 from benchmarks.accuracy.scale_models import (
     CLASSES,
     CONTEXT,
@@ -54,6 +60,7 @@ from benchmarks.accuracy.scale_models import (
     LSTM_CONTEXT,
     MODELS,
     PLAIN,
+    LanguageModel,
     Model,
     ResNet,
     ViT,
@@ -68,8 +75,6 @@ from examples.llama.model import Sizes, init, loss_fn
 
 PyTree = Any
 
-VARIANTS = ("float32", "bfloat16", "float16", "fp8", "fp8-hidden", "fp8-hidden-e4m3", "fp8-moment")
-PASSES = ("fp8-forward", "fp8-backward", "fp8-gradients")  # only if they are named
 MODES = ("dynamic", "calibrated", "frozen")
 # Peaks of the schedules, chosen in float32.
 LEARNING_RATES = {
@@ -80,25 +85,13 @@ LEARNING_RATES = {
     "llama": 6e-3,
     "gpt4": 6e-3,
     "lstm": 6e-3,
+    "gpt4-128": 4e-3,
+    "gpt4-256": 2e-3,
 }
+WIDER = {"gpt4-128": 128, "gpt4-256": 256}  # widths; only run if they are named
 ERROR = 0.05  # the standard error of a gap, in %, that tells whether a goal is met
-ALL = {"select": jsa.fp8.linear_layers}
-FP8_OPTIONS = {
-    "fp8": ALL,
-    "fp8-hidden": {"select": jsa.fp8.hidden_layers},
-    "fp8-hidden-e4m3": {"select": jsa.fp8.hidden_layers, "backward_dtype": jnp.float8_e4m3fn},
-    "fp8-moment": ALL,
-    "fp8-forward": {"select": jsa.fp8.hidden_layers, "backward_dtype": jnp.float16},
-    "fp8-backward": {"select": jsa.fp8.hidden_layers, "forward_dtype": jnp.float16},
-    "fp8-gradients": {
-        "select": jsa.fp8.hidden_layers,
-        "forward_dtype": jnp.float16,
-        "backward_dtype": (jnp.float8_e5m2, jnp.float8_e4m3fn),
-    },
-}
-# How far the loss may be, in %.
-GOALS = {"float16": 0.05} | dict.fromkeys(FP8_OPTIONS, 0.15)
 HELD_OUT_BATCHES = 32
+IMAGE_SIZE = 8  # rows and columns
 TRAINING_IMAGES = 1400  # of 1,797 digits; the others are held out
 RANDOM_LABELS = 0.1
 LOOKS = 20
@@ -122,10 +115,12 @@ def image_batch(seed: int, step: int, held_out: bool = False) -> dict:
     rng = np.random.default_rng((seed, step, held_out))
     chosen = rng.integers(len(images), size=IMAGE_BATCH)
     shifts = rng.integers(-1, 2, size=(IMAGE_BATCH, 2))
-    shifted = [np.roll(image, shift, (0, 1)) for image, shift in zip(images[chosen], shifts)]
+    places = (np.arange(IMAGE_SIZE) - shifts[..., None]) % IMAGE_SIZE  # (images, 2, size)
+    rows, columns = places[:, 0, :, None], places[:, 1, None]
     drawn = rng.random(IMAGE_BATCH) < RANDOM_LABELS
     labels = np.where(drawn, rng.integers(CLASSES, size=IMAGE_BATCH), labels[chosen])
-    return {"inputs": np.stack(shifted), "labels": labels.astype(np.int32)}
+    inputs = images[chosen[:, None, None], rows, columns]
+    return {"inputs": inputs, "labels": labels.astype(np.int32)}
 
 
 def make_experts() -> Model:
@@ -143,7 +138,13 @@ def make_experts() -> Model:
 
 def find_models() -> dict[str, Model]:
     """Return the models by name."""
-    return {
+    wider = {
+        name: make_model(
+            name, functools.partial(LanguageModel, depth=4, width=width), next_byte_batch
+        )
+        for name, width in WIDER.items()
+    }
+    return wider | {
         "vit": make_model("vit", functools.partial(ViT, depth=4), image_batch),
         "resnet": make_model("resnet", ResNet, image_batch),
         "bert": MODELS["bert"],
@@ -154,66 +155,10 @@ def find_models() -> dict[str, Model]:
     }
 
 
-# The step
+# Runs
 
 
-def make_optimizer(rate: float, steps: int) -> optax.GradientTransformation:
-    """AdamW behind clipping, with a warm-up and a cosine decay to 0.
-
-    Where the rate ends at a tenth of its peak, two runs of the Llama that differ by rounding alone
-    end 1% apart; where it ends at 0, up to 0.4%.
-    """
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, math.ceil(steps / 10), steps + 1)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.1)
-    )
-
-
-def is_narrow(variant: str) -> bool:
-    """Whether a variant's weights and moments are scaled arrays."""
-    return variant not in ("float32", "bfloat16")
-
-
-@functools.lru_cache(maxsize=1)
-def make_step(model: Model, variant: str, steps: int, rate: float) -> tuple[Callable, Callable]:
-    """Return `first_state(seed)` and `update(state, batch) -> (state, loss)`, the same of seeds."""
-    optimizer = make_optimizer(rate, steps)
-    narrow = is_narrow(variant)
-    moment = {"first_moment_dtype": jnp.float8_e4m3fn} if variant == "fp8-moment" else {}
-    optimizer = jsa.optim.low_precision(optimizer, **moment) if narrow else optimizer
-    dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-    dtype = dtypes.get(variant, jnp.float16)
-
-    def loss_of(params: PyTree, other: PyTree, batch: dict) -> tuple[jax.Array, PyTree]:
-        if variant == "bfloat16":
-            params = jax.tree.map(lambda w: w.astype(dtype), params)
-        loss, other = model.loss(params, other, batch, PLAIN, dtype)
-        return loss.astype(jnp.float32), other
-
-    if variant.startswith("fp8"):
-        loss_of = jsa.fp8_matmuls(loss_of, **FP8_OPTIONS[variant])
-
-    def update(state: PyTree, batch: dict) -> tuple[PyTree, jax.Array]:
-        params, other, opt_state = state
-        grad = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, new_other), grads = grad(params, other, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        apply_updates = jsa.optim.apply_updates if narrow else optax.apply_updates
-        new_other = jsa.match_scales(new_other, other) if narrow else new_other
-        return (apply_updates(params, updates), new_other, opt_state), loss
-
-    def first_state(seed: int) -> PyTree:
-        params, other = model.init(seed)
-        opt_state = optimizer.init(params)
-        if not narrow:
-            return params, other, opt_state
-        params = jsa.as_scaled_array(params, scale="rms", dtype=jnp.float16)
-        return params, *jsa.as_scaled_array((other, opt_state))
-
-    return first_state, update
-
-
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def compiled(update: Callable, narrow: bool) -> Callable:
     """Return the compiled step, without a calibration: that of all seeds."""
     return jax.jit(jsa.scalify(update) if narrow else update)
@@ -251,19 +196,21 @@ class Scales:
 def train(model: Model, variant: str, mode: str, seed: int, steps: int, rate: float) -> dict:
     """Train one cell: its held-out loss, the first step whose state was not finite, or -1."""
     started = time.monotonic()
-    first_state, update = make_step(model, variant, steps, rate)
-    state, bad = first_state(seed), jnp.int32(-1)
-    narrow = is_narrow(variant)
-    scales = Scales(update, mode, lambda step: model.batch(seed, step)) if narrow else None
-    step_of = compiled(update, narrow)
-    every = max(steps // LOOKS, 1)
-    for step in range(steps):
-        if scales is not None:
-            if step >= max(steps // 10, 1) and step % every == 0:
-                state = scales.look(state, step)
-            step_of = scales.step
-        state, _ = step_of(state, model.batch(seed, step))
-        bad = first_bad_step(bad, state, step)
+    parts = phases(variant, steps)
+    state, bad = make_step(model, parts[0][1], steps, rate)[0](seed), jnp.int32(-1)
+    narrow, every, calibrations = is_narrow(variant), max(steps // LOOKS, 1), 0
+    for (start, part), (end, _) in itertools.pairwise([*parts, (steps, "")]):
+        _, update = make_step(model, part, steps, rate)
+        scales = Scales(update, mode, lambda step: model.batch(seed, step)) if narrow else None
+        step_of = compiled(update, narrow)
+        for step in range(start, end):
+            if scales is not None:
+                if step >= max(steps // 10, 1) and step % every == 0:
+                    state = scales.look(state, step)
+                step_of = scales.step
+            state, _ = step_of(state, model.batch(seed, step))
+            bad = first_bad_step(bad, state, step)
+        calibrations += 0 if scales is None else scales.calibrations
     held_out = [model.batch(0, i, held_out=True) for i in range(HELD_OUT_BATCHES)]
     weights = jax.tree.map(lambda w: w.astype(jnp.float32), jsa.asarray(state[:2]))
     wide = loss_in_float32(model)
@@ -271,7 +218,7 @@ def train(model: Model, variant: str, mode: str, seed: int, steps: int, rate: fl
         "loss": statistics.fmean(float(step_of(state, batch)[1]) for batch in held_out),
         "loss_in_float32": statistics.fmean(float(wide(*weights, batch)) for batch in held_out),
         "first_bad_step": int(bad),
-        "calibrations": 0 if scales is None else scales.calibrations,
+        "calibrations": calibrations,
         "seconds": round(time.monotonic() - started, 1),
         **provenance(),
     }
@@ -324,7 +271,7 @@ def summarise(cells: dict[str, dict], steps: int) -> Table:
     names = ("model", "variant", "mode", "seeds", "loss", "gap", "error", "worst", "in float32")
     for name in (*names, "goal", "times"):
         table.add_column(name, justify="left" if name in names[:3] else "right")
-    for model, variant in itertools.product(LEARNING_RATES, (*VARIANTS, *PASSES)):
+    for model, variant in itertools.product(LEARNING_RATES, (*VARIANTS, *NAMED)):
         for mode in MODES if variant in GOALS else ("plain",):
             run, reference = f"{model}/{steps}/{variant}/{mode}", f"{model}/{steps}/float32/plain"
             gaps = find_gaps(cells, run, reference)
@@ -364,8 +311,9 @@ def make_parser(description: str, modes: Sequence[str]) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     models = list(LEARNING_RATES)
-    add("--models", nargs="+", choices=models, default=models)
-    add("--variants", nargs="+", choices=(*VARIANTS, *PASSES), default=list(VARIANTS))
+    usual = [model for model in models if model not in WIDER]
+    add("--models", nargs="+", choices=models, default=usual)
+    add("--variants", nargs="+", choices=(*VARIANTS, *NAMED), default=list(VARIANTS))
     add("--modes", nargs="+", choices=MODES, default=list(modes))
     add("--table", action="store_true", help="print the table of what there is, and train nothing")
     add("--out", type=Path, default=RESULTS, help="(default: %(default)s)")

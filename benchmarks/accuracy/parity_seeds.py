@@ -16,7 +16,8 @@ one, in `benchmarks/results/parity-<device>-jax<version>.json`.
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,13 +33,12 @@ from benchmarks.accuracy.parity import (
     LEARNING_RATES,
     LOOKS,
     find_models,
-    is_narrow,
     key_of,
     make_parser,
-    make_step,
     provenance,
     summarise,
 )
+from benchmarks.accuracy.parity_steps import is_narrow, make_step, phases
 from benchmarks.accuracy.scale_models import PLAIN, Model
 from benchmarks.cells import Store
 from benchmarks.paths import device_slug
@@ -89,39 +89,67 @@ def held_out_batches(model: Model, seeds: int) -> PyTree:
 first_bad_steps = jax.jit(jax.vmap(first_bad_step, in_axes=(0, 0, None)))
 
 
-def first_of(states: PyTree) -> PyTree:
-    """Return the state of the first seed."""
-    return jax.tree.map(lambda x: x[0], states)
+def calibrate(
+    kept: Path | None, update: Callable, state: PyTree, batches: Iterable[PyTree]
+) -> jsa.Calibration:
+    """Calibrate, or take the calibration that was kept."""
+    if kept is not None and kept.exists():
+        return jsa.Calibration.load(kept)
+    found = jsa.calibrate(update, state, batches, steps=CALIBRATION_STEPS)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        found.save(kept)
+    return found
 
 
 def train(
-    model: Model, variant: str, mode: str, seeds: int, steps: int, rate: float
+    model: Model,
+    variant: str,
+    mode: str,
+    seeds: int,
+    steps: int,
+    rate: float,
+    calibrations: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Train all seeds, and return what `parity` stores of each."""
+    """Train all seeds, and return what `parity` stores of each.
+
+    Args:
+        model: what is trained.
+        variant: of its step.
+        mode: of its scales.
+        seeds: how many, from 0.
+        steps: a multiple of `CHUNK`.
+        rate: the peak of the learning rate.
+        calibrations: directory where calibrations are kept, or None.
+    """
     started = time.monotonic()
-    first_state, update = make_step(model, variant, steps, rate)
+    parts = [(first - first % CHUNK, part) for first, part in phases(variant, steps)]
+    first_state, _ = make_step(model, parts[0][1], steps, rate)
     states = jax.jit(jax.vmap(first_state))(jnp.arange(seeds))
-    program = make_program(jsa.scalify(update) if is_narrow(variant) else update)
-    calibration, calibrations = None, 0
-    calibrated = is_narrow(variant) and mode != "dynamic"
+    narrow, times = is_narrow(variant), 0
     bad = jnp.full(seeds, -1, jnp.int32)
-    for start in range(0, steps, CHUNK):
-        is_time_to_look = start % max(steps // LOOKS, CHUNK) == 0
-        if calibrated and start >= steps // 10 and is_time_to_look:
-            if calibration is None:
-                batches = (model.batch(0, start + i) for i in range(CALIBRATION_STEPS))
-                first = first_of(states)
-                calibration = jsa.calibrate(update, first, batches, steps=CALIBRATION_STEPS)
-                calibrations = 1
-                program = make_program(jsa.scalify(update, calibration=calibration))
-                if mode == "frozen":
-                    match = functools.partial(jsa.match_scales, like=calibration.freeze(first))
-                    states = jax.jit(jax.vmap(match))(states)
-            elif calibration.guard(first_of(states)):
-                calibrations += 1
-        batches = training_batches(model, seeds, start, CHUNK)
-        states, _ = program(states, batches, True)
-        bad = first_bad_steps(bad, states, start + CHUNK - 1)
+    for (first, part), (end, _) in itertools.pairwise([*parts, (steps, "")]):
+        _, update = make_step(model, part, steps, rate)
+        program = make_program(jsa.scalify(update) if narrow else update)
+        calibration = None
+        for start in range(first, end, CHUNK):
+            is_time_to_look = start >= steps // 10 and start % max(steps // LOOKS, CHUNK) == 0
+            if narrow and mode != "dynamic" and is_time_to_look:
+                state = jax.tree.map(lambda x: x[0], states)
+                if calibration is None:
+                    kept = calibrations and calibrations / f"{model.name}-{steps}-{part}.json"
+                    each = (model.batch(0, start + i) for i in range(CALIBRATION_STEPS))
+                    calibration = calibrate(kept, update, state, each)
+                    times += 1
+                    program = make_program(jsa.scalify(update, calibration=calibration))
+                    if mode == "frozen":
+                        match = functools.partial(jsa.match_scales, like=calibration.freeze(state))
+                        states = jax.jit(jax.vmap(match))(states)
+                elif calibration.guard(state):
+                    times += 1
+            batches = training_batches(model, seeds, start, CHUNK)
+            states, _ = program(states, batches, True)
+            bad = first_bad_steps(bad, states, start + CHUNK - 1)
     held_out = held_out_batches(model, seeds)
     states, found = program(states, held_out, False)
     weights = jax.tree.map(lambda w: w.astype(jnp.float32), jsa.asarray(states[:2]))
@@ -133,7 +161,7 @@ def train(
             "loss": round(float(found[seed]), 6),
             "loss_in_float32": round(float(wide[seed]), 6),
             "first_bad_step": int(bad[seed]),
-            "calibrations": calibrations,
+            "calibrations": times,
             "seconds": round(seconds, 2),
             **provenance(),
         }
@@ -157,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--seeds", type=int, default=128, help="how many, from 0 (default: %(default)s)")
     add("--steps", type=int, default=1000, help="a multiple of 50 (default: %(default)s)")
+    add("--calibrations", type=Path, help="where to keep them, those of other devices too")
     options = parser.parse_args(arguments)
     if options.steps < CHUNK or options.steps % CHUNK:
         parser.error(f"--steps must be a multiple of {CHUNK}, got {options.steps}")
@@ -180,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             precision = "highest" if variant == "float32" else "default"
             with jax.default_matmul_precision(precision):
                 rate = LEARNING_RATES[name]
-                rows = train(known[name], variant, mode, options.seeds, options.steps, rate)
+                run = (known[name], variant, mode, options.seeds, options.steps, rate)
+                rows = train(*run, options.calibrations)
             cells = dict(zip(keys, rows, strict=True))
             for key, cell in cells.items():
                 store.put(key, settings, cell)

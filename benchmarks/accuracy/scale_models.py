@@ -192,12 +192,13 @@ class LanguageModel(Block):
 
     depth: int
     llama: bool = False
+    width: int = WIDTH
 
     @linen.compact
     def __call__(self, tokens):
-        x = self.make("Embed", VOCABULARY, WIDTH, name="tokens")(tokens)
+        x = self.make("Embed", VOCABULARY, self.width, name="tokens")(tokens)
         if not self.llama:
-            positions = self.make("Embed", CONTEXT, WIDTH, name="positions")
+            positions = self.make("Embed", CONTEXT, self.width, name="positions")
             x = x + positions(jnp.arange(tokens.shape[1]))
         for i in range(self.depth):
             block = PreNormBlock(

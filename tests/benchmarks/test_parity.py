@@ -1,14 +1,17 @@
 """One short run of `benchmarks/accuracy/parity.py`, and what its table says."""
 
 import functools
+import itertools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.accuracy import parity, scale_models
+import jax_scalify as jsa
+from benchmarks.accuracy import parity, parity_steps, scale_models
 
 pytestmark = pytest.mark.newest  # its command runs on the newest JAX
 
@@ -48,15 +51,52 @@ def test_what_is_finished_is_stored_and_not_run_again(tmp_path, capsys, monkeypa
     assert len(ran) == 4
 
 
-def test_training_and_held_out_images_differ(monkeypatch):
+def test_training_and_held_out_images_differ():
     images = parity.digits()[0]
-    monkeypatch.setattr(parity.np, "roll", lambda image, *_: image)
+    parts = images[: parity.TRAINING_IMAGES], images[parity.TRAINING_IMAGES :]
+    shifts = list(itertools.product((-1, 0, 1), repeat=2))
     for held_out in (False, True):
         batch = parity.image_batch(0, 1, held_out)
-        part = images[: parity.TRAINING_IMAGES] if held_out else images[parity.TRAINING_IMAGES :]
-        same = (batch["inputs"][:, None] == part).all((2, 3, 4)).any()
-        assert batch["inputs"].shape == (32, 8, 8, 1) and not same
+        assert batch["inputs"].shape == (32, 8, 8, 1)
+        unshifted = np.stack([np.roll(batch["inputs"], shift, (1, 2)) for shift in shifts])
+        same, other = (
+            (unshifted[:, :, None] == part).all((3, 4, 5)).any((0, 2))
+            for part in parts[:: 1 - 2 * held_out]
+        )
+        assert same.all() and not other.any()
     assert np.array_equal(parity.image_batch(0, 1)["labels"], parity.image_batch(0, 1)["labels"])
+
+
+def test_a_finish_in_float16_changes_the_step_and_not_the_state():
+    assert parity_steps.phases("fp8-finish-20", 1000) == [(0, "fp8-hidden"), (800, "float16")]
+    assert parity_steps.phases("float16", 1000) == [(0, "float16")]
+    module = functools.partial(scale_models.ResMLP, depth=1)
+    model = scale_models.make_model("vit", module, parity.image_batch)
+    states = [
+        jax.eval_shape(parity_steps.make_step(model, variant, 10, 2e-3)[0], 0)
+        for variant in ("fp8-hidden", "float16")
+    ]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    assert jax.tree.leaves(states[0]) == jax.tree.leaves(states[1])
+
+
+def test_layers_are_chosen_by_their_path():
+    def chosen(pattern):
+        return [m.scope for m in matmuls if parity_steps.only(pattern)(m)]
+
+    matmuls = []
+
+    def select(matmul):
+        matmuls.append(matmul)
+        return True
+
+    model = parity.find_models()["llama"]
+    params, other = jax.eval_shape(lambda: model.init(0))
+    loss = jsa.fp8_matmuls(lambda *x: model.loss(*x, scale_models.PLAIN, jnp.float16)[0], select)
+    jax.eval_shape(loss, params, other, model.batch(0, 0))
+    names = {options: chosen(options) for options in ("attention/out", "feed_forward/(gate|up)")}
+    assert [len(found) for found in names.values()] == [4, 8]
+    assert all("out" in scope for scope in names["attention/out"])
 
 
 def test_the_table_says_what_misses_and_what_is_not_finite(capsys):
