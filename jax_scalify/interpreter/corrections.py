@@ -3,7 +3,9 @@
 A rule's scale is an estimate. Where a calibration (`numerics/calibrating.py`) has found the data of
 a value far from 1, its data is multiplied by `2**-k` and its scale by `2**k`, with a `k` that is
 known while tracing: next to the rule's own factor, in the same kernel, and without any statistic.
-Without a correction nothing is added.
+Rules of products and sums multiply before they round (`Pending`), so that what would overflow or
+vanish does not; the result of any other rule is multiplied as it is. Without a correction nothing
+is added.
 """
 
 from __future__ import annotations
@@ -49,6 +51,24 @@ class Place:
         return id(self.eqn), self.names, self.exponents, inside
 
 
+@dataclasses.dataclass
+class Pending:
+    """The correction of an equation's result, for its rule to apply before it rounds.
+
+    Attributes:
+        exponent: the data is to be divided by two to that, and the scale to be multiplied.
+        taken: whether the rule has.
+    """
+
+    exponent: int = 0
+    taken: bool = False
+
+    def take(self) -> int:
+        """Return the exponent to a rule that applies it; 0 if nothing is asked for."""
+        self.taken = self.exponent != 0
+        return self.exponent
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corrections:
     """The corrections of the equations of one jaxpr, and of those that they hold.
@@ -80,9 +100,16 @@ class Corrections:
         """The operands of an equation: a cast's is multiplied before it is rounded."""
         return self._corrected(eqn, values) if rounds(eqn) else list(values)
 
-    def of_results(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    def pending(self, eqn: Any) -> Pending:
+        """The correction of an equation's only result, if it is known before that is computed."""
+        place = self.places.get(id(eqn))
+        known = place is not None and self.choose is None and not rounds(eqn)
+        exponents = place.exponents if place is not None and known else ()
+        return Pending(exponents[0] if len(exponents) == 1 else 0)
+
+    def of_results(self, eqn: Any, values: Sequence[Value], pending: Pending) -> list[Value]:
         """The results of an equation."""
-        return list(values) if rounds(eqn) else self._corrected(eqn, values)
+        return list(values) if pending.taken or rounds(eqn) else self._corrected(eqn, values)
 
     def _corrected(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
         place, out = self.places.get(id(eqn)), list(values)

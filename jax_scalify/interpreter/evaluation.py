@@ -20,7 +20,7 @@ from jax_scalify.base.jaxprs import is_var, live_equations, makers, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter import chains, observing
 from jax_scalify.interpreter.constants import captured, promote
-from jax_scalify.interpreter.corrections import Corrections
+from jax_scalify.interpreter.corrections import Corrections, Pending
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.multiplying import at_one_choice, in_reach
@@ -71,8 +71,9 @@ def evaluate(
             else:
                 names = corrections.names(eqn)
                 operands = corrections.of_operands(eqn, operands)
-                outputs = _equation(eqn, operands, table, config, corrections.inside(eqn))
-                outputs = corrections.of_results(eqn, outputs)
+                inside, pending = corrections.inside(eqn), corrections.pending(eqn)
+                outputs = _equation(eqn, operands, table, config, inside, pending)
+                outputs = corrections.of_results(eqn, outputs, pending)
             outputs = [
                 chains.cut(value) if uses[var] > 1 else value
                 for var, value in zip(eqn.outvars, outputs, strict=True)
@@ -92,7 +93,12 @@ def _typed_literal(literal: Any) -> Any:
 
 
 def _equation(
-    eqn: Any, inputs: list[Value], table: ScaleTable, config: Any, inside: Corrections | None = None
+    eqn: Any,
+    inputs: list[Value],
+    table: ScaleTable,
+    config: Any,
+    inside: Corrections | None = None,
+    pending: Pending | None = None,
 ) -> list[Value]:
     number = uniform(eqn, inputs)
     if number is not None:
@@ -108,7 +114,7 @@ def _equation(
         inputs = [_at_one_choice(v) for v in inputs]
     else:
         inputs = _with_result_shape(eqn, inputs)
-    ctx = _context(eqn, inputs, table, config, inside)
+    ctx = _context(eqn, inputs, table, config, inside, pending or Pending())
     out = _apply(rule, ctx, _arguments(rule, inputs, table, full))
     return out if gives_values(rule) else _wrap(eqn, out, inputs, table)
 
@@ -147,7 +153,12 @@ def _arguments(rule: Any, inputs: list[Value], table: ScaleTable, full: bool) ->
 
 
 def _context(
-    eqn: Any, inputs: list[Value], table: ScaleTable, config: Any, inside: Corrections | None
+    eqn: Any,
+    inputs: list[Value],
+    table: ScaleTable,
+    config: Any,
+    inside: Corrections | None,
+    pending: Pending,
 ) -> RuleContext:
     return RuleContext(
         primitive=eqn.primitive,
@@ -162,6 +173,7 @@ def _context(
         eqn=eqn,
         evaluate=evaluate,
         corrections=inside,
+        pending=pending,
     )
 
 

@@ -15,7 +15,7 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.config import ScalifyConfig
-from jax_scalify.interpreter.corrections import Corrections
+from jax_scalify.interpreter.corrections import Corrections, Pending
 from jax_scalify.interpreter.multiplying import to_plain
 from jax_scalify.interpreter.traits import Traits, declare
 from jax_scalify.interpreter.value import Value
@@ -193,6 +193,8 @@ class RuleContext:
         inputs: facts about the operands (constants, non-negative values).
         table: the scales of this trace.
         config: the active `ScalifyConfig`.
+        pending: the correction of the result that a calibration asks for. A rule need not look at
+            it: it is applied to what the rule returns.
     """
 
     primitive: Primitive
@@ -204,6 +206,7 @@ class RuleContext:
     eqn: JaxprEqn
     evaluate: Callable[..., list[Value]]
     corrections: Corrections | None = None
+    pending: Pending = dataclasses.field(default_factory=Pending)
 
     @property
     def out_dtype(self) -> Any:

@@ -21,7 +21,7 @@ from jax_scalify.interpreter.operand import (
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.nonlinear import wide_rule
-from jax_scalify.rules.shared.products import factors_in_range
+from jax_scalify.rules.shared.products import bind_product, factors_in_range
 from jax_scalify.scales.algebra import ONE, Scale
 
 # Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
@@ -53,8 +53,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
             product = defer_constant(other, x.data, scale)
             if product is not None:
                 return product
-    *data, exponent = split_product(lhs, rhs)
-    return defer(ctx.bind(*data, **params), exponent, scale)
+    return bind_product(ctx, split_product(lhs, rhs), scale, params)
 
 
 @register_scale_rule(
@@ -69,24 +68,21 @@ def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
         data, exponent = split(lhs)
         data = filled(data, ctx.out_avals[0])
         return defer(data if sign > 0 else lax.neg(data), exponent, scale)
-    *data, exponent = split_product(lhs, rhs, powers=(1, -1))
-    return defer(ctx.bind(*data, **params), exponent, scale)
+    return bind_product(ctx, split_product(lhs, rhs, powers=(1, -1)), scale, params)
 
 
 @register_scale_rule(lax.square_p, elements="new", elementwise=True, nonnegative="always", degree=2)
 def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**2`, in wide dtypes of what a scale has within 2**+-16."""
     (x,) = factors_in_range(ctx, x, powers=(2,))
-    data, exponent = split_product(x, powers=(2,))
-    return defer(ctx.bind(data, **params), exponent, x.scale**2)
+    return bind_product(ctx, split_product(x, powers=(2,)), x.scale**2, params)
 
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
 def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`."""
     (x,) = factors_in_range(ctx, x, powers=(y,))
-    data, exponent = split_product(x, powers=(y,))
-    return defer(ctx.bind(data, y=y, **params), exponent, x.scale**y)
+    return bind_product(ctx, split_product(x, powers=(y,)), x.scale**y, {"y": y, **params})
 
 
 def _root(ctx: RuleContext, x: Operand, degree: int, inverse: bool, **params: Any) -> Any:

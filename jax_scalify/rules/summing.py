@@ -162,10 +162,11 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     if params.get("precision") in _OF_FLOAT16:  # it is what the sums' dtype says, everywhere
         params["precision"] = None
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
-    by = exponent - factor.exponent
+    by = exponent - factor.exponent - ctx.pending.exponent
     narrow = ctx.config.sum_dtype != np.float32 and kinds == {np.dtype("float16")}
     if narrow and SMALLEST_EXPONENT <= by <= 0 and not _compat.is_partial_sum(ctx.out_avals[0]):
-        return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale * factor)
+        scale = scale * factor * Scale(ctx.pending.take())
+        return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale)
     preferred = _preferred(ctx, kinds)
     total = lax.dot_general_p.bind(*data, preferred_element_type=preferred, **params)
     return finish(ctx, total, scale, factor, exponent)

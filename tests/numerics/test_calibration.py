@@ -141,6 +141,42 @@ def test_an_fp8_operand_is_multiplied_before_it_is_rounded():
     assert found.max() == 1024  # to three bits of mantissa
 
 
+BEFORE_ROUNDING = {  # and in float64
+    "mul": (lambda x, y: x * y, lambda x, y: x * y),
+    "div": (lambda x, y: x / (1 / y), lambda x, y: x * y),
+    "square": (lambda x, y: jnp.square(x), lambda x, y: x**2),
+    "integer_pow": (lambda x, y: x**3, lambda x, y: x**3),
+    "dot_general": (lambda x, y: x[:, None] @ y[None], lambda x, y: np.outer(x, y)),
+    "reduce_sum": (
+        lambda x, y: jnp.sum(jnp.broadcast_to(x[:, None], (4, 2048)), axis=1),
+        lambda x, y: 2048 * x,
+    ),
+}
+
+
+@pytest.mark.parametrize("primitive", BEFORE_ROUNDING)
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (2.0**30, 2.0**-30)])
+@pytest.mark.parametrize("up", [False, True])
+def test_a_correction_is_applied_before_a_result_is_rounded(primitive, scales, up):
+    fun, in_float64 = BEFORE_ROUNDING[primitive]
+    size, exponent = (2.0**-9, -12) if up else (2.0**15, 30)  # of products beyond float16
+    values = np.float16([[1, -0.5, 0.733, 1.1], [1, 0.5, -0.25, 1]]) * np.float16(size)
+    x, y = jsa.freeze_scales(tuple(map(scaled, values, scales)))
+    names = names_of(fun, *values)
+    name = [name for name in names if name.partition("#")[0] == primitive][-1]
+    c = corrected_by(dict.fromkeys(names, 0) | {name: exponent})
+    wanted = in_float64(*(np.float64(values) * np.float64(scales)[:, None]))
+    for call in (jsa.scalify(fun, calibration=c), jax.jit(jsa.scalify(fun, calibration=c))):
+        found = call(x, y)
+        assert found.dtype == jnp.float16 and np.isfinite(found.data).all()
+        np.testing.assert_array_equal(found.data, np.float16(wanted / float(found.scale)))
+    uncorrected = wanted * 2.0**exponent / float(found.scale)
+    if not up:
+        assert np.abs(uncorrected).max() > 65504
+    elif primitive != "reduce_sum":
+        assert np.any(np.float16(uncorrected) != uncorrected)
+
+
 def test_special_numbers_keep_their_values():
     x = scaled(np.float16([0.0, -0.0, 2.0**-24, 65504.0, np.inf, np.nan, -1.0]))
     for exponent in (4, -4):

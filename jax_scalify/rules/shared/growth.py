@@ -72,6 +72,9 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
 def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale, exponent: int = 0) -> Operand:
     """Make the result of a sum: data `total * 2**exponent / factor`, scale `scale * factor`.
 
-    The factor is how much larger than its terms the sum is expected to be.
+    The factor is how much larger than its terms the sum is expected to be, and what a calibration
+    has found besides.
     """
+    if ctx.pending.exponent:
+        factor = factor * Scale(ctx.pending.take())
     return times(total, Scale(exponent) / factor, scale * factor, ctx.out_dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -85,3 +85,19 @@ def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> Operand:
         number = np.asarray(factor.value, dtype)
         return Operand(raw if factor.is_one else lax.mul(raw, number), scale)
     return Operand(multiply(raw, factor, dtype), scale)
+
+
+def bind_product(
+    ctx: RuleContext, parts: Sequence[Any], scale: Scale, params: Mapping[str, Any]
+) -> Any:
+    """Bind an equation whose result is a product of powers, given what `split_product` returns.
+
+    A correction is applied to the product in float32, before that is rounded.
+    """
+    *data, exponent = parts
+    if not ctx.pending.exponent:
+        return defer(ctx.bind(*data, **params), exponent, scale)
+    correction = ctx.pending.take()
+    wide = dtypes.compute_dtype(ctx.out_dtype)
+    raw = ctx.bind(*(lax.convert_element_type(x, wide) for x in data), **params)
+    return times(raw, Scale(exponent - correction), scale * Scale(correction), ctx.out_dtype)
