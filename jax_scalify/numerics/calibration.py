@@ -25,7 +25,7 @@ from jax_scalify.interpreter.observing import is_observing
 from jax_scalify.interpreter.tracing import argument_name
 from jax_scalify.numerics.equations import Equations, Result
 from jax_scalify.numerics.guarding import Verdict, judge
-from jax_scalify.numerics.measuring import Measured, measure_state
+from jax_scalify.numerics.measuring import Measured, at_scale_of, measure_state
 from jax_scalify.numerics.tracking import Record
 
 FILE_NAME = "calibration.json"
@@ -164,7 +164,8 @@ class Calibration:
         What has the range of float32 has no band: it may be not finite only.
 
         Args:
-            state: that of the step now, measured by one small program; or None.
+            state: that of the step now, measured by one small program; or None. What has another
+                scale than `freeze` gives it is judged as if it had that.
             metrics: what `jsa.numerics.track(step, c.watches, ...)` returns with a step, where
                 `step` is `scalify(step, calibration=c)`; or None.
 
@@ -177,7 +178,8 @@ class Calibration:
         """
         now: dict[str, Mapping[str, float]] = {}
         if state is not None:
-            now |= {name: vars(m) for name, m in measure_state(state).items()}
+            found = measure_state(state).items()
+            now |= {name: vars(at_scale_of(m, self.state.get(name))) for name, m in found}
         if metrics is not None:
             if not isinstance(metrics, Record):
                 raise TypeError(f"`metrics` must be a Record, got {type(metrics).__name__}.")

@@ -122,6 +122,15 @@ def at_frozen_scale(m: Measured) -> Measured:
     return dataclasses.replace(m, scale=m.scale + exponent, **moved)
 
 
+def at_scale_of(m: Measured, other: Measured | None) -> Measured:
+    """What was measured, as it would be at the scale of another measurement."""
+    if other is None or m.scale is None or other.scale is None:
+        return m
+    away = m.scale - other.scale
+    moved = dict(log2_rms=m.log2_rms + away, log2_max=m.log2_max + away)
+    return dataclasses.replace(m, scale=other.scale, **moved)
+
+
 def observe(data: jax.Array, scale: Any = None, dtype: Any = None) -> jax.Array:
     """What `device_statistics.observe` returns, and the largest size of an element, not masks."""
     row = device_statistics.observe(data, scale, dtype)

@@ -173,6 +173,20 @@ def test_a_jump_of_the_learning_rate_makes_the_guard_speak(calibrated):
     assert all(drift.name in c.state or drift.name in c.values for drift in spoken)
 
 
+def test_state_with_dynamic_scales_is_judged_at_those_that_it_would_be_frozen_with():
+    def step(state, x):
+        return {"v": state["v"] + 0 * jnp.sum(x)}, x
+
+    data = jnp.full((8, 8), 2.0**14, jnp.float16)  # near the top, where `freeze` leaves no state
+    state, x = {"v": jsa.scaled_array(data, 1.0)}, jnp.ones(3, jnp.float16)
+    c = jsa.calibrate(step, state, x, steps=1)
+    assert c.freeze(state)["v"].scale > 2.0**6
+    for now in (state, c.freeze(state), {"v": jsa.scaled_array(data / 256, 256.0)}):
+        assert not c.guard(now)
+    for scale in (2.0**12, 2.0**-30):  # as small numbers as none of the data is
+        assert c.guard({"v": jsa.scaled_array(data, scale)})
+
+
 def test_what_cannot_be_guarded_is_said(calibrated):
     state, c = calibrated
     assert not c.guard(state) and not c.guard()
