@@ -155,8 +155,10 @@ gpu-fp8: $(VENV)/.installed  ## matmuls and transformer layers in bfloat16 and F
 gpu-steps: $(VENV)/.installed  ## whole training steps in bfloat16, float16 and FP8, on a GPU
 	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.cost.gpu_steps
 
-parity-seeds: $(VENV)/.installed  ## three models of parity, 128 seeds of each, on a GPU
-	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 llama moe
+parity-seeds: $(VENV)/.installed  ## models of parity, 128 seeds and more of each, on a GPU
+	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 llama moe bert
+	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models lstm --seeds 256
+	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models vit --seeds 384
 
 # The compilers of GPUs and TPUs, 6 GB, in an environment of their own; no such device is needed.
 accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 and TPUs; docs/accelerators.md
