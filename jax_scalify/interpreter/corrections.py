@@ -3,9 +3,9 @@
 A rule's scale is an estimate. Where a calibration (`numerics/calibrating.py`) has found the data of
 a value far from 1, its data is multiplied by `2**-k` and its scale by `2**k`, with a `k` that is
 known while tracing: next to the rule's own factor, in the same kernel, and without any statistic.
-Rules of products and sums multiply before they round (`Pending`), so that what would overflow or
-vanish does not; the result of any other rule is multiplied as it is. Without a correction nothing
-is added.
+Rules whose results may be larger than their operands multiply before they round (`Pending`), so
+that what would overflow or vanish does not; the result of any other rule is multiplied as it is.
+Without a correction nothing is added.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from jax_scalify.rules.shared.along_axes import (
     windowed_axes,
 )
 from jax_scalify.rules.shared.joining import align, bring_together, same_dtype, shared_scale
+from jax_scalify.rules.shared.products import rounded, widened
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ZERO, Scale
 
@@ -56,7 +57,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
         data, exponent = bring_together((lhs, rhs), scale)
         operation = lax.sub if negate_rhs else lax.add
-        return defer(dtypes.cast(operation(*same_dtype(*data)), ctx.out_dtype), exponent, scale)
+        return rounded(ctx, operation(*widened(ctx, same_dtype(*data))), scale, exponent)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant 0 changes nothing."
     return rule
@@ -318,11 +319,11 @@ def scatter_rule(
     compute = dtypes.compute_dtype(ctx.out_dtype) if sums else ctx.out_dtype
     if x.scale.ndim or updates.scale.ndim:
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
-        return ScaledArray(dtypes.cast(out, ctx.out_dtype), scale)
+        return rounded(ctx, out, scale)
     data, scale, exponent = _brought_together(ctx, (x, updates), ctx.in_avals[::2], density)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
     out = scatter(ctx, data[0], indices, data[1], params)
-    return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
+    return rounded(ctx, out, scale, exponent)
 
 
 @register_scale_rule(lax.select_and_scatter_add_p, elements="new", nonnegative="keeps")
@@ -337,7 +338,7 @@ def select_and_scatter_add_rule(
     data = [
         filled(dtypes.cast(x.data, compute), v) for x, v in zip(arrays, ctx.in_avals, strict=True)
     ]
-    return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), source.scale)
+    return rounded(ctx, ctx.bind(*data, **params), source.scale)
 
 
 @register_scale_rule(lax.complex_p, elements="new", elementwise=True)

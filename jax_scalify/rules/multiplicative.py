@@ -21,7 +21,7 @@ from jax_scalify.interpreter.operand import (
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.nonlinear import wide_rule
-from jax_scalify.rules.shared.products import bind_product, factors_in_range
+from jax_scalify.rules.shared.products import bind_product, factors_in_range, rounded, widened
 from jax_scalify.scales.algebra import ONE, Scale
 
 # Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
@@ -134,6 +134,6 @@ def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
     (x,) = factors_in_range(ctx, x, powers=(math.ceil(abs(halves) / 2),))
     root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
     scale = root ** int(halves) if halves % 2 else root ** int(number)
-    data = multiply(x.data, rest)
+    (data,) = widened(ctx, [multiply(x.data, rest)])
     exponent = np.asarray(number).astype(data.dtype if halves % 2 else ctx.in_avals[1].dtype)[()]
-    return ScaledArray(dtypes.cast(ctx.bind(data, exponent, **params), ctx.out_dtype), scale)
+    return rounded(ctx, ctx.bind(data, exponent, **params), scale)

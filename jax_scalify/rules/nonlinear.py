@@ -12,6 +12,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.growth import finish
+from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
@@ -36,7 +37,7 @@ def exp_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     compilers widen where a device has no such exponential. Told to widen, some no longer keep a
     softmax in one kernel.
     """
-    if x.dtype in (jnp.float16, jnp.bfloat16):
+    if x.dtype in (jnp.float16, jnp.bfloat16) and not ctx.pending.exponent:
         return ScaledArray(ctx.bind(ctx.dequantise(x, x.dtype), **params), ONE)
     return wide_rule(ctx, x, **params)
 
@@ -61,7 +62,7 @@ def exp_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 )
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     """`scale = 1`, evaluated in at least float32."""
-    return ScaledArray(dtypes.cast(evaluate_wide(ctx, args, params), ctx.out_dtype), ONE)
+    return rounded(ctx, evaluate_wide(ctx, args, params), ONE)
 
 
 @register_scale_rule(

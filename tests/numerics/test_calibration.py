@@ -146,7 +146,13 @@ BEFORE_ROUNDING = {  # and in float64
     "div": (lambda x, y: x / (1 / y), lambda x, y: x * y),
     "square": (lambda x, y: jnp.square(x), lambda x, y: x**2),
     "integer_pow": (lambda x, y: x**3, lambda x, y: x**3),
+    "pow": (lambda x, y: jnp.abs(x) ** jnp.float16(2.5), lambda x, y: np.abs(x) ** 2.5),
     "dot_general": (lambda x, y: x[:, None] @ y[None], lambda x, y: np.outer(x, y)),
+    "add": (lambda x, y: x + jnp.abs(x), lambda x, y: x + np.abs(x)),
+    "scatter-add": (
+        lambda x, y: jnp.zeros(4, x.dtype).at[jnp.array([0, 1, 1, 1] * 9)].add(jnp.tile(x, 9)),
+        lambda x, y: np.array([9 * x[0], 9 * (x[1] + x[2] + x[3]), 0, 0]),
+    ),
     "reduce_sum": (
         lambda x, y: jnp.sum(jnp.broadcast_to(x[:, None], (4, 2048)), axis=1),
         lambda x, y: 2048 * x,
@@ -173,7 +179,7 @@ def test_a_correction_is_applied_before_a_result_is_rounded(primitive, scales, u
     uncorrected = wanted * 2.0**exponent / float(found.scale)
     if not up:
         assert np.abs(uncorrected).max() > 65504
-    elif primitive != "reduce_sum":
+    elif primitive not in ("add", "scatter-add", "reduce_sum"):
         assert np.any(np.float16(uncorrected) != uncorrected)
 
 

@@ -87,17 +87,27 @@ def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> Operand:
     return Operand(multiply(raw, factor, dtype), scale)
 
 
+def rounded(ctx: RuleContext, raw: Any, scale: Scale, exponent: int = 0) -> Operand:
+    """Make a result of data `raw * 2**exponent`, of at least float32 where a correction waits.
+
+    It is applied before the data is rounded, so that nothing overflows that is not to.
+    """
+    if not ctx.pending.exponent:
+        return defer(dtypes.cast(raw, ctx.out_dtype), exponent, scale)
+    correction = ctx.pending.take()
+    return times(raw, Scale(exponent - correction), scale * Scale(correction), ctx.out_dtype)
+
+
+def widened(ctx: RuleContext, data: Sequence[Any]) -> list[Any]:
+    """The operands of an elementwise equation, in at least float32 where a correction waits."""
+    if not ctx.pending.exponent:
+        return list(data)
+    return [lax.convert_element_type(x, dtypes.compute_dtype(ctx.out_dtype)) for x in data]
+
+
 def bind_product(
     ctx: RuleContext, parts: Sequence[Any], scale: Scale, params: Mapping[str, Any]
-) -> Any:
-    """Bind an equation whose result is a product of powers, given what `split_product` returns.
-
-    A correction is applied to the product in float32, before that is rounded.
-    """
+) -> Operand:
+    """Bind an equation whose result is a product of powers, given what `split_product` returns."""
     *data, exponent = parts
-    if not ctx.pending.exponent:
-        return defer(ctx.bind(*data, **params), exponent, scale)
-    correction = ctx.pending.take()
-    wide = dtypes.compute_dtype(ctx.out_dtype)
-    raw = ctx.bind(*(lax.convert_element_type(x, wide) for x in data), **params)
-    return times(raw, Scale(exponent - correction), scale * Scale(correction), ctx.out_dtype)
+    return rounded(ctx, ctx.bind(*widened(ctx, data), **params), scale, exponent)
