@@ -36,7 +36,8 @@ from rich.console import Console
 from rich.table import Table
 
 import jax_scalify as jsa
-from benchmarks.accuracy.parity import LEARNING_RATES, commit, find_models, make_optimizer
+from benchmarks.accuracy.parity import LEARNING_RATES, commit, find_models
+from benchmarks.accuracy.parity_steps import make_optimizer
 from benchmarks.accuracy.scale_models import PLAIN
 from benchmarks.cells import Cells, Store
 from benchmarks.paths import RESULTS
