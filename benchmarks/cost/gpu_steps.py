@@ -163,7 +163,7 @@ def measure(
         if profile is not None:
             with jax.profiler.trace(str(profile / variant)):
                 runs[variant].go(2)
-        quartiles = statistics.quantiles(times[variant], n=4)
+        quartiles = statistics.quantiles(times[variant], n=4, method="inclusive")
         yield variant, found[variant] | dict(zip(("q1_ms", "median_ms", "q3_ms"), quartiles))
 
 
