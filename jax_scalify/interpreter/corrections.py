@@ -24,8 +24,8 @@ from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 from jax_scalify.scales.algebra import Scale
 
-# Chooses the exponent of a correction while tracing, given the name and the value without it.
-Chooser = Callable[[str, Operand], int]
+# Chooses a correction while tracing, given the name and the value without it.
+Chooser = Callable[[str, Operand], Scale]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class Corrections:
 
     Attributes:
         places: by the id of the equation.
-        choose: chooses exponents while tracing, instead of those of `places`.
+        choose: chooses corrections while tracing, instead of those of `places`.
     """
 
     places: Mapping[int, Place]
@@ -120,10 +120,10 @@ class Corrections:
             value = out[i]
             if not isinstance(value, Operand) or value.number is not None or value.scale.is_zero:
                 continue
-            exponent = place.exponents[i] if choose is None else choose(place.names[i], value)
-            if exponent:
-                data = moved(value, Scale(-exponent), value.dtype)
-                out[i] = value.as_pair(data, value.scale * Scale(exponent))
+            found = Scale(place.exponents[i]) if choose is None else choose(place.names[i], value)
+            if not found.is_one:
+                data = moved(value, found**-1, value.dtype)
+                out[i] = value.as_pair(data, value.scale * found)
         return out
 
 

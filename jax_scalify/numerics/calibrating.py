@@ -3,17 +3,18 @@
 A round runs the steps with statistics of all values that count, then interprets the step once more
 with the static scales that its state will have. There each scale is known while tracing, and so is
 the data of each value: `RMS of the value / scale`. What is outside of its band gets a correction,
-and everything that is computed from it is judged with that. Another round is needed only where the
-first has seen wrong values, behind what saturated or overflowed, or where scales are known at run
-time alone: in loops, and where a traced scalar has its part in them, as in the gradients of a loss
-that is divided by the number of its tokens. That round starts from the state at its static scales.
-What it measures of the latter moves, by a round's corrections, as far as the known parts of their
-scales do.
+and everything that is computed from it is judged with that. Some scales are known at run time
+alone: in loops, and where a traced scalar has its part in them, as in the gradients of a loss that
+is divided by the number of its tokens. They are computed by a program that computes nothing else,
+again and again while their corrections are chosen. Another round is needed only where the first has
+seen wrong values, behind what saturated or overflowed. It starts from the state at its static
+scales.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import warnings
@@ -28,21 +29,20 @@ from jax_scalify.arrays.conversions import thaw_scales
 from jax_scalify.arrays.nnx_objects import PureCall
 from jax_scalify.arrays.scaled_array import check_scaled, is_scaled
 from jax_scalify.config import ScalifyConfig
-from jax_scalify.interpreter.operand import Operand
 from jax_scalify.numerics.calibration import Calibration
 from jax_scalify.numerics.choosing import LOST, VANISHED, Choice, is_distorted
 from jax_scalify.numerics.equations import Planner, Result
-from jax_scalify.numerics.instrumenting import Place, find_places
+from jax_scalify.numerics.instrumenting import Place, Watcher, find_places
 from jax_scalify.numerics.interpreting import is_array, trace
 from jax_scalify.numerics.measuring import (
     Measured,
+    ScaleWatcher,
     StatisticsWatcher,
     at_frozen_scale,
     combine,
     finish,
     measure_state,
 )
-from jax_scalify.scales.algebra import Scale
 from jax_scalify.transform import scalify
 
 _ROUNDS = 4
@@ -62,9 +62,7 @@ def calibrate(
 
     The steps start from `state`, which stays what it is. They run with dynamic scales, and compile
     once with statistics: once more, up to three times, where something overflowed, saturated or
-    vanished, or is out of its band where scales are known at run time alone: in a loop, and where
-    they have a part of a traced scalar. Values inside of `while` loops and kernels are not looked
-    at.
+    vanished. Values inside of `while` loops and kernels are not looked at.
 
     Args:
         step: `step(state, batch)`, which returns the new state, or a tuple that begins with it: the
@@ -127,12 +125,12 @@ def calibrate(
             seen, chosen, exponents = last
             break
         last = seen, Choice({}, {}), exponents
-        before, chosen = exponents, _choose(step, config, exponents, seen, batches[-1])
+        before, chosen = exponents, _choose(step, config, exponents, seen, batches)
         exponents = chosen.exponents
-        if chosen.needs_frozen_state and at_scales is thaw_scales:
-            at_scales = Calibration({}, seen.state).freeze
-        elif exponents == before or not (seen.is_distorted or chosen.is_guess):
+        if exponents == before or not seen.is_distorted:
             break
+        if at_scales is thaw_scales and not seen.state_is_lost:
+            at_scales = Calibration({}, seen.state).freeze
     values = {
         name: dataclasses.replace(
             m, **{"correction": exponents.get(name, 0), **chosen.found.get(name, {})}
@@ -160,14 +158,12 @@ class _Seen:
         state: by name, of the last state where the leaf was not zero, at the scales that it will be
             frozen with.
         last: the state.
-        is_frozen: whether it has had its static scales in these steps.
     """
 
     values: dict[str, Measured]
     results: Mapping[str, Result]
     state: dict[str, Measured]
     last: Any
-    is_frozen: bool
 
     @property
     def state_is_lost(self) -> bool:
@@ -197,24 +193,19 @@ def _measure(
     scaled = scalify(step, config=config, calibration=planner)
     names: list[str] = []
 
-    def watched(static: Any, *arrays: Any) -> tuple[Any, jax.Array]:
-        tree, leaves = static
-        rest = iter(arrays)
-        full = [next(rest) if leaf is _ARRAY else leaf for leaf in leaves]
-        call = PureCall(scaled, jax.tree.unflatten(tree, full), {})
-        out, places, seen = _watch(call, planner)
+    def watched(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        out, places, seen = _watch(
+            PureCall(scaled, (state, batch), {}), planner, StatisticsWatcher, _counts
+        )
         names[:] = [place.name for place in places]
         rows = [seen[place.position, place.result] for place in places]
         return out, jnp.stack(rows) if rows else jnp.zeros((0, 0))
 
-    options = _QUICKLY if jax.default_backend() == "cpu" else None
-    program = jax.jit(watched, static_argnums=0, compiler_options=options)
+    program = _compiled(watched)
     found: dict[str, list[Any]] = {}
     of_state: dict[str, Measured] = {}
     for batch in batches:
-        leaves, tree = jax.tree.flatten((state, batch))
-        static = tree, tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
-        out, rows = program(static, *(leaf for leaf in leaves if is_array(leaf)))
+        out, rows = program(state, batch)
         state = at_scales(_next_state(out, state))
         # Gradients that are accumulated are zero after the step that they are for.
         of_state |= {
@@ -239,14 +230,39 @@ def _measure(
     measured = zip(found, finish(rows, known) if found else [], strict=True)
     values = {name: m for name, m in measured if m is not None}
     leaves = {name: at_frozen_scale(m) for name, m in of_state.items()}
-    return _Seen(values, results, leaves, state, at_scales is not thaw_scales)
+    return _Seen(values, results, leaves, state)
 
 
 _ARRAY = object()  # stands for an array among static leaves
 
 
-def _watch(call: PureCall, planner: Planner) -> tuple[Any, list[Place], dict[Any, jax.Array]]:
-    """The results of a step, inside of a trace, and statistics of the values that count."""
+def _compiled(function: Callable) -> Callable:
+    """Compile a function of pytrees, of which what is no array is static."""
+
+    def flat(static: Any, *arrays: Any) -> Any:
+        tree, leaves = static
+        rest = iter(arrays)
+        args = [next(rest) if leaf is _ARRAY else leaf for leaf in leaves]
+        return function(*jax.tree.unflatten(tree, args))
+
+    options = _QUICKLY if jax.default_backend() == "cpu" else None
+    program = jax.jit(flat, static_argnums=0, compiler_options=options)
+
+    def call(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        static = tree, tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
+        return program(static, *(leaf for leaf in leaves if is_array(leaf)))
+
+    return call
+
+
+def _watch(
+    call: PureCall,
+    planner: Planner,
+    watcher: Callable[[list[Place], Any], Watcher],
+    counts: Callable[[Result], bool],
+) -> tuple[Any, list[Place], dict[Any, jax.Array]]:
+    """The results of a step, inside of a trace, and what is seen of the values that count."""
     structure: Any = None
 
     def update(*args: Any) -> Any:
@@ -258,15 +274,17 @@ def _watch(call: PureCall, planner: Planner) -> tuple[Any, list[Place], dict[Any
     closed, arrays, arguments = trace(PureCall(update, call.args, {}))
     assert planner.equations is not None
     known = planner.equations.results
-    places = [p for p in find_places(closed, arguments) if _counts(known.get(p.name))]
-    results, seen = StatisticsWatcher(places, None).run(closed, arrays)
+    places = [
+        place
+        for place in find_places(closed, arguments)
+        if place.name in known and counts(known[place.name])
+    ]
+    results, seen = watcher(places, None).run(closed, arrays)
     return jax.tree.unflatten(structure, results), places, seen
 
 
-def _counts(result: Result | None) -> bool:
+def _counts(result: Result) -> bool:
     """Whether a value is measured: what may leave its range, and what matmuls and updates take."""
-    if result is None:
-        return False
     return result.can_be_corrected or result.is_operand or result.is_gradient
 
 
@@ -288,26 +306,31 @@ def _choose(
     config: ScalifyConfig | None,
     exponents: Mapping[str, int],
     seen: _Seen,
-    batch: Any,
+    batches: list[Any],
 ) -> Choice:
-    """Choose corrections for static scales: interpret the step, and compile nothing."""
+    """Choose corrections for static scales: interpret the step, and compile nothing but scales."""
     frozen = Calibration({}, seen.state).freeze(seen.last)
+    choice, names = Choice(seen.values, exponents), list(seen.values)
+    found: list[str] = []
 
-    def interpret(state: Any, make_chooser: Callable) -> None:
-        scaled = scalify(step, config=config, calibration=Planner({}, make_chooser))
-        trace(PureCall(scaled, (state, batch), {}), observe=False)
+    def scales(state: Any, batch: Any, factors: jax.Array) -> jax.Array:
+        of = functools.partial(choice.of, factors=dict(zip(names, factors, strict=True)))
+        planner = Planner({}, of)
+        call = PureCall(scalify(step, config=config, calibration=planner), (state, batch), {})
+        unknown = choice.unknown_names
+        _, places, rows = _watch(call, planner, ScaleWatcher, lambda r: r.name in unknown)
+        found[:] = [place.name for place in places]
+        return jnp.array([rows[place.position, place.result] for place in places])
 
-    choice = Choice(seen.values, exponents)
-    interpret(frozen, choice.of)
-    if choice.has_unknown and seen.is_frozen:
-        # Once more, knowing the scales of the steps that were measured.
-        measured: dict[str, Scale] = {}
+    program, different = _compiled(scales), list({id(batch): batch for batch in batches}.values())
 
-        def remember(name: str, value: Operand) -> int:
-            measured[name] = value.scale
-            return exponents.get(name, 0)
+    def scales_of(turned: Mapping[str, int]) -> dict[str, float]:
+        factors = np.ldexp(np.float32(1), [turned.get(name, 0) for name in names])
+        # The largest of all batches: as was measured of them.
+        rows = [np.asarray(program(frozen, batch, factors)) for batch in different]
+        with np.errstate(divide="ignore"):
+            exponents = np.log2(np.fmax.reduce(rows))
+        return dict(zip(found, exponents.tolist(), strict=True))
 
-        interpret(seen.last, lambda _: remember)
-        choice = Choice(seen.values, exponents, measured)
-        interpret(frozen, choice.of)
+    choice.settle(scales_of)
     return choice

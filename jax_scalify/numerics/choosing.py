@@ -1,4 +1,4 @@
-"""The corrections of values whose data would leave the band of its dtype, chosen while tracing."""
+"""The corrections of values whose data would leave the band of its dtype."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.numerics.equations import Equations, Result
 from jax_scalify.numerics.measuring import Measured, excess
-from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.algebra import ONE, Scale
 
 LOST = 0.01  # share of the elements of a value that is worth an entry
 VANISHED = 0.5
 # Exponents of the scales at which float16 has all that `exp` and its like tell apart: numbers up to
 # 2**8 beyond which they are 0, 1 or infinite in float32, too, and digits down to 2**-16.
 _SATURATING = -8, 8
+_PASSES, _TURNS = 3, 8  # through all values whose scales only a run tells, and at each of them
+_BEYOND = 300  # stands for the exponent of a scale that is infinite, or minus that for one of 0
 
 
 def is_distorted(m: Measured, result: Result, vanished: float) -> bool:
@@ -53,101 +56,133 @@ def _excess(m: Measured, result: Result, scale: int) -> int:
 
 
 class Choice:
-    """Chooses the exponents of corrections while a step is interpreted.
+    """Chooses the exponents of corrections.
+
+    Where a value's scale is known while tracing, so is its correction. What is in a loop, or has a
+    traced scalar as a part of its scale, gets a factor there that a run is given: `settle` turns
+    these, one after the other, and looks at the scales that come of them.
 
     Attributes:
         exponents: those that are not 0, by name.
-        found: by name, scale, correction and RMS of data where the scale is static.
-        is_guess: whether there are corrections of which only a run tells what they do.
-        has_unknown: whether scales outside of loops are not known while tracing.
-        needs_frozen_state: whether some of these have data that is out of its band.
+        found: by name, scale, correction and RMS of data where scales are static.
+        unknown_names: of values whose scales only a run tells.
     """
 
-    def __init__(
-        self,
-        seen: Mapping[str, Measured],
-        before: Mapping[str, int],
-        measured: Mapping[str, Scale] | None = None,
-    ):
-        """Take what was seen with the corrections of before, and the scales that it had then."""
-        self._seen, self._before, self._measured = seen, before, measured or {}
+    def __init__(self, seen: Mapping[str, Measured], before: Mapping[str, int]):
+        """Take what was seen with the corrections of before."""
+        self._seen, self._before = seen, before
         self._results: Mapping[str, Result] = {}
-        self._in_loops: dict[str, int] = {}
-        self._moved: set[str] = set()
-        self.is_guess = self.has_unknown = self.needs_frozen_state = False
+        self.unknown_names: set[str] = set()
         self.exponents: dict[str, int] = {}
         self.found: dict[str, dict[str, Any]] = {}
 
-    def of(self, equations: Equations) -> Callable[[str, Operand], int]:
-        """Take in the equations, and return the chooser."""
-        self._results = equations.results
-        return self._choose
+    def of(
+        self, equations: Equations, factors: Mapping[str, jax.Array]
+    ) -> Callable[[str, Operand], Scale]:
+        """Take in the equations, and return the chooser.
 
-    def _choose(self, name: str, value: Operand) -> int:
-        result, m = self._results.get(name), self._seen.get(name)
-        if result is None or not result.can_be_corrected:
-            return 0
-        exponent = self._before.get(name, 0)
-        if m is not None and m.scale is not None and math.isfinite(m.log2_rms):
-            if value.scale.is_static:
-                exponent = self._settled(name, m, result, int(value.scale.exponent))
-            else:
-                self.found.pop(name, None)
-                is_in_loop = result.runs > 1
-                exponent = (self._in_loop if is_in_loop else self._moved_by)(name, m, result, value)
+        Args:
+            equations: of the step.
+            factors: of scales that only a run tells, powers of two, by name.
+        """
+        self._results = equations.results
+
+        def choose(name: str, value: Operand) -> Scale:
+            result = self._results.get(name)
+            if result is None or not result.can_be_corrected:
+                return ONE
+            m, exponent = self._seen.get(name), self._before.get(name, 0)
+            self.unknown_names.discard(name)
+            if m is not None and m.scale is not None and math.isfinite(m.log2_rms):
+                if not value.scale.is_static:
+                    self.unknown_names.add(name)
+                    table = value.scale.factors[0][0].table
+                    return table.atom(factors[name], nonzero=True, extent=0, limit=0)
+                scale = int(value.scale.exponent)
+                exponent = _excess(m, result, scale)
+                self._find(name, m, scale + exponent, exponent)
+            self._correct(name, exponent)
+            return Scale(exponent)
+
+        return choose
+
+    def settle(self, scales_of: Callable[[Mapping[str, int]], Mapping[str, float]]) -> None:
+        """Choose the exponents of values whose scales only a run tells.
+
+        In a loop, what comes from step to step gets a correction in each step: the scale moves by
+        more than the exponent does.
+
+        Args:
+            scales_of: runs nothing but the scales, given exponents of the factors by name, and
+                returns those of the scales, by name.
+        """
+        turned: dict[str, int] = {}
+        scales = scales_of(turned)
+        unknown = [name for name in self._results if name in self.unknown_names]
+        for _ in range(_PASSES):
+            before = dict(turned)
+            for name in unknown:
+                scales = self._turn(name, turned, scales, scales_of)
+            if turned == before:
+                break
+        for name in unknown:
+            if math.isfinite(scales[name]):
+                self._find(name, self._seen[name], int(scales[name]), turned.get(name, 0))
+            self._correct(name, turned.get(name, 0))
+
+    def _turn(
+        self,
+        name: str,
+        turned: dict[str, int],
+        scales: Mapping[str, float],
+        scales_of: Callable[[Mapping[str, int]], Mapping[str, float]],
+    ) -> Mapping[str, float]:
+        """Turn one factor until its value's data is in its band; return the scales then."""
+        m, result = self._seen[name], self._results[name]
+        tried: dict[int, int] = {}  # by exponent, by how much its scale is too small
+        for _ in range(_TURNS):
+            if math.isnan(scales[name]):  # of what was not computed
+                break
+            scale, exponent = max(-_BEYOND, min(_BEYOND, scales[name])), turned.get(name, 0)
+            tried[exponent] = _excess(m, result, int(scale))
+            turned[name] = _next(tried, exponent)
+            if turned[name] == exponent:
+                break
+            scales = scales_of(turned)
+        best = min(tried, key=lambda e: (abs(tried[e]), abs(e)), default=0)
+        if best != turned.get(name, 0):
+            turned[name] = best
+            scales = scales_of(turned)
+        return scales
+
+    def _find(self, name: str, m: Measured, scale: int, exponent: int) -> None:
+        """Keep what a value's data will be at a scale, of which its correction is a part."""
+        away = (m.scale or 0) - scale
+        data = {"log2_rms": m.log2_rms + away, "log2_max": m.log2_max + away}
+        self.found[name] = {"scale": scale, "correction": exponent, **data}
+        if exponent != m.correction:  # by which nothing is lost at the top any more
+            self.found[name]["overflow"] = 0.0
+
+    def _correct(self, name: str, exponent: int) -> None:
         self.exponents.pop(name, None)
         if exponent:
             self.exponents[name] = exponent
             self.found.setdefault(name, {"correction": exponent})
+
+
+def _next(tried: Mapping[int, int], exponent: int) -> int:
+    """The next exponent to try, the last again if it is the best or there is none.
+
+    A scale grows by at least as much as the exponent does. So the last one and what it lacks is
+    beyond the one that is looked for, or that itself.
+    """
+    away = tried[exponent]
+    low = max((e for e, a in tried.items() if a > 0), default=None)
+    high = min((e for e, a in tried.items() if a < 0), default=None)
+    if not away or low is None or high is None:
+        return exponent + away
+    width = high - low
+    if width <= 1:
         return exponent
-
-    def _settled(self, name: str, m: Measured, result: Result, scale: int) -> int:
-        """The exponent of a value that has the data which an uncorrected `scale` leaves to it."""
-        exponent = _excess(m, result, scale)
-        away = (m.scale or 0) - scale - exponent  # from the data to be expected
-        data = {"log2_rms": m.log2_rms + away, "log2_max": m.log2_max + away}
-        self.found[name] = {"scale": scale + exponent, "correction": exponent, **data}
-        if exponent != m.correction:  # by which nothing is lost at the top any more
-            self.found[name]["overflow"] = 0.0
-        return exponent
-
-    def _moved_by(self, name: str, m: Measured, result: Result, value: Operand) -> int:
-        """The exponent of a value whose scale has a part that only a run tells.
-
-        It is measured at `m.scale`, and moves with the part that is known: the exponents of two
-        scales of the same factors differ by as much as the scales do.
-        """
-        self.has_unknown = True
-        exponent, scale, before = m.correction, value.scale, self._measured.get(name)
-        self.needs_frozen_state |= _excess(m, result, (m.scale or 0) - exponent) != exponent
-        if before is None or _factors(before) != _factors(scale):
-            return exponent
-        moved = int(scale.exponent) - int(before.exponent)
-        found = self._settled(name, m, result, (m.scale or 0) - exponent + moved)
-        # What has saturated was larger than what was seen, and a maximum may be another one.
-        is_exact = all(atom.is_number for atom, _ in scale.factors) and not m.overflow > LOST
-        self.is_guess |= found != exponent and not is_exact
-        return found
-
-    def _in_loop(self, name: str, m: Measured, result: Result, value: Operand) -> int:
-        """The exponent of a value whose scale is not known: of the first in a row that is out.
-
-        In a loop, what comes from step to step gets the correction in each step.
-        """
-        del value
-        if name not in self._in_loops:
-            exponent = m.correction
-            away = _excess(m, result, m.scale or 0) / result.runs
-            # What saturates was larger than what was seen.
-            away = math.ceil(away) if max(m.overflow, m.nonfinite) > LOST else round(away)
-            if away:
-                exponent += away if self._moved.isdisjoint(result.sources) else 0
-                self._moved.add(name)
-                self.is_guess = True
-            self._in_loops[name] = exponent
-        return self._in_loops[name]
-
-
-def _factors(scale: Scale) -> list[tuple[int, int]]:
-    """What a scale is made of but its exponent, in a trace of the same function."""
-    return [(atom.index, power) for atom, power in scale.factors]
+    between = round(width * tried[low] / (tried[low] - tried[high]))
+    return low + max(1, min(width - 1, between))

@@ -37,8 +37,6 @@ class Result:
         line: where the user's code makes it: `file:line (function)`.
         dtype: of the result.
         is_array: whether it has several elements.
-        sources: names of the results that it is computed from.
-        runs: how often the loops around it compute it.
         keeps_scale: whether it is a mask, or the user asks for its scale, or an optimizer's state.
         is_operand: of a matmul.
         is_gradient: made by the backward pass for the update, or for the caller.
@@ -49,8 +47,6 @@ class Result:
     line: str
     dtype: Any
     is_array: bool
-    sources: tuple[str, ...]
-    runs: int
     keeps_scale: bool
     is_operand: bool = False
     is_gradient: bool = False
@@ -129,7 +125,7 @@ class Equations:
         self._phases = Phases()
         self._counts: collections.Counter[str] = collections.Counter()
         self._closed = closed  # kept, so that no other equation has the id of one
-        self._places, out = self._walk(closed, [_Tag(name) for name in arguments], "", "", 1)
+        self._places, out = self._walk(closed, [_Tag(name) for name in arguments], "", "")
         for tag in out:
             if tag.maker:
                 self.results[tag.maker].saturates = False
@@ -153,7 +149,7 @@ class Equations:
         return Corrections(places, choose) if places else None
 
     def _walk(
-        self, closed: Any, tags: Sequence[_Tag], path: str, line: str, runs: int
+        self, closed: Any, tags: Sequence[_Tag], path: str, line: str
     ) -> tuple[dict[int, Place], list[_Tag]]:
         places: dict[int, Place] = {}
 
@@ -162,14 +158,13 @@ class Equations:
             own = _compat.own_line(eqn) or line
             held = [] if eqn.primitive is custom_scale_p else bodies(eqn)
             if not held:
-                names, out = self._results(eqn, found, inner, own, runs)
+                names, out = self._results(eqn, found, inner, own)
                 places[id(eqn)] = Place(eqn, names)
                 return out
             inside: dict[int, Place] = {}
             outs = []
-            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             for body, first in held:
-                of_body, out = self._walk(body, found[first:], inner, own, runs * times)
+                of_body, out = self._walk(body, found[first:], inner, own)
                 inside |= of_body
                 outs.append(out)
             places[id(eqn)] = Place(eqn, inside=inside)
@@ -178,7 +173,7 @@ class Equations:
         return places, evaluate(closed, tags, equation, lambda _: _Tag(), lambda *_: _Tag())
 
     def _results(
-        self, eqn: Any, tags: list[_Tag], path: str, line: str, runs: int
+        self, eqn: Any, tags: list[_Tag], path: str, line: str
     ) -> tuple[tuple[str, ...], list[_Tag]]:
         primitive, avals = eqn.primitive.name, [v.aval for v in eqn.invars]
         phase, same = self._phases.of(path), _same_elements(primitive, tags)
@@ -201,10 +196,9 @@ class Equations:
                 continue
             name = self._name(scopes_of(path, primitive, phase, argument), primitive, phase)
             is_array = any(size != 1 for size in aval.shape)
-            sources = tuple(tag.maker for tag in tags if tag.maker)
             is_rescaled = traits_of(primitive).elements == "rescaled"
             keeps_scale = is_mask or phase == "update" or is_rescaled
-            known = name, line, aval.dtype, is_array, sources, runs, keeps_scale
+            known = name, line, aval.dtype, is_array, keeps_scale
             self.results[name] = Result(*known)
             names.append(name)
             out.append(_Tag(argument, name, phase, is_mask))

@@ -202,6 +202,25 @@ class StatisticsWatcher(Watcher):
         return results, seen
 
 
+class ScaleWatcher(Watcher):
+    """A `Watcher` of nothing but scales: the largest of a value, nan where there is none."""
+
+    @staticmethod
+    def absent() -> jax.Array:
+        """The scale of no array."""
+        return jnp.float32(jnp.nan)
+
+    @staticmethod
+    def combine(found: jax.Array) -> jax.Array:
+        """The scale of several arrays together."""
+        return jnp.nanmax(found)
+
+    def observe(self, data: jax.Array, scale: Any, dtype: Any) -> jax.Array:
+        """The scale of a value."""
+        del data, dtype
+        return self.absent() if scale is None else jnp.max(jnp.float32(scale), initial=0)
+
+
 @jax.jit
 def _finish(rows: jax.Array) -> dict[str, jax.Array]:
     largest = rows[:, -1]

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 
 import jax
@@ -378,6 +379,55 @@ def test_a_loop_has_one_correction_for_all_steps(dot):
     assert error < (0.01 if dot is jnp.matmul else 0.4)  # 20 products of E4M3
 
 
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("dot", [jnp.matmul, jsa.nn.matmul], ids=["float16", "fp8"])
+@pytest.mark.parametrize("micro", [False, True], ids=["layers", "layers of small batches"])
+def test_what_is_in_a_deep_loop_is_measured_once_and_comes_into_its_band(dot, micro, monkeypatch):
+    """Scales there are known at run time alone; batches differ in their numbers of tokens."""
+
+    def layer(dot, x, w):
+        wide = jnp.float32(x)
+        y = (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)).astype(x.dtype)
+        for _ in range(3):  # rules take each product to grow by 8, and it grows by 64
+            y = dot(y, w)
+        return x + y / 4096, None
+
+    def loss(dot, w, x, mask):
+        body = jax.checkpoint(functools.partial(layer, dot))
+        y, _ = jax.lax.scan(body, x, jnp.broadcast_to(w, (32, 64, 64)))
+        return jnp.sum(jnp.mean(jnp.float32(y), -1) * mask) / jnp.sum(mask)
+
+    def step(w, batch, dot=dot):
+        gradient = jax.grad(functools.partial(loss, dot))
+        if not micro:
+            return w, gradient(w, *batch)
+        parts = jax.tree.map(lambda x: x.reshape(2, 8, *x.shape[1:]), batch)
+        total, _ = jax.lax.scan(
+            lambda total, part: (total + gradient(w, *part), None), jnp.zeros_like(w), parts
+        )
+        return w, total
+
+    def batch(tokens):
+        x = np.random.default_rng(tokens).uniform(1, 2, (16, 64))
+        return jnp.float16(x), jnp.float32(np.arange(16) % 8 < tokens)
+
+    rounds, measure = [], calibrating._measure
+    monkeypatch.setattr(calibrating, "_measure", lambda *a: rounds.append(1) or measure(*a))
+    w = np.ones((64, 64), np.float32)
+    state, batches = jsa.as_scaled_array(w, dtype=jnp.float16), [batch(8), batch(1), batch(2)]
+    c = jsa.calibrate(step, state, iter(batches), steps=3)
+    assert c.exponents and len(rounds) == 1
+    seen = measure(step, None, c.exponents, c.freeze(state), batches, c.freeze).values
+    for name in c.exponents:
+        m = seen[name]
+        assert m.scale == c[name].scale and abs(m.log2_rms - c[name].log2_rms) < 0.1
+        assert excess(m.log2_rms, m.log2_max, m.dtype) == 0
+    gradient = jax.jit(jsa.scalify(step, calibration=c))(c.freeze(state), batches[0])[1]
+    wide = step(w, jax.tree.map(jnp.float32, batches[0]), jnp.matmul)[1]
+    error = np.linalg.norm(jsa.asarray(gradient, jnp.float32) - wide) / np.linalg.norm(wide)
+    assert error < (0.01 if dot is jnp.matmul else 0.1)
+
+
 def choice(scores):
     return jnp.where(jnp.tri(len(scores), dtype=bool), scores, jnp.finfo(scores.dtype).min)
 
@@ -439,12 +489,13 @@ def test_gradients_of_a_loss_that_is_divided_by_a_number_of_the_batch(tokens):
 
 
 def test_corrections_that_break_the_steps_are_not_taken(monkeypatch):
-    def choose(step, config, exponents, seen, batch):
+    def choose(step, config, exponents, seen, batches):
         choice = Choice(seen.values, exponents)
-        choice.exponents, choice.is_guess = {"dot_general": 30}, True
+        choice.exponents = {"dot_general": 30}
         return choice
 
     monkeypatch.setattr(calibrating, "_choose", choose)
+    monkeypatch.setattr(calibrating._Seen, "is_distorted", True)  # so that there is another round
     w = jsa.as_scaled_array(np.eye(4, dtype=np.float16))
     with pytest.warns(UserWarning, match="goes back to the 0 of the round before"):
         c = jsa.calibrate(lambda w, x: w + 0 / (x @ w), w, np.ones((4, 4), np.float16), steps=2)
