@@ -6,9 +6,9 @@
 
 The models are those of `make accelerators`, the Llama with scanned, rematerialised layers and the
 GPT of Flax linen, small as there and large: 8 layers of width 2,048, 4 sequences of 2,048 tokens.
-Variants: `bfloat16`, with weights and AdamW in float32; the README's recipe, `float16` and `fp8`,
-and both with static scales, `-frozen`. Scales are frozen at what they are after some steps of the
-dynamic one, if it is measured as well.
+Variants: `bfloat16`, with weights and AdamW in float32; the README's recipe, `float16` and `fp8`;
+FP8 in the gradients' matmuls alone, `fp8-gradients`; and each of ours with static scales,
+`-frozen`: those that it has after some steps of the dynamic one, if that is measured as well.
 
 All variants of a model are compiled first, and run in turn: a time is the median over rounds of
 some steps each, with the batch on the device and the state donated. The last times are kept in
@@ -61,12 +61,19 @@ MODELS: dict[str, Callable[[str], Model]] = {
     "llama": lambda size: make_decoder(sizes=DECODERS[size][0], sequences=DECODERS[size][1]),
     "gpt": lambda size: make_gpt(GPTS[size]),
 }
+# A forward pass in float16, and both operands of the gradients in FP8.
+GRADIENTS = {
+    "forward_dtype": jnp.float16,
+    "backward_dtype": (jnp.float8_e5m2, jnp.float8_e4m3fn),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float16": {},
     "float16-frozen": {"frozen": True},
     "fp8": {"fp8": True},
     "fp8-frozen": {"fp8": True, "frozen": True},
+    "fp8-gradients": {"fp8": True, **GRADIENTS},
+    "fp8-gradients-frozen": {"fp8": True, "frozen": True, **GRADIENTS},
 }
 FP8_KERNEL = 'custom_call_target="__cublas$lt$matmul$f8"'
 WARM = 8  # steps before any is timed

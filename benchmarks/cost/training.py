@@ -90,18 +90,20 @@ def scaled_step(
     frozen: bool = False,
     recompute: bool = False,
     activations: Any = jnp.float16,
+    **formats: Any,
 ) -> Step:
     """The README's recipe: everything in float16, or with FP8 matmuls, or with static scales.
 
-    With FP8, the backward pass may `recompute` activation functions; `activations` have a dtype of
-    their own.
+    With FP8, the backward pass may `recompute` activation functions, and `formats` are those of
+    `fp8_matmuls`; `activations` have a dtype of their own.
     """
     optimizer = jsa.optim.low_precision(make_optimizer())
 
     def loss(params: PyTree, other: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         return model.loss(params, other, batch, activations)
 
-    loss = jsa.fp8_matmuls(loss, jsa.fp8.linear_layers, recompute=recompute) if fp8 else loss
+    if fp8:
+        loss = jsa.fp8_matmuls(loss, jsa.fp8.linear_layers, recompute=recompute, **formats)
 
     @jsa.scalify
     def update(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:

@@ -325,7 +325,7 @@ def _choose(
     program, different = _compiled(scales), list({id(batch): batch for batch in batches}.values())
 
     def scales_of(turned: Mapping[str, int]) -> dict[str, float]:
-        factors = np.ldexp(np.float32(1), [turned.get(name, 0) for name in names])
+        factors = 2.0 ** np.array([turned.get(name, 0) for name in names], np.float32)
         # The largest of all batches: as was measured of them.
         rows = [np.asarray(program(frozen, batch, factors)) for batch in different]
         with np.errstate(divide="ignore"):
