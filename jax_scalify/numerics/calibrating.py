@@ -30,16 +30,19 @@ from jax_scalify.arrays.nnx_objects import PureCall
 from jax_scalify.arrays.scaled_array import check_scaled, is_scaled
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.numerics.calibration import Calibration
-from jax_scalify.numerics.choosing import LOST, VANISHED, Choice, is_distorted
+from jax_scalify.numerics.choosing import VANISHED, Choice, is_distorted
 from jax_scalify.numerics.equations import Planner, Result
 from jax_scalify.numerics.instrumenting import Place, Watcher, find_places
 from jax_scalify.numerics.interpreting import is_array, trace
 from jax_scalify.numerics.measuring import (
+    LOST,
     Measured,
     ScaleWatcher,
     StatisticsWatcher,
+    Steps,
     at_frozen_scale,
     combine,
+    combine_each,
     finish,
     measure_state,
 )
@@ -158,12 +161,14 @@ class _Seen:
         state: by name, of the last state where the leaf was not zero, at the scales that it will be
             frozen with.
         last: the state.
+        steps: by name, of the steps of loops.
     """
 
     values: dict[str, Measured]
     results: Mapping[str, Result]
     state: dict[str, Measured]
     last: Any
+    steps: dict[str, Steps]
 
     @property
     def state_is_lost(self) -> bool:
@@ -193,13 +198,12 @@ def _measure(
     scaled = scalify(step, config=config, calibration=planner)
     names: list[str] = []
 
-    def watched(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+    def watched(state: Any, batch: Any) -> tuple[Any, list[jax.Array]]:
         out, places, seen = _watch(
             PureCall(scaled, (state, batch), {}), planner, StatisticsWatcher, _counts
         )
         names[:] = [place.name for place in places]
-        rows = [seen[place.position, place.result] for place in places]
-        return out, jnp.stack(rows) if rows else jnp.zeros((0, 0))
+        return out, [seen[place.position, place.result] for place in places]
 
     program = _compiled(watched)
     found: dict[str, list[Any]] = {}
@@ -213,11 +217,13 @@ def _measure(
             for name, m in measure_state(state).items()
             if math.isfinite(m.log2_max) or name not in of_state
         }
-        for name, row in zip(names, np.asarray(rows), strict=True):
-            found.setdefault(name, []).append(row)
+        for name, each in zip(names, jax.device_get(rows), strict=True):
+            found.setdefault(name, []).append(each)
     assert planner.equations is not None
     results = planner.equations.results
-    rows = jnp.asarray([combine(jnp.asarray(np.stack(each))) for each in found.values()])
+    # Of each value the rows of all batches together, by the steps of its loops.
+    rows_of = {name: combine_each(np.stack(each, 1)) for name, each in found.items()}
+    rows = jnp.asarray([combine(each) for each in rows_of.values()])
     known = [
         {
             "role": results[name].role,
@@ -230,7 +236,8 @@ def _measure(
     measured = zip(found, finish(rows, known) if found else [], strict=True)
     values = {name: m for name, m in measured if m is not None}
     leaves = {name: at_frozen_scale(m) for name, m in of_state.items()}
-    return _Seen(values, results, leaves, state)
+    steps = {name: Steps.of(each) for name, each in rows_of.items()}
+    return _Seen(values, results, leaves, state, steps)
 
 
 _ARRAY = object()  # stands for an array among static leaves
@@ -310,27 +317,26 @@ def _choose(
 ) -> Choice:
     """Choose corrections for static scales: interpret the step, and compile nothing but scales."""
     frozen = Calibration({}, seen.state).freeze(seen.last)
-    choice, names = Choice(seen.values, exponents), list(seen.values)
+    choice, names = Choice(seen.values, exponents, seen.steps), list(seen.values)
     found: list[str] = []
 
-    def scales(state: Any, batch: Any, factors: jax.Array) -> jax.Array:
+    def scales(state: Any, batch: Any, factors: jax.Array) -> list[jax.Array]:
         of = functools.partial(choice.of, factors=dict(zip(names, factors, strict=True)))
         planner = Planner({}, of)
         call = PureCall(scalify(step, config=config, calibration=planner), (state, batch), {})
         unknown = choice.unknown_names
         _, places, rows = _watch(call, planner, ScaleWatcher, lambda r: r.name in unknown)
         found[:] = [place.name for place in places]
-        return jnp.array([rows[place.position, place.result] for place in places])
+        return [rows[place.position, place.result] for place in places]
 
     program, different = _compiled(scales), list({id(batch): batch for batch in batches}.values())
 
-    def scales_of(turned: Mapping[str, int]) -> dict[str, float]:
+    def scales_of(turned: Mapping[str, int]) -> dict[str, np.ndarray]:
         factors = 2.0 ** np.array([turned.get(name, 0) for name in names], np.float32)
-        # The largest of all batches: as was measured of them.
-        rows = [np.asarray(program(frozen, batch, factors)) for batch in different]
-        with np.errstate(divide="ignore"):
-            exponents = np.log2(np.fmax.reduce(rows))
-        return dict(zip(found, exponents.tolist(), strict=True))
+        each = [jax.device_get(program(frozen, batch, factors)) for batch in different]
+        with np.errstate(divide="ignore"):  # the largest of all batches, as was measured of them
+            rows = [np.log2(np.fmax.reduce(of_batches)) for of_batches in zip(*each, strict=True)]
+        return dict(zip(found, rows, strict=True))
 
     choice.settle(scales_of)
     return choice

@@ -8,17 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.numerics.equations import Equations, Result
-from jax_scalify.numerics.measuring import Measured, excess
+from jax_scalify.numerics.measuring import LOST, Measured, Steps, excess
 from jax_scalify.scales.algebra import ONE, Scale
 
-LOST = 0.01  # share of the elements of a value that is worth an entry
 VANISHED = 0.5
 # Exponents of the scales at which float16 has all that `exp` and its like tell apart: numbers up to
 # 2**8 beyond which they are 0, 1 or infinite in float32, too, and digits down to 2**-16.
 _SATURATING = -8, 8
+# Runs nothing but scales, given exponents of factors by name: their exponents, by name.
+ScalesOf = Callable[[Mapping[str, int]], Mapping[str, np.ndarray]]
 _PASSES, _TURNS = 3, 8  # through all values whose scales only a run tells, and at each of them
 _BEYOND = 300  # stands for the exponent of a scale that is infinite, or minus that for one of 0
 
@@ -68,9 +70,14 @@ class Choice:
         unknown_names: of values whose scales only a run tells.
     """
 
-    def __init__(self, seen: Mapping[str, Measured], before: Mapping[str, int]):
-        """Take what was seen with the corrections of before."""
-        self._seen, self._before = seen, before
+    def __init__(
+        self,
+        seen: Mapping[str, Measured],
+        before: Mapping[str, int],
+        steps: Mapping[str, Steps] | None = None,
+    ):
+        """Take what was seen with the corrections of before, and in the steps of loops."""
+        self._seen, self._before, self._steps = seen, before, steps or {}
         self._results: Mapping[str, Result] = {}
         self.unknown_names: set[str] = set()
         self.exponents: dict[str, int] = {}
@@ -106,7 +113,7 @@ class Choice:
 
         return choose
 
-    def settle(self, scales_of: Callable[[Mapping[str, int]], Mapping[str, float]]) -> None:
+    def settle(self, scales_of: ScalesOf) -> None:
         """Choose the exponents of values whose scales only a run tells.
 
         In a loop, what comes from step to step gets a correction in each step: the scale moves by
@@ -114,7 +121,7 @@ class Choice:
 
         Args:
             scales_of: runs nothing but the scales, given exponents of the factors by name, and
-                returns those of the scales, by name.
+                returns those of the scales in each step of their loops, by name.
         """
         turned: dict[str, int] = {}
         scales = scales_of(turned)
@@ -126,34 +133,47 @@ class Choice:
             if turned == before:
                 break
         for name in unknown:
-            if math.isfinite(scales[name]):
-                self._find(name, self._seen[name], int(scales[name]), turned.get(name, 0))
-            self._correct(name, turned.get(name, 0))
+            exponent = turned.get(name, 0)
+            if not np.isnan(scales[name]).all():  # else it was not computed
+                m = self._steps[name].at(self._seen[name], _bounded(scales[name]))
+                self._find(name, m, m.scale or 0, exponent)
+            self._correct(name, exponent)
 
     def _turn(
         self,
         name: str,
         turned: dict[str, int],
-        scales: Mapping[str, float],
-        scales_of: Callable[[Mapping[str, int]], Mapping[str, float]],
-    ) -> Mapping[str, float]:
-        """Turn one factor until its value's data is in its band; return the scales then."""
-        m, result = self._seen[name], self._results[name]
-        tried: dict[int, int] = {}  # by exponent, by how much its scale is too small
+        scales: Mapping[str, np.ndarray],
+        scales_of: ScalesOf,
+    ) -> Mapping[str, np.ndarray]:
+        """Turn the factor of a value that is out of its band; return the scales then."""
+        result = self._results[name]
+        tried: dict[int, tuple[int, float]] = {}  # by exponent: what it lacks, how far it is away
         for _ in range(_TURNS):
-            if math.isnan(scales[name]):  # of what was not computed
+            exponent, scale = turned.get(name, 0), _bounded(scales[name])
+            m = self._steps[name].at(self._seen[name], scale)
+            is_out = tried or _excess(m, result, m.scale or 0)
+            if np.isnan(scale).all() or not is_out:
                 break
-            scale, exponent = max(-_BEYOND, min(_BEYOND, scales[name])), turned.get(name, 0)
-            tried[exponent] = _excess(m, result, int(scale))
-            turned[name] = _next(tried, exponent)
+            tried[exponent] = self._away(name, scale)
+            turned[name] = _next({e: away for e, (away, _) in tried.items()}, exponent)
             if turned[name] == exponent:
                 break
             scales = scales_of(turned)
-        best = min(tried, key=lambda e: (abs(tried[e]), abs(e)), default=0)
-        if best != turned.get(name, 0):
-            turned[name] = best
-            scales = scales_of(turned)
+        if tried:
+            best = min(tried, key=lambda e: (tried[e][1], abs(tried[e][0]), abs(e)))
+            if best != turned[name]:
+                turned[name] = best
+                scales = scales_of(turned)
         return scales
+
+    def _away(self, name: str, scale: np.ndarray) -> tuple[int, float]:
+        """By how much an exponent should be larger, and how far away it is, at some scales."""
+        result = self._results[name]
+        if _saturates(result):
+            away = _excess(self._seen[name], result, int(np.nanmax(scale)))
+            return away, float(abs(away))
+        return self._steps[name].excess(scale, result.dtype)
 
     def _find(self, name: str, m: Measured, scale: int, exponent: int) -> None:
         """Keep what a value's data will be at a scale, of which its correction is a part."""
@@ -168,6 +188,10 @@ class Choice:
         if exponent:
             self.exponents[name] = exponent
             self.found.setdefault(name, {"correction": exponent})
+
+
+def _bounded(exponents: np.ndarray) -> np.ndarray:
+    return np.clip(exponents, -_BEYOND, _BEYOND)
 
 
 def _next(tried: Mapping[int, int], exponent: int) -> int:

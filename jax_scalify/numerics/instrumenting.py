@@ -28,11 +28,13 @@ class Place:
         name: of the value; no other has it.
         position: index of its equation, and of the equations and bodies around it.
         result: its index among the equation's results.
+        lengths: of the equations around it how often they run their bodies, outermost first.
     """
 
     name: str
     position: tuple[int, ...]
     result: int
+    lengths: tuple[int, ...] = ()
 
 
 def find_places(closed: Any, arguments: Sequence[str]) -> list[Place]:
@@ -54,24 +56,37 @@ class _Finder:
         self._counts: collections.Counter[str] = collections.Counter()
 
     def walk(
-        self, closed: Any, tags: Sequence[Any], path: str, position: tuple[int, ...], inside: bool
+        self,
+        closed: Any,
+        tags: Sequence[Any],
+        path: str,
+        position: tuple[int, ...],
+        inside: bool,
+        lengths: tuple[int, ...] = (),
     ) -> list[Any]:
         count = itertools.count()
 
         def equation(eqn: Any, found: list[Any]) -> list[Any]:
             inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
-            return self._equation(eqn, found, inner, (*position, next(count)), inside)
+            return self._equation(eqn, found, inner, (*position, next(count)), inside, lengths)
 
         return evaluate(closed, tags, equation, lambda _: None, lambda *_: None)
 
     def _equation(
-        self, eqn: Any, tags: list[Any], path: str, position: tuple[int, ...], inside: bool
+        self,
+        eqn: Any,
+        tags: list[Any],
+        path: str,
+        position: tuple[int, ...],
+        inside: bool,
+        lengths: tuple[int, ...],
     ) -> list[Any]:
         held = bodies(eqn)
         if held:
             inside = inside or is_interpreted(eqn)
+            length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             outs = [
-                self.walk(body, tags[first:], path, (*position, i), inside)
+                self.walk(body, tags[first:], path, (*position, i), inside, (*lengths, length))
                 for i, (body, first) in enumerate(held)
             ]
             return outs[0]
@@ -84,7 +99,7 @@ class _Finder:
         for i, aval in enumerate(results):
             if not has_same_elements(primitive) and dtypes.is_scalable(aval.dtype):
                 name = known[i] if known else self._name(path, primitive, phase, arguments[i])
-                self.places.append(Place(name, position, i))
+                self.places.append(Place(name, position, i, lengths))
         return arguments
 
     def _name(self, path: str, primitive: str, phase: str, argument: str | None) -> str:
@@ -117,13 +132,11 @@ def _known_names(eqn: Any) -> list[str]:
 class Watcher:
     """Evaluates a jaxpr inside of a trace, with statistics of the values at some places."""
 
-    absent = staticmethod(device_statistics.absent)
-    combine = staticmethod(device_statistics.combine)
-
     def __init__(self, places: Sequence[Place], dtype: Any):
         """Take the places to look at, and the dtype whose limits count (None: their own)."""
         self._dtype = dtype
-        self._keys = [(p.position, p.result) for p in places]
+        self._lengths = {(p.position, p.result): p.lengths for p in places}
+        self._keys = list(self._lengths)
         self._around = {p.position[:i] for p in places for i in range(1, len(p.position), 2)}
 
     def run(
@@ -168,17 +181,29 @@ class Watcher:
         """The statistics of a value, of its scale or None, by the limits of a dtype."""
         return device_statistics.observe(data, scale, dtype)
 
+    def absent(self, lengths: Sequence[int]) -> jax.Array:
+        """What is seen of a value that is not computed, in loops of these lengths."""
+        del lengths
+        return device_statistics.absent()
+
+    def combine(self, found: jax.Array) -> jax.Array:
+        """What is seen of a value in a loop, given what is in each of its steps."""
+        return device_statistics.combine(found)
+
     def _inside(self, here: tuple[int, ...]) -> list[Any]:
         """The values to look at in the bodies of an equation."""
         return [key for key in self._keys if key[0][: len(here)] == here]
 
     def _body(self, jaxpr: Any, here: tuple[int, ...], index: int = 0) -> Callable:
         """A body of an equation as a function that returns all statistics of the equation."""
-        keys = self._inside(here)
+        keys, around = self._inside(here), (len(here) + 1) // 2
 
         def body(*operands: Any) -> tuple[list[Any], list[jax.Array]]:
             results, seen = self.run(jaxpr, operands, (*here, index))
-            return results, [seen[key] if key in seen else self.absent() for key in keys]
+            return results, [
+                seen[key] if key in seen else self.absent(self._lengths[key][around:])
+                for key in keys
+            ]
 
         return body
 

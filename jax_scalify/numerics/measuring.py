@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,9 @@ ROLES = ("operand", "gradient", "value", "state")
 # float16 has normal numbers for eight octaves below, and its squares have, for ten above.
 _BANDS = {8: 2, 16: 6}
 _LOWEST = -6  # exponent of the largest element of state
+LOST = 0.01  # share of the elements of a value that is worth an entry
+_DIGITS = 4  # octaves by which the RMS is above the smallest normal number, for most digits
+_STEPS = 256  # of loops that are told apart; of more, neighbours are taken together
 _TOGETHER = 2**20  # elements of several values that are looked at together
 _ROOM = {8: 3, 16: 10}  # octaves that state may grow by when its scale is frozen
 
@@ -147,9 +150,29 @@ def combine(rows: jax.Array) -> jax.Array:
     return jnp.append(device_statistics.combine(rows[:, :-1]), jnp.max(rows[:, -1]))
 
 
-def absent() -> jax.Array:
+combine_each = jax.jit(jax.vmap(combine))
+
+
+def _absent() -> jax.Array:
     """What `observe` would return of no array."""
     return jnp.append(device_statistics.absent(), 0)
+
+
+def _rows(lengths: Sequence[int]) -> int:
+    """How many rows there are of a value in loops of these lengths, outermost first."""
+    count = 1
+    for length in reversed(lengths):
+        count = min(_STEPS, length * count)
+    return count
+
+
+def _few(rows: jax.Array, absent: jax.Array, combine: Callable[[jax.Array], jax.Array]) -> Any:
+    """Rows of the steps of loops, neighbours combined where there are too many."""
+    rows = rows.reshape(-1, *absent.shape)
+    if len(rows) <= _STEPS:
+        return rows
+    rest = jnp.broadcast_to(absent, (-len(rows) % _STEPS, *absent.shape))
+    return jax.vmap(combine)(jnp.concatenate([rows, rest]).reshape(_STEPS, -1, *absent.shape))
 
 
 class _Waiting(NamedTuple):
@@ -166,19 +189,24 @@ class _Waiting(NamedTuple):
 
 
 class StatisticsWatcher(Watcher):
-    """A `Watcher` that keeps the largest element as well.
+    """A `Watcher` that keeps the largest element as well, and rows of the steps of loops.
 
     Small values of one size wait until all of them are there: one `observe` of hundreds compiles in
     a fraction of the time of hundreds of it, and next to no memory is held for that.
     """
 
-    absent = staticmethod(absent)
-    combine = staticmethod(combine)
+    def absent(self, lengths: Sequence[int]) -> jax.Array:
+        """Rows of what is not computed."""
+        return jnp.broadcast_to(_absent(), (_rows(lengths), len(_absent())))
+
+    def combine(self, found: jax.Array) -> jax.Array:
+        """Rows of a value in a loop."""
+        return _few(found, _absent(), combine)
 
     def observe(self, data: jax.Array, scale: Any, dtype: Any) -> Any:
         """The statistics of a value, or that it waits; see `observe`."""
         if data.size > _TOGETHER:
-            return observe(data, scale, dtype)
+            return observe(data, scale, dtype)[None]
         scale = None if scale is None else jnp.max(scale, initial=0)
         return _Waiting(jnp.ravel(data), scale, dtype)
 
@@ -198,27 +226,26 @@ class StatisticsWatcher(Watcher):
                 scales = [waiting[key].scale for key in some]
                 scale = None if scales[0] is None else jnp.stack(scales)
                 rows = jax.vmap(lambda x, s, dtype=dtype: observe(x, s, dtype))(data, scale)
-                seen.update(zip(some, rows, strict=True))
+                seen.update(zip(some, rows[:, None], strict=True))
         return results, seen
 
 
 class ScaleWatcher(Watcher):
-    """A `Watcher` of nothing but scales: the largest of a value, nan where there is none."""
+    """A `Watcher` of nothing but scales, in as many rows; nan where there is none."""
 
-    @staticmethod
-    def absent() -> jax.Array:
-        """The scale of no array."""
-        return jnp.float32(jnp.nan)
+    def absent(self, lengths: Sequence[int]) -> jax.Array:
+        """Rows of what is not computed."""
+        return jnp.full(_rows(lengths), jnp.nan, jnp.float32)
 
-    @staticmethod
-    def combine(found: jax.Array) -> jax.Array:
-        """The scale of several arrays together."""
-        return jnp.nanmax(found)
+    def combine(self, found: jax.Array) -> jax.Array:
+        """Rows of a value in a loop."""
+        return _few(found, jnp.float32(jnp.nan), jnp.nanmax)
 
     def observe(self, data: jax.Array, scale: Any, dtype: Any) -> jax.Array:
-        """The scale of a value."""
+        """The largest scale of a value."""
         del data, dtype
-        return self.absent() if scale is None else jnp.max(jnp.float32(scale), initial=0)
+        scale = jnp.nan if scale is None else jnp.max(scale, initial=0)
+        return jnp.float32(scale)[None]
 
 
 @jax.jit
@@ -246,6 +273,66 @@ def finish(rows: jax.Array, known: Sequence[dict[str, Any]]) -> list[Measured | 
         exponent = int(scale) if math.isfinite(scale) else None
         out.append(Measured(**{**fields, **numbers, "scale": exponent}))
     return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What was measured of a value in each step of the loops around it; one step is no loop.
+
+    Attributes:
+        log2_rms, log2_max: of its data; nan where it was not computed.
+        scale: exponents.
+        lost: share that is infinite, nan or at the largest finite value, or beyond it.
+    """
+
+    log2_rms: np.ndarray
+    log2_max: np.ndarray
+    scale: np.ndarray
+    lost: np.ndarray
+
+    @classmethod
+    def of(cls, rows: jax.Array) -> Steps:
+        """Make them of rows of `observe` or `combine`, one for each step."""
+        found = {name: np.asarray(x, np.float64) for name, x in _finish(rows).items()}
+        lost = found["overflow"] + found["nonfinite"]
+        return cls(found["log2_rms"], found["log2_max"], found["scale_exponent"], lost)
+
+    def at(self, m: Measured, scale: np.ndarray) -> Measured:
+        """What of a value was measured, as it would be with the scales of other exponents."""
+        away = self.scale - scale
+        rms = self.log2_rms + away
+        if not np.isfinite(rms).any():
+            return m
+        rms = _mean(rms[~np.isnan(rms)])
+        largest, highest = float(np.nanmax(self.log2_max + away)), int(np.nanmax(scale))
+        return dataclasses.replace(m, log2_rms=rms, log2_max=largest, scale=highest)
+
+    def excess(self, scale: np.ndarray, dtype: Any) -> tuple[int, float]:
+        """The exponent by which data should be divided that has the scales of other exponents.
+
+        If no step is above its band, and none so far below that it has lost digits, that is what
+        brings the RMS to 1; else it balances the two. It comes with how far they are away. What has
+        saturated was larger than what was seen, and is not below.
+        """
+        away, finfo = self.scale - scale, jnp.finfo(dtype)
+        rms, largest = self.log2_rms + away, self.log2_max + away
+        known = np.isfinite(rms)
+        if not known.any():
+            return 0, 0.0
+        high, top = float(rms[known].max()), float(largest[known].max())
+        low = float(rms.min(where=known & (self.lost <= LOST), initial=high))
+        band = _BANDS[finfo.bits]
+        above, below = high - band, -low - max(band, -finfo.minexp - _DIGITS)
+        room = excess(0.0, top, dtype)
+        far = max(above, below, room, 0.0)
+        middle = round((above - below) / 2 if far else _mean(rms[known]))
+        return max(middle, room) if room > 0 else middle, far
+
+
+def _mean(log2_rms: np.ndarray) -> float:
+    """`log2` of the RMS of all, given those of some."""
+    top = log2_rms.max()
+    return float(top + math.log2(np.mean(4.0 ** (log2_rms - top))) / 2)
 
 
 def state_leaves(state: Any) -> dict[str, tuple[Any, Any]]:

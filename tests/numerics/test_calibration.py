@@ -428,6 +428,64 @@ def test_what_is_in_a_deep_loop_is_measured_once_and_comes_into_its_band(dot, mi
     assert error < (0.01 if dot is jnp.matmul else 0.1)
 
 
+def grows(w, x):  # by 4 a step, and rules take it to shrink by 2**0.5
+    return jax.lax.scan(lambda c, _: (c @ w / 8, None), x, None, 10)[0]
+
+
+def decays(w, x):  # by 16 a step, and rules take it to shrink by 2**6.5
+    return jax.lax.scan(lambda c, _: (c @ w / 512, None), x, None, 6)[0]
+
+
+def decays_for_long(w, x):
+    """More steps than are told apart; every one of the first sixty is as the last."""
+    flat = jax.lax.scan(lambda c, _: (jnp.tanh(c @ w / 32), None), x, None, 60)[0]
+    return jax.lax.scan(lambda c, _: (flat @ w / 512, None), flat, None, 300)[0]
+
+
+def grows_in_a_branch(w, x):
+    return jax.lax.cond(x[0, 0] > 0, grows, lambda w, x: x, w, x)
+
+
+def grows_in_a_loop_of_branches(w, x):
+    def step(c, i):
+        return jax.lax.switch(i, [lambda c: c / 1024, lambda c: grows(w, c) / 2**10], c), None
+
+    return jax.lax.scan(step, x, np.array([1, 0, 1, 1]))[0]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "fun", [grows, decays, decays_for_long, grows_in_a_branch, grows_in_a_loop_of_branches]
+)
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_what_a_calibration_says_of_loops_is_what_there_is_then(fun, differentiate):
+    """Data and scales differ from step to step, and each correction moves the steps behind it."""
+
+    def step(w, batch):
+        x, mask = batch
+
+        def loss(w):
+            return jnp.sum(jnp.mean(jnp.float32(fun(w, x)), -1) * mask) / jnp.sum(mask)
+
+        return w, jax.grad(loss)(w) if differentiate else fun(w, x)
+
+    rng = np.random.default_rng(0)
+    x = np.float16(rng.uniform(1, 2, (4, 32)))
+    batches = [(x, np.float32([1, 0, 0, 0])), (x, np.ones(4, np.float32))]
+    w = np.ones((32, 32), np.float32)
+    state = jsa.as_scaled_array(w, dtype=jnp.float16)
+    c = jsa.calibrate(step, state, iter(batches), steps=2)
+    assert c.exponents
+    seen = calibrating._measure(step, None, c.exponents, c.freeze(state), batches, c.freeze)
+    for name, m in seen.values.items():
+        assert not (m.nonfinite or m.overflow or m.underflow), name
+        if name in c.exponents:
+            assert m.scale == c[name].scale and abs(m.log2_rms - c[name].log2_rms) < 0.1
+    y = jax.jit(jsa.scalify(step, calibration=c))(c.freeze(state), batches[0])[1]
+    wide = step(w, jax.tree.map(jnp.float32, batches[0]))[1]
+    np.testing.assert_allclose(jsa.asarray(y, jnp.float32), wide, rtol=5e-3)
+
+
 def choice(scores):
     return jnp.where(jnp.tri(len(scores), dtype=bool), scores, jnp.finfo(scores.dtype).min)
 
