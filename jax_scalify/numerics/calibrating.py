@@ -65,7 +65,8 @@ def calibrate(
 
     The steps start from `state`, which stays what it is. They run with dynamic scales, and compile
     once with statistics: once more, up to three times, where something overflowed, saturated or
-    vanished. Values inside of `while` loops and kernels are not looked at.
+    vanished. A value in a `scan` gets one correction for all steps of the loop; values inside of
+    `while` loops and kernels are not looked at.
 
     Args:
         step: `step(state, batch)`, which returns the new state, or a tuple that begins with it: the
