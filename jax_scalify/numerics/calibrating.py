@@ -18,7 +18,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -223,7 +223,7 @@ def _measure(
     assert planner.equations is not None
     results = planner.equations.results
     # Of each value the rows of all batches together, by the steps of its loops.
-    rows_of = {name: combine_each(np.stack(each, 1)) for name, each in found.items()}
+    rows_of = {name: combine_each(_stacked(each, combine)) for name, each in found.items()}
     rows = jnp.asarray([combine(each) for each in rows_of.values()])
     known = [
         {
@@ -309,6 +309,15 @@ def _next_state(out: Any, state: Any) -> Any:
     )
 
 
+def _stacked(each: Sequence[np.ndarray], combine: Callable[[Any], Any]) -> np.ndarray:
+    """What is seen of a value in several batches, side by side by the steps of its loops.
+
+    Of batches whose loops differ in length all steps are combined.
+    """
+    is_alike = len({len(rows) for rows in each}) == 1
+    return np.stack(each if is_alike else [np.asarray(combine(x))[None] for x in each], 1)
+
+
 def _choose(
     step: Callable,
     config: ScalifyConfig | None,
@@ -335,9 +344,10 @@ def _choose(
     def scales_of(turned: Mapping[str, int]) -> dict[str, np.ndarray]:
         factors = 2.0 ** np.array([turned.get(name, 0) for name in names], np.float32)
         each = [jax.device_get(program(frozen, batch, factors)) for batch in different]
-        with np.errstate(divide="ignore"):  # the largest of all batches, as was measured of them
-            rows = [np.log2(np.fmax.reduce(of_batches)) for of_batches in zip(*each, strict=True)]
-        return dict(zip(found, rows, strict=True))
+        # The largest of all batches, as was measured of them.
+        highest = [np.fmax.reduce(_stacked(x, np.fmax.reduce), axis=1) for x in zip(*each)]
+        with np.errstate(divide="ignore"):
+            return {name: np.log2(x) for name, x in zip(found, highest, strict=True)}
 
     choice.settle(scales_of)
     return choice

@@ -486,6 +486,16 @@ def test_what_a_calibration_says_of_loops_is_what_there_is_then(fun, differentia
     np.testing.assert_allclose(jsa.asarray(y, jnp.float32), wide, rtol=5e-3)
 
 
+def test_batches_may_have_loops_of_different_lengths():
+    def step(w, x):
+        return w, jax.lax.scan(lambda c, row: (c @ w / 8 + row, None), jnp.zeros_like(x[0]), x)[0]
+
+    state = jsa.as_scaled_array(np.ones((32, 32), np.float32), dtype=jnp.float16)
+    c = jsa.calibrate(step, state, (np.ones((n, 2, 32), np.float16) for n in (3, 7)), steps=2)
+    y = jax.jit(jsa.scalify(step, calibration=c))(c.freeze(state), np.ones((7, 2, 32), np.float16))
+    np.testing.assert_allclose(jsa.asarray(y[1]), sum(4**n for n in range(7)), rtol=1e-3)
+
+
 def choice(scores):
     return jnp.where(jnp.tri(len(scores), dtype=bool), scores, jnp.finfo(scores.dtype).min)
 
