@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_scalify.base.pow2 import MAX_EXPONENT
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.numerics.equations import Equations, Result
 from jax_scalify.numerics.measuring import LOST, Measured, Steps, excess
@@ -204,7 +205,7 @@ def _next(tried: Mapping[int, int], exponent: int) -> int:
     low = max((e for e, a in tried.items() if a > 0), default=None)
     high = min((e for e, a in tried.items() if a < 0), default=None)
     if not away or low is None or high is None:
-        return exponent + away
+        return max(-MAX_EXPONENT, min(MAX_EXPONENT, exponent + away))
     width = high - low
     if width <= 1:
         return exponent
