@@ -336,7 +336,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     store = Store(options.out / f"parity-jax{jax.__version__}.json")
     cells = Cells(store, options.fresh, console)
     found, known = {}, find_models()
-    each = itertools.product(options.models, options.variants, options.modes, options.seeds)
+    variants = dict.fromkeys(("float32", *options.variants))  # others are compared with the first
+    each = itertools.product(options.models, variants, options.modes, options.seeds)
     for name, variant, mode, seed in each:
         key = key_of(name, options.steps, variant, mode, seed)
         rate = LEARNING_RATES[name]
@@ -345,8 +346,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cell = store.get(key, settings)
         if cell is not None:
             found[key] = cell
-        cells.add({key: task}, settings)
-    table = summarise(found if options.table else cells.run(), options.steps)
+        if variant in options.variants:
+            cells.add({key: task}, settings)
+    table = summarise(found if options.table else found | cells.run(), options.steps)
     wide = console if console.is_terminal else Console(width=120)  # it would be 80
     wide.print(table)
 

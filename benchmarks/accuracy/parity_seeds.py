@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from rich import progress
 from rich.console import Console
 
 import jax_scalify as jsa
@@ -110,6 +111,7 @@ def train(
     steps: int,
     rate: float,
     calibrations: Path | None = None,
+    track: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> list[dict[str, Any]]:
     """Train all seeds, and return what `parity` stores of each.
 
@@ -121,6 +123,7 @@ def train(
         steps: a multiple of `CHUNK`.
         rate: the peak of the learning rate.
         calibrations: directory where calibrations are kept, or None.
+        track: shows how far a run is, given the first steps of its calls.
     """
     started = time.monotonic()
     parts = [(first - first % CHUNK, part) for first, part in phases(variant, steps)]
@@ -132,7 +135,7 @@ def train(
         _, update = make_step(model, part, steps, rate)
         program = make_program(jsa.scalify(update) if narrow else update)
         calibration = None
-        for start in range(first, end, CHUNK):
+        for start in track(range(first, end, CHUNK)):
             is_time_to_look = start >= steps // 10 and start % max(steps // LOOKS, CHUNK) == 0
             if narrow and mode != "dynamic" and is_time_to_look:
                 state = jax.tree.map(lambda x: x[0], states)
@@ -199,25 +202,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     options.out.mkdir(parents=True, exist_ok=True)
     store = Store(options.out / f"parity-{device_slug()}-jax{jax.__version__}.json")
-    known, found = find_models(), {}
-    for name, variant, mode in itertools.product(options.models, options.variants, options.modes):
+    known, found, terminal = find_models(), {}, console.is_terminal
+    variants = dict.fromkeys(("float32", *options.variants))  # others are compared with the first
+    for name, variant, mode in itertools.product(options.models, variants, options.modes):
         settings = {"learning_rate": LEARNING_RATES[name], "together": options.seeds}
         keys = [key_of(name, options.steps, variant, mode, s) for s in range(options.seeds)]
         cells = {key: store.get(key, settings) for key in keys}
-        if None in cells.values() and not options.table:
-            console.print(f"{keys[0].rpartition('/')[0]}: {options.seeds} seeds")
+        is_wanted = variant in options.variants and not options.table
+        if is_wanted and None in cells.values():
+            run = keys[0].rpartition("/")[0]
+            console.print(f"{run}: {options.seeds} seeds")
+            shown = functools.partial(
+                progress.track,
+                description=run,
+                console=console,
+                transient=True,
+                disable=not terminal,
+            )
             precision = "highest" if variant == "float32" else "default"
             with jax.default_matmul_precision(precision):
                 rate = LEARNING_RATES[name]
-                run = (known[name], variant, mode, options.seeds, options.steps, rate)
-                rows = train(*run, options.calibrations)
+                what = (known[name], variant, mode, options.seeds, options.steps, rate)
+                rows = train(*what, options.calibrations, shown)
             cells = dict(zip(keys, rows, strict=True))
             for key, cell in cells.items():
                 store.put(key, settings, cell)
             console.print(f"  {sum(cell['seconds'] for cell in rows):.0f} s")
             jax.clear_caches()
         found |= {key: cell for key, cell in cells.items() if cell is not None}
-    wide = console if console.is_terminal else Console(width=120)  # it would be 80
+    wide = console if terminal else Console(width=120)  # it would be 80
     wide.print(summarise(found, options.steps))
 
 

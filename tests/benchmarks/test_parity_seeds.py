@@ -46,7 +46,7 @@ def test_seeds_end_where_they_end_alone(mode, monkeypatch):
 def test_cells_are_those_of_parity(tmp_path, capsys, monkeypatch):
     ran = []
 
-    def train(model, variant, mode, seeds, steps, rate, calibrations):
+    def train(model, variant, mode, seeds, steps, rate, calibrations, track):
         ran.append(variant)
         loss = 1.0 if variant == "float32" else 1.001
         row = {"loss": loss, "loss_in_float32": loss, "first_bad_step": -1, "calibrations": 0}
