@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.corrections import Calibrated, Corrections
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.interpreter.evaluation import evaluate
-from jax_scalify.interpreter.multiplying import within_range
+from jax_scalify.interpreter.multiplying import at_scale, within_range
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.pruning import pruned
 from jax_scalify.interpreter.tracing import argument_name, trace
@@ -60,7 +60,8 @@ def scalify(
             comes back, as under `nnx.jit`, which goes around.
         config: options; by default those of the enclosing `with ScalifyConfig(...)`.
         calibration: what `jsa.calibrate` has measured of `fun`: where data would leave its band,
-            a power of two that is known while tracing moves between data and scale.
+            a power of two that is known while tracing moves between data and scale. A state of
+            dynamic scales is brought to those that `calibration.freeze` gives it, and returned so.
 
     Returns:
         A function of the same arguments. An output that depends on a scaled value is a
@@ -145,10 +146,23 @@ class _Plan:
     arguments: list[str]
     is_frozen: bool
 
-    def corrections(self, equations: Sequence[Any], live: Any) -> Corrections | None:
-        """The corrections of what is left of a function, if the equations are those of it."""
-        own = list(map(id, equations)) == list(map(id, self.equations))
-        return self.calibration.corrections(live, self.arguments) if own else None
+    def is_of(self, equations: Sequence[Any]) -> bool:
+        """Whether these are the equations of the function."""
+        return list(map(id, equations)) == list(map(id, self.equations))
+
+    def corrections(self, live: Any) -> Corrections | None:
+        """The corrections of what is left of the function."""
+        return self.calibration.corrections(live, self.arguments)
+
+    def scales(self, operands: Sequence[Any]) -> dict[int, Scale]:
+        """The static scales of operands that come with dynamic ones, by position."""
+        found = {}
+        for i, (name, x) in enumerate(zip(self.arguments, operands, strict=True)):
+            if is_scaled(x) and not x.is_static and not np.ndim(x.scale):
+                exponent = self.calibration.scale_of(name)
+                if exponent is not None:
+                    found[i] = Scale(exponent)
+        return found
 
 
 def _is_frozen(paths: Sequence[tuple], operands: Sequence[Any]) -> bool:
@@ -167,19 +181,21 @@ def _scale_call(
 ) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands.
 
-    Results keep the static scales that they have if all operands' are static, or the state of a
-    calibrated step is frozen. Else they are dynamic: results are operands of the next call, which
-    is not to be compiled anew.
+    The state of a calibrated step that is not frozen is brought to the scales that it was
+    calibrated for. Results keep the static scales that they have if all operands' are static, or
+    the state of a calibrated step is frozen. Else they are dynamic: results are operands of the
+    next call, which is not to be compiled anew.
     """
     equations, closed = closed.jaxpr.eqns, pruned(closed)
-    corrections = None if plan is None else plan.corrections(equations, closed)
+    own = plan if plan is not None and plan.is_of(equations) else None
+    corrections = None if own is None else own.corrections(closed)
+    calibrated = {} if own is None else own.scales(operands)
     all_static = not any(is_scaled(x) and not x.is_static for x in operands)
     keep_static = all_static or (plan is not None and plan.is_frozen)
-    found = [e.outvars[0] for e in closed.jaxpr.eqns if e.primitive is primitives.match_scale_p]
-    matched = [any(var is other for other in found) for var in closed.jaxpr.outvars]
+    matched = _matched(closed.jaxpr, calibrated)
 
     def interpret(table: ScaleTable, operands: Sequence[Any]) -> list[Any]:
-        inputs = [_enter(x, table) for x in operands]
+        inputs = [_enter(x, table, calibrated.get(i)) for i, x in enumerate(operands)]
         outputs = evaluate(closed, inputs, table, config, corrections)
         return [
             _leave(value, table, keep_static or is_matched)
@@ -216,6 +232,20 @@ def _staged(
     call = jex_core.jaxpr_as_fun(scaled)
     call = observing.as_call(call) if observing.is_observing() else call
     return jax.tree.unflatten(out_tree, call(*arrays))
+
+
+def _matched(jaxpr: Any, moved: Collection[int]) -> list[bool]:
+    """Tell of each result whether it has the scale of something else, static if that one's is.
+
+    Args:
+        jaxpr: of a function.
+        moved: positions of arguments whose scales are dynamic outside, and static inside.
+    """
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive is primitives.match_scale_p]
+    if moved:
+        same = [var for i, var in enumerate(jaxpr.invars) if i not in moved]
+        found = [eqn for eqn in found if any(eqn.invars[1] is var for var in same)]
+    return [any(var is eqn.outvars[0] for eqn in found) for var in jaxpr.outvars]
 
 
 def _is_narrow(jaxpr: Any) -> bool:
@@ -266,7 +296,7 @@ def _own_buffers(outputs: list[Any], given: Any) -> list[Any]:
     return jax.tree.map(owned, outputs)
 
 
-def _enter(operand: Any, table: ScaleTable) -> Value:
+def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
     if not is_scaled(operand):
         return Plain.of(operand)
     scale = (
@@ -279,7 +309,8 @@ def _enter(operand: Any, table: ScaleTable) -> Value:
     )
     # A copy: JAX may keep the memory of a NumPy array, which the user writes to.
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
-    return Operand(data, scale)
+    value = Operand(data, scale)
+    return value if calibrated is None else at_scale(value, calibrated)
 
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:

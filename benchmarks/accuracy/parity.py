@@ -11,7 +11,8 @@ in float16, as is the default; `fp8-hidden-e4m3`, that with cotangents in E4M3; 
 one pass or in one kind of layer, FP8 with a finish in float16, and both moments in FP8.
 
 Modes, of those that are scalified: `dynamic`; `calibrated`, `jsa.calibrate` after the first tenth
-of the steps, and its corrections from then on; `frozen`, and the state at static scales. A guard
+of the steps, and its corrections from then on, where the step brings the state to its scales;
+`frozen`, and the state has them as static ones: the same numbers, of a smaller program. A guard
 looks at the state 20 times and calibrates again where it says so; how often that was is stored.
 
 The loss is that of the same held-out text or images, computed as in training; "in float32" is that

@@ -134,6 +134,10 @@ class Calibrated(Protocol):
         """The corrections of a traced function, given the names of its arguments."""
         ...
 
+    def scale_of(self, argument: str) -> int | None:
+        """The exponent of the scale that an argument is calibrated with; None if it has none."""
+        ...
+
 
 def rounds(eqn: Any) -> bool:
     """Tell whether an equation is a cast to fewer bits, of a shorter range than float32's."""

@@ -81,6 +81,11 @@ def within_range(x: Operand, limit: int = pow2.MAX_EXPONENT) -> Operand:
     return x.as_pair(_compat.kept_apart(data) if rest.is_static else data, within)
 
 
+def at_scale(x: Operand, scale: Scale) -> Operand:
+    """Bring a value to a scale that is not 0."""
+    return x.as_pair(keep_infinity(x.data, moved(x, x.scale / scale, x.dtype)), scale)
+
+
 def in_reach(x: Operand) -> Operand:
     """Keep a dynamic scale to few factors and, of float32 data, to where one number reaches it.
 

@@ -99,6 +99,11 @@ class Calibration:
         self._check(equations.results)
         return equations.corrections(self.exponents, named=is_observing())
 
+    def scale_of(self, argument: str) -> int | None:
+        """The exponent of the scale that a leaf of the state was calibrated with, if it has one."""
+        m = self.state.get(argument)
+        return None if m is None else m.scale
+
     def _check(self, results: Mapping[str, Result]) -> None:
         missing = [name for name in self.values if name not in results]
         known = {*self.values, *self.unseen}

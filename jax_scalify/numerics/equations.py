@@ -243,3 +243,8 @@ class Planner:
         self.equations = Equations(closed, arguments)
         choose = None if self._make_chooser is None else self._make_chooser(self.equations)
         return self.equations.corrections(self._exponents, named=True, choose=choose)
+
+    def scale_of(self, argument: str) -> int | None:
+        """None: arguments keep the scales that they come with; see `Calibrated`."""
+        del argument
+        return None

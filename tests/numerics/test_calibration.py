@@ -801,28 +801,43 @@ def test_accumulated_gradients_are_frozen_with_the_scale_that_they_had():
     assert frozen._cache_size() == 1
 
 
+def step_of_rows(state, batch):
+    """Train a table and weights, and an average that has the scale that it had."""
+    (params, mean), opt_state = state
+    x, rows = batch
+
+    def loss_of(params):
+        return jnp.mean(jnp.square(params["table"][rows] @ params["w"] - x).astype(jnp.float32))
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    updates, opt_state = ADAM.update(grads, opt_state, params)
+    mean = jsa.match_scales(mean * np.float16(0.5) + params["w"] * np.float16(0.5), mean)
+    return ((jsa.optim.apply_updates(params, updates), mean), opt_state), loss
+
+
+ADAM = jsa.optim.low_precision(optax.adam(1e-2))
+
+
+def state_of_rows(axis):
+    """A state of dynamic scales, of which the table may have some along an axis."""
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(8, 8)).astype(np.float16) for name in ("table", "w")}
+    rows = None if axis is None else lambda path, leaf: axis if "table" in str(path) else None
+    params = jsa.as_scaled_array(arrays, "rms", axis=rows)
+    mean = jsa.as_scaled_array(np.zeros((8, 8), np.float16))
+    return (params, mean), jsa.as_scaled_array(ADAM.init(arrays))
+
+
+def leaves_of(tree):
+    return [leaf for leaf in jsa.tree.leaves(tree) if isinstance(leaf, jsa.ScaledArray)]
+
+
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("axis", [None, 0], ids=["scalar", "a row"])
 @pytest.mark.parametrize("batch_scale", [None, "dynamic", "static"])
 def test_what_is_frozen_stays_frozen(axis, batch_scale):
     """Beside a batch of dynamic scales, and beside weights with scales along an axis."""
-    optimizer = jsa.optim.low_precision(optax.adam(1e-2))
-    rng = np.random.default_rng(0)
-    arrays = {name: rng.normal(size=(8, 8)).astype(np.float16) for name in ("table", "w")}
-
-    def loss_of(params, batch):
-        x, rows = batch
-        return jnp.mean(jnp.square(params["table"][rows] @ params["w"] - x).astype(jnp.float32))
-
-    def step(state, batch):
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (jsa.optim.apply_updates(params, updates), opt_state), loss
-
-    rows = None if axis is None else lambda path, leaf: axis if "table" in str(path) else None
-    params = jsa.as_scaled_array(arrays, "rms", axis=rows)
-    state = params, jsa.as_scaled_array(optimizer.init(arrays))
+    step, state = step_of_rows, state_of_rows(axis)
     x = jnp.ones((4, 8), jnp.float16)
     if batch_scale is not None:
         x = scaled(x) if batch_scale == "dynamic" else jsa.ScaledArray(x, 2.0)
@@ -838,11 +853,72 @@ def test_what_is_frozen_stays_frozen(axis, batch_scale):
         new, _ = update(new, batch)
     assert update._cache_size() == 1
     jsa.tree.check_same_structure(new, frozen)
-    is_static = [
-        leaf.is_static for leaf in jsa.tree.leaves(new) if isinstance(leaf, jsa.ScaledArray)
-    ]
+    is_static = [leaf.is_static for leaf in leaves_of(new)]
     assert sum(is_static) == len(is_static) - (axis is not None)
-    # Without a calibration a dynamic scale makes all of them so.
-    other, _ = dynamic(frozen, batch)
+    # Without a calibration a dynamic scale makes all of them so, but what has one to match.
+    (params, _), _ = dynamic(frozen, batch)[0]
     is_dynamic = axis is not None or batch_scale == "dynamic"
-    assert other[0]["w"].is_static is not is_dynamic
+    assert params["w"].is_static is not is_dynamic
+
+
+@pytest.mark.parametrize("axis", [None, 0], ids=["scalar", "a row"])
+def test_a_state_of_dynamic_scales_is_brought_to_the_calibrated_ones(axis):
+    """A calibrated step computes what it does of a frozen state, and its results stay dynamic."""
+    state, batch = state_of_rows(axis), (jnp.ones((4, 8), jnp.float16), jnp.arange(4))
+    for _ in range(3):
+        state, _ = jsa.scalify(step_of_rows)(state, batch)
+    found = jsa.calibrate(step_of_rows, state, batch, steps=2)
+    body = jsa.scalify(step_of_rows, calibration=found)
+    frozen, moved = found.freeze(state), jsa.dynamic_rescale(state)
+    assert any(
+        a.scale != b.scale for a, b in zip(leaves_of(frozen), leaves_of(moved)) if a.is_static
+    )
+    for _ in range(3):  # not compiled: XLA need not round what it fuses
+        (frozen, loss), (moved, same) = body(frozen, batch), body(moved, batch)
+        assert float(jsa.asarray(loss)) == float(jsa.asarray(same))
+        jsa.tree.check_same_structure(moved, state)
+        for a, b in zip(leaves_of(frozen), leaves_of(moved), strict=True):
+            assert not b.is_static
+            np.testing.assert_array_equal(a.data, b.data)
+            np.testing.assert_array_equal(a.scale, b.scale)
+    update = jax.jit(body)
+    for _ in range(2):
+        state, _ = update(state, batch)
+    assert update._cache_size() == 1
+    many, _ = jax.jit(lambda s: jax.lax.scan(lambda s, _: body(s, batch), s, None, 3))(state)
+    assert all(np.isfinite(leaf.data).all() for leaf in leaves_of(many))
+
+
+def test_a_state_is_brought_to_the_calibrated_scales_at_the_ends():
+    """Zero without a scale, what is not finite, float8 and scales far away; others stay."""
+
+    def step(state):
+        return jax.tree.map(lambda x: x * jnp.ones((), x.dtype), state)
+
+    like = dict(role="state", log2_rms=0.0, log2_max=2.0)
+    values = {
+        "far": (np.float16, [1.0, -2.5], 2.0**40, -40),
+        "inf": (np.float16, [np.inf, np.nan, -1.0], 4.0, 1),
+        "narrow": (jnp.float8_e4m3fn, [1.5, -448.0], 1.0, -1),  # saturates
+        "none": (np.float16, [1.0], 8.0, None),
+        "wide": (np.float32, [1.5, 2.0**100], 2.0**20, -20),
+        "zero": (np.float16, [0.0, 0.0], 0.0, -7),
+    }
+    known = {
+        f"args[0]['{name}']": Measured(**like, dtype=jnp.dtype(dtype).name, scale=scale)
+        for name, (dtype, _, _, scale) in values.items()
+    }
+    state = {
+        name: jsa.ScaledArray(jnp.asarray(np.asarray(data, dtype)), jnp.float32(own))
+        for name, (dtype, data, own, _) in values.items()
+    }
+    new = jsa.scalify(step, calibration=jsa.Calibration({}, known))(state)
+    exponents = {name: float(np.log2(np.asarray(x.scale, np.float64))) for name, x in new.items()}
+    assert exponents == {"far": -40, "inf": 1, "narrow": -1, "none": 3, "wide": -20, "zero": -7}
+    data = {name: np.asarray(x.data, np.float64) for name, x in new.items()}
+    np.testing.assert_array_equal(data["far"], [np.inf, -np.inf])  # as in plain float16
+    np.testing.assert_array_equal(data["inf"], [np.inf, np.nan, -2.0])
+    np.testing.assert_array_equal(data["narrow"], [3.0, -448.0])
+    np.testing.assert_array_equal(data["none"], [1.0])
+    np.testing.assert_array_equal(data["wide"], [1.5 * 2.0**40, np.inf])
+    np.testing.assert_array_equal(data["zero"], [0.0, 0.0])
