@@ -147,7 +147,7 @@ def find_nonfinite(fun: Callable) -> Callable[..., Nonfinite | None]:
         found = [_culprit(event) for event in events]
         if found:
             return _describe(*min(found, key=lambda f: f[0].number), True)
-        made = [event for event in watcher.events if event.makes]
+        made = [event for event in watcher.events if event.makes and not _is_of_masks(event)]
         return _describe(*_culprit(made[0]), False) if made else None
 
     return run
@@ -240,6 +240,16 @@ class _Watcher:
         event = _Event(len(self.events), keep, nan, inf, sources)
         self.events.append(event)
         return [event if any(kind) else None for kind in kinds]
+
+
+def _is_of_masks(event: _Event) -> bool:
+    """Whether finite masks have become -inf: as of scores less their maximum, in float16."""
+    if event.nan or event.step is None:
+        return False
+    results, operands = event.step.results, event.step.operands
+    floating = [x for x in operands if dtypes.is_scalable(x.dtype)]
+    is_masked = any(measure(x).masks for x in floating)
+    return is_masked and not any(map(_has_positive_infinity, results))
 
 
 def _culprit(event: _Event) -> tuple[_Event, _Source | None]:

@@ -168,6 +168,22 @@ def test_masks_are_no_fault():
     assert find_nonfinite(masked_softmax)(X, X > -1) is None
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_finite_masks_that_become_infinite_are_no_fault(scaled):
+    """float16 has no number below its lowest, less the maximum."""
+    x = np.float16([[900.0, 1000.0, -3.0]])
+
+    def fun(x):
+        lowest = jnp.finfo(x.dtype).min
+        return jax.nn.softmax(jnp.where(x > 0, x, lowest), -1)
+
+    assert jnp.isneginf(jnp.finfo(jnp.float16).min - jnp.max(x))
+    if scaled:
+        assert find_nonfinite(jsa.scalify(fun))(jsa.as_scaled_array(x)) is None
+    else:
+        assert find_nonfinite(fun)(x) is None
+
+
 def test_a_row_that_is_masked_entirely():
     found = find_nonfinite(masked_softmax)(X, np.zeros_like(X, bool))
     assert found.kind == "nan" and "masked entirely" in found.remedy
