@@ -159,6 +159,9 @@ parity-seeds: $(VENV)/.installed  ## models of parity, 128 seeds and more of eac
 	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 llama moe bert
 	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models lstm --seeds 256
 	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models vit --seeds 384
+	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 llama moe bert --variants float16 fp8-hidden --modes frozen
+	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 llama --seeds 32 --steps 5000 --variants float32 float16 float16-fp8-moments
+	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 --seeds 32 --steps 25000 --variants float32 float16 fp8-hidden --modes dynamic frozen
 
 # The compilers of GPUs and TPUs, 6 GB, in an environment of their own; no such device is needed.
 accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 and TPUs; docs/accelerators.md

@@ -29,11 +29,12 @@ import argparse
 import functools
 import importlib.metadata
 import itertools
+import json
 import math
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -278,26 +279,32 @@ def summarise(cells: dict[str, dict], steps: int) -> Table:
             gaps = find_gaps(cells, run, reference)
             if gaps:
                 found = [cell for key, cell in cells.items() if key.startswith(f"{run}/")]
-                wide = statistics.fmean(find_gaps(cells, run, reference, "loss_in_float32"))
+                wide = find_gaps(cells, run, reference, "loss_in_float32")
                 table.add_row(model, variant, mode, *_row(variant, gaps, wide, found))
     return table
 
 
-def _row(variant: str, gaps: list[float], wide: float, found: list[dict]) -> list[str]:
-    mean = statistics.fmean(gaps)
+def _row(variant: str, gaps: list[float], wide: list[float], found: list[dict]) -> list[str]:
+    seeds, lost = len(gaps), sum(cell["first_bad_step"] >= 0 for cell in found)
+    gaps, mean = list(filter(math.isfinite, gaps)), _mean(gaps)
     error = float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-    finite = all(cell["first_bad_step"] < 0 for cell in found)
     goal = GOALS.get(variant)
     return [
-        str(len(gaps)),
-        f"{statistics.fmean(cell['loss'] for cell in found):.4f}",
+        str(seeds),
+        f"{_mean(cell['loss'] for cell in found):.4f}",
         f"{mean:+.2f}%",
         "-" if math.isnan(error) else f"{error:.2f}",
-        f"{max(gaps):+.2f}%" if finite else "NOT FINITE",
-        f"{wide:+.2f}%",
+        f"{lost} NOT FINITE" if lost else f"{max(gaps):+.2f}%",
+        f"{_mean(wide):+.2f}%",
         "" if goal is None else f"{goal}% {_verdict(mean, error, goal)}",
         "" if goal is None else str(max(cell["calibrations"] for cell in found)),
     ]
+
+
+def _mean(values: Iterable[float]) -> float:
+    """The mean of those that are finite."""
+    finite = list(filter(math.isfinite, values))
+    return statistics.fmean(finite) if finite else math.nan
 
 
 def _verdict(mean: float, error: float, goal: float) -> str:
@@ -316,9 +323,30 @@ def make_parser(description: str, modes: Sequence[str]) -> argparse.ArgumentPars
     add("--models", nargs="+", choices=models, default=usual)
     add("--variants", nargs="+", choices=(*VARIANTS, *NAMED), default=list(VARIANTS))
     add("--modes", nargs="+", choices=MODES, default=list(modes))
-    add("--table", action="store_true", help="print the table of what there is, and train nothing")
+    help = "print the table of a file of cells, by default of those made here, and train nothing"
+    add("--table", nargs="?", type=Path, const=Path(), metavar="FILE", help=help)
     add("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     return parser
+
+
+def print_table(cells: dict[str, dict], steps: int, console: Console) -> None:
+    """Print the table, at its width where there is no terminal."""
+    wide = console if console.is_terminal else Console(width=130)  # it would be 80
+    wide.print(summarise(cells, steps))
+
+
+def print_stored(options: argparse.Namespace, own: Path, console: Console) -> None:
+    """Print the table of what is asked for in a file, by default in its own."""
+    path = own if options.table == Path() else options.table
+    if not path.exists():
+        raise SystemExit(f"--table: there is no {path}")
+    variants = ("float32", *options.variants)
+    found = {}
+    for key, cell in json.loads(path.read_text()).items():
+        model, _, variant, mode, _ = key.split("/")
+        if model in options.models and variant in variants and mode in ("plain", *options.modes):
+            found[key] = cell["result"]
+    print_table(found, options.steps, console)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -332,9 +360,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.steps < 1:
         parser.error(f"--steps must be positive, got {options.steps}")
 
-    console = Console()
+    console, path = Console(), options.out / f"parity-jax{jax.__version__}.json"
+    if options.table is not None:
+        print_stored(options, path, console)
+        return
     options.out.mkdir(parents=True, exist_ok=True)
-    store = Store(options.out / f"parity-jax{jax.__version__}.json")
+    store = Store(path)
     cells = Cells(store, options.fresh, console)
     found, known = {}, find_models()
     variants = dict.fromkeys(("float32", *options.variants))  # others are compared with the first
@@ -349,9 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found[key] = cell
         if variant in options.variants:
             cells.add({key: task}, settings)
-    table = summarise(found if options.table else found | cells.run(), options.steps)
-    wide = console if console.is_terminal else Console(width=120)  # it would be 80
-    wide.print(table)
+    print_table(found | cells.run(), options.steps, console)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The runs of `parity` with all of their seeds in one program: it takes many seeds to tell.
 
     python -m benchmarks.accuracy.parity_seeds --models gpt4 llama --seeds 128
-    python -m benchmarks.accuracy.parity_seeds --models gpt4 --seeds 8 --steps 25000
+    python -m benchmarks.accuracy.parity_seeds --models gpt4 --seeds 32 --steps 25000
+    python -m benchmarks.accuracy.parity_seeds --modes dynamic frozen --table FILE  # anywhere
 
 A step of these models takes a GPU as long as its launches do, whatever is in them: the step of all
 seeds, which is `vmap` of the scalified step, takes little longer than one. Each seed has its own
@@ -36,8 +37,9 @@ from benchmarks.accuracy.parity import (
     find_models,
     key_of,
     make_parser,
+    print_stored,
+    print_table,
     provenance,
-    summarise,
 )
 from benchmarks.accuracy.parity_steps import is_narrow, make_step, phases
 from benchmarks.accuracy.scale_models import PLAIN, Model
@@ -200,16 +202,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--seeds must be positive, got {options.seeds}")
 
     console = Console()
+    path = options.out / f"parity-{device_slug()}-jax{jax.__version__}.json"
+    if options.table is not None:
+        print_stored(options, path, console)
+        return
     options.out.mkdir(parents=True, exist_ok=True)
-    store = Store(options.out / f"parity-{device_slug()}-jax{jax.__version__}.json")
-    known, found, terminal = find_models(), {}, console.is_terminal
+    store, known, found = Store(path), find_models(), {}
     variants = dict.fromkeys(("float32", *options.variants))  # others are compared with the first
     for name, variant, mode in itertools.product(options.models, variants, options.modes):
         settings = {"learning_rate": LEARNING_RATES[name], "together": options.seeds}
         keys = [key_of(name, options.steps, variant, mode, s) for s in range(options.seeds)]
         cells = {key: store.get(key, settings) for key in keys}
-        is_wanted = variant in options.variants and not options.table
-        if is_wanted and None in cells.values():
+        if variant in options.variants and None in cells.values():
             run = keys[0].rpartition("/")[0]
             console.print(f"{run}: {options.seeds} seeds")
             shown = functools.partial(
@@ -217,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 description=run,
                 console=console,
                 transient=True,
-                disable=not terminal,
+                disable=not console.is_terminal,
             )
             precision = "highest" if variant == "float32" else "default"
             with jax.default_matmul_precision(precision):
@@ -230,8 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             console.print(f"  {sum(cell['seconds'] for cell in rows):.0f} s")
             jax.clear_caches()
         found |= {key: cell for key, cell in cells.items() if cell is not None}
-    wide = console if terminal else Console(width=120)  # it would be 80
-    wide.print(summarise(found, options.steps))
+    print_table(found, options.steps, console)
 
 
 if __name__ == "__main__":

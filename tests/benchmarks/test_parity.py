@@ -49,6 +49,12 @@ def test_what_is_finished_is_stored_and_not_run_again(tmp_path, capsys, monkeypa
     printed = capsys.readouterr().out
     assert printed.count("+0.10%") == 2 * printed.count("-0.10%") == 2 * len(parity.MODES)
     assert len(ran) == 4
+    file = tmp_path / f"parity-jax{jax.__version__}.json"
+    parity.main(["--models", "vit", "--steps", "3", "--modes", "frozen", "--table", str(file)])
+    printed = capsys.readouterr().out
+    assert "frozen" in printed and "calibrated" not in printed and len(ran) == 4
+    with pytest.raises(SystemExit, match="there is no other.json"):
+        parity.main(["--table", "other.json"])
 
 
 def test_training_and_held_out_images_differ():
