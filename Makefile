@@ -36,7 +36,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: environments other-checks ci docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out kept clean
+	scale-quality float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradient-errors gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out kept clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	@echo "A GPT learns English in nine precisions: about three minutes on two free CPU cores. Stopped, it goes on."
@@ -129,6 +129,9 @@ fp8: $(VENV)/.installed  ## FP8 matmuls: ours, Flax's and (if installed) Qwix's
 
 block-scales: $(VENV)/.installed  ## MXFP8, MXFP4, NVFP4 with our scales and without: errors of matmuls, losses
 	$(VENV)/bin/python -m benchmarks.accuracy.block_scales
+
+gradient-errors: $(VENV)/.installed  ## what FP8 does to gradients at the same weights, by pass and by layer
+	$(VENV)/bin/python -m benchmarks.accuracy.gradient_errors
 
 gradients: $(VENV)/.installed  ## a GPT on eight devices whose gradients travel in float32, float16, E5M2
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(VENV)/bin/python -m benchmarks.accuracy.gradients
