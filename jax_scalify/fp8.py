@@ -129,8 +129,10 @@ def all_of(*predicates: Predicate) -> Predicate:
 
 _NO_MODEL = r"(?!\w*(?:model|module|net))"  # every layer is in a `GPT2LMHeadModel`
 
-skip_embedding: Predicate = skip(rf"embed{_NO_MODEL}|wte|wpe")
-"""No matmul with an embedding, be it a one-hot lookup or a head that is tied to it."""
+skip_embedding: Predicate = skip(
+    rf"embed{_NO_MODEL}|(?<!dis)patch(?:es|ify)?(?:_\d+)?\b|\bw[tp]e\b"
+)
+"""No matmul with an embedding: one-hot lookups, patches of images, a head that is tied to it."""
 
 skip_head: Predicate = skip(
     rf"(?<!multi)(?<!multi[-_])(?:head|logits|embed){_NO_MODEL}", r"\.attend\b"
@@ -140,8 +142,8 @@ skip_head: Predicate = skip(
 skip_router: Predicate = skip(rf"(?:router|gating){_NO_MODEL}|moe\w*\W+gate\b")
 """Not the layer that chooses the experts of a token, since rounding changes the choice."""
 
-hidden_layers: Predicate = all_of(linear_layers, skip_head, skip_router)
-"""Linear layers and experts but heads and routers, which cost half of what FP8 costs in loss."""
+hidden_layers: Predicate = all_of(linear_layers, skip_embedding, skip_head, skip_router)
+"""Linear layers and experts but embeddings, heads and routers, half of what FP8 costs in loss."""
 
 skip_critical: Predicate = skip(
     r"att\w*\W+(?:\w+\W+)?(?:out|o|out_?proj|o_?proj|c_proj|dense|wo)\b",
@@ -177,7 +179,7 @@ def fp8_matmuls(
         fun: a traceable function of plain arrays; strings, callables, Python bools and `None`
             among its arguments are static.
         select: tells of a `jsa.fp8.Matmul` whether to rewrite it; by default those without batch
-            dims that no name calls a head or a router. See `jsa.fp8` for ready-made ones.
+            dims that no name calls an embedding, a head or a router; more are in `jsa.fp8`.
         forward_dtype: format of both operands, or a pair with one for each: a dtype, or a block
             format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
         backward_dtype: format of the cotangent, or a pair, as of `jsa.nn.dot_general`.
@@ -237,8 +239,8 @@ def fp8_matmuls(
         left = [m.rhs_name or m.scope for m, _ in rewriter.seen if linear_layers(m)]
         if select is hidden_layers and left and not any(chosen for _, chosen in rewriter.seen):
             warnings.warn(
-                f"`fp8_matmuls` left all {len(left)} linear layers wide, such as `{left[0]}`: by "
-                "their names they are heads or routers. `select=jsa.fp8.linear_layers` takes them.",
+                f"`fp8_matmuls` left all {len(left)} linear layers wide, such as `{left[0]}`: "
+                "names of embeddings, heads or routers. `select=jsa.fp8.linear_layers` takes them.",
                 stacklevel=2,
             )
         return traced.unflatten(out)

@@ -174,6 +174,20 @@ def test_heads_and_routers_by_their_names():
         assert jsa.fp8.skip_router(named(name)) is (name not in routers), name
 
 
+def test_embeddings_by_their_names_stay_wide_by_default():
+    embeddings = (
+        "patch_embed/proj patch_embeddings.projection ViT/patches patches_0 patchify "
+        "embedding/kernel transformer/wte tokens/embed position_embedding"
+    ).split()
+    neither = (
+        "moe/dispatch/up dispatches PatchTST/block_0/up patched/up newtext/up "
+        "EmbeddingModel/layers/0/up block_0/attention/out"
+    ).split()
+    for name in (*embeddings, *neither):
+        assert jsa.fp8.skip_embedding(named(name)) is (name not in embeddings), name
+        assert jsa.fp8.hidden_layers(named(name)) is (name not in embeddings), name
+
+
 def test_a_function_of_nothing_but_heads_warns():
     def loss(params, x):
         return jnp.sum(x @ params["head"])
