@@ -132,7 +132,7 @@ _NO_MODEL = r"(?!\w*(?:model|module|net))"  # every layer is in a `GPT2LMHeadMod
 skip_embedding: Predicate = skip(
     rf"embed{_NO_MODEL}|(?<!dis)patch(?:es|ify)?(?:_\d+)?\b|\bw[tp]e\b"
 )
-"""No matmul with an embedding: one-hot lookups, patches of images, a head that is tied to it."""
+"""No matmul with an embedding, be it of patches, a one-hot lookup or a head that is tied to it."""
 
 skip_head: Predicate = skip(
     rf"(?<!multi)(?<!multi[-_])(?:head|logits|embed){_NO_MODEL}", r"\.attend\b"
