@@ -130,7 +130,7 @@ def all_of(*predicates: Predicate) -> Predicate:
 _NO_MODEL = r"(?!\w*(?:model|module|net))"  # every layer is in a `GPT2LMHeadModel`
 
 skip_embedding: Predicate = skip(
-    rf"embed{_NO_MODEL}|(?<!dis)patch(?:es|ify)?(?:_\d+)?\b|\bw[tp]e\b"
+    rf"embed{_NO_MODEL}|(?<!dis)patch(?:es|ify)?(?:_\d+)?\b|(?<![a-z])w[tp]e(?![a-z])"
 )
 """No matmul with an embedding, be it of patches, a one-hot lookup or a head that is tied to it."""
 

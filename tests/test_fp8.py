@@ -177,7 +177,7 @@ def test_heads_and_routers_by_their_names():
 def test_embeddings_by_their_names_stay_wide_by_default():
     embeddings = (
         "patch_embed/proj patch_embeddings.projection ViT/patches patches_0 patchify "
-        "embedding/kernel transformer/wte tokens/embed position_embedding"
+        "embedding/kernel transformer/wte wpe_0 tok_wte tokens/embed position_embedding"
     ).split()
     neither = (
         "moe/dispatch/up dispatches PatchTST/block_0/up patched/up newtext/up "

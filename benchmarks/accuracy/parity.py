@@ -12,7 +12,7 @@ one pass or in one kind of layer, FP8 with a finish in float16, and both moments
 
 Modes, of those that are scalified: `dynamic`; `calibrated`, `jsa.calibrate` after the first tenth
 of the steps, and its corrections from then on, where the step brings the state to its scales;
-`frozen`, and the state has them as static ones: the same numbers, of a smaller program. A guard
+`frozen`, and the state has them as static ones: the same arithmetic in a smaller program. A guard
 looks at the state 20 times and calibrates again where it says so; how often that was is stored.
 
 The loss is that of the same held-out text or images, computed as in training; "in float32" is that
