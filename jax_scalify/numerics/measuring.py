@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -341,25 +340,20 @@ def state_leaves(state: Any) -> dict[str, tuple[Any, Any]]:
     return {n: (x, scale) for n, x, scale in found if dtypes.is_scalable(x.dtype)}
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _observe_all(arrays: list[Any], static: tuple[float | None, ...]) -> jax.Array:
-    rows = [
-        observe(data, scale if s is None else s)
-        for (data, scale), s in zip(arrays, static, strict=True)
-    ]
-    return jnp.stack(rows)
+_observe_one = jax.jit(observe)
+_stack = jax.jit(jnp.stack)
 
 
 def measure_state(state: Any) -> dict[str, Measured]:
-    """Measure the floating leaves of a state, in one program."""
+    """Measure the floating leaves of a state.
+
+    Leaves of one shape, dtype and sharding share a program: one of all leaves compiles as long as
+    there are layers.
+    """
     leaves = state_leaves(state)
     if not leaves:
         return {}
-    static = tuple(s if isinstance(s, float) else None for _, s in leaves.values())
-    arrays = [
-        (x, None if s is not None else scale)
-        for (x, scale), s in zip(leaves.values(), static, strict=True)
-    ]
+    rows = _stack([_observe_one(x, scale) for x, scale in leaves.values()])
     known = [{"role": "state", "dtype": jnp.dtype(x.dtype).name} for x, _ in leaves.values()]
-    found = finish(_observe_all(arrays, static), known)
+    found = finish(rows, known)
     return {name: m for name, m in zip(leaves, found, strict=True) if m is not None}
