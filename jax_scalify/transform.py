@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -108,6 +109,8 @@ def scalify(
         active = config or current_config()
         check_scaled(args, "args")
         check_scaled(kwargs, "kwargs")
+        if calibration is not None:
+            args, kwargs = _by_position(fun, args, kwargs)
         traced = trace(fun, args, kwargs, takes_blocks=True)
         closed, operands = traced.closed, traced.operands
         used = {eqn.primitive for eqn in all_equations(closed.jaxpr)}
@@ -128,6 +131,15 @@ def scalify(
         return traced.unflatten(out)
 
     return scalified
+
+
+def _by_position(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """Arguments as a calibration names them: by position, where the function takes them so."""
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # it has no signature; or the call will say what is wrong
+        return args, kwargs
+    return bound.args, bound.kwargs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +180,12 @@ class _Plan:
 def _is_frozen(paths: Sequence[tuple], operands: Sequence[Any]) -> bool:
     """Tell whether the first argument with scales, the state, has static ones.
 
-    Scales along axes cannot be frozen, and do not count.
+    Some need not be: what is always zero, as moments of a weight that is not used, comes back with
+    a dynamic scale.
     """
     scaled = [(path, x) for path, x in zip(paths, operands, strict=True) if is_scaled(x)]
     first = [x for path, x in scaled if path[:2] == scaled[0][0][:2]]
-    scalar = [x for x in first if x.is_static or not np.ndim(x.scale)]
-    return bool(scalar) and all(x.is_static for x in scalar)
+    return any(x.is_static for x in first)
 
 
 def _scale_call(

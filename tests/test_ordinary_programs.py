@@ -420,6 +420,8 @@ RAISED = {
     "power": lambda x: x**4 * 2.0**60,
     "norm": lambda x: jnp.sum(x * x),
     "dot": jnp.vdot,
+    "prodigy": lambda x: 0.001 * x * x,
+    "multiples": lambda x: (x + 0.0) * (2.5 * x),
     "adam": lambda x: x / (jnp.sqrt(0.001 * x**2) + 1e-8),
 }
 
@@ -475,3 +477,48 @@ def test_a_cast_of_a_square_beyond_the_range_of_float32(exponent, kind):
         for got in outcomes(lambda x, f=function: f(x).astype(jnp.float16), x):
             near = np.where(np.isinf(want), got > 2.0**120, np.abs(got) < 2.0**-100)
             assert np.all(near), (got, want)
+
+
+# What is known of values holds for what a cast makes of them, too.
+ROUNDED = {
+    "float8": lambda x: jnp.clip(x, -0.3, 0.3).astype(jnp.float8_e5m2).astype(jnp.float32),
+    "bfloat16": lambda x: jnp.minimum(x, 0.3).astype(jnp.bfloat16).astype(jnp.float32),
+    "bool": lambda x: jnp.minimum(x, 0.5).astype(bool).astype(jnp.float32),
+    "integers": lambda x: jnp.minimum(x - 3, 1.0).astype(jnp.int32).astype(jnp.uint8) * 1.0,
+    "precision": lambda x: jax.lax.reduce_precision(jnp.minimum(x, 0.3), 8, 2),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_bound_is_rounded_with_its_values(name):
+    check_rows(lambda x: jax.nn.relu(ROUNDED[name](x)), rows([1.0, 0.2, -1.0], 2.0, DTYPES[:1]))
+
+
+def test_a_matmul_with_negative_integers_is_negative():
+    x, n = scaled([[16.0, 16.0]], 16.0, "float16"), jnp.array([[-30], [-10]])
+    for got in outcomes(lambda x: jnp.minimum(jnp.abs(x) @ n, 1e-4), x):
+        np.testing.assert_array_equal(got, -640.0)
+
+
+def test_zero_minus_zero_is_not_negative():
+    x = scaled([0.0, 1.0], 4.0, "float32")
+    for got in outcomes(lambda x: jnp.arctan2(0.0 - x, -jnp.ones_like(x)), x):
+        np.testing.assert_allclose(got, [np.pi, -0.75 * np.pi], rtol=1e-6)
+
+
+@pytest.mark.parametrize("small", [1e-16, -1e-30])
+def test_a_loop_from_a_small_constant_may_grow_as_far_as_it_does_without_scales(small):
+    """As recurrences do that are normalised at the end."""
+
+    def recur(x):
+        return jax.lax.scan(lambda c, _: (c * x * 10, None), jnp.full((2,), small), length=50)[0]
+
+    def repeat(x):
+        start = 0, jnp.full((2,), small)
+        return jax.lax.while_loop(lambda c: c[0] < 50, lambda c: (c[0] + 1, c[1] * x * 10), start)[
+            1
+        ]
+
+    for fun in (recur, repeat):
+        for got in outcomes(fun, scaled([1.0, 1.0], 1.0, "float32")):
+            np.testing.assert_allclose(got, small * 1e50, rtol=1e-4)

@@ -454,6 +454,18 @@ def scales_that_differ_far_leave_infinity():
 
 
 @case
+def collectives_over_axes_of_which_scales_vary_along_one():
+    x = ScaledArray(jnp.ones((8, 4)), jnp.float32(2.0) ** jnp.arange(8)[:, None])
+    for fun in (
+        lambda x: lax.pmean(jnp.mean(x**2), ("data", "model")),
+        lambda x: lax.psum(x, ("data", "model")),
+        lambda x: lax.pmax(x, ("model", "data")),
+    ):
+        mapped = _shard_map(fun, P("data", "model"), P())
+        assert_same(jax.jit(jsa.scalify(mapped))(x), jax.jit(mapped)(jsa.asarray(x)))
+
+
+@case
 def small_leaves_of_one_shape_and_other_shardings():
     optimizer = jsa.optim.low_precision(optax.adamw(1e-3))
 

@@ -74,6 +74,15 @@ def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
     )
 
 
+def shares_variables(tree: Any) -> bool:
+    """Tell whether a variable of NNX objects in a tree is in more places than one."""
+    nnx, _, leaves, where = _find(tree)
+    if not where:
+        return False
+    objects = tuple(leaves[i] for i in where)
+    return len(jax.tree.leaves(nnx.split(objects)[1])) != len(jax.tree.leaves(objects))
+
+
 @dataclasses.dataclass(frozen=True)
 class PureCall:
     """A pure function and its arguments, for a function that may write into some of them.

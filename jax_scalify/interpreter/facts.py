@@ -46,8 +46,10 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
         return inputs[0].facts.nonneg
     if _is_never_negative(eqn):
         return True
-    # Of several results, one may be an operand of integers: a barrier's, or sorted along.
-    numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
+    if traits_of(name).is_matmul:  # one factor may be of integers
+        numbers = inputs[:2]
+    else:  # of several results, one may be an operand of integers: a barrier's, or sorted along
+        numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
     if name == "max":
         return any(v.facts.nonneg for v in numbers)
     return _keeps_nonnegative(eqn) and bool(numbers) and all(v.facts.nonneg for v in numbers)
@@ -124,22 +126,35 @@ def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
     """The negative constant of a maximum, or the positive one of a minimum."""
     name = eqn.primitive.name
     if name not in ("max", "min"):
-        keeps = traits_of(name).elements in ("same", "cast", "rescaled") and len(inputs) == 1
-        return inputs[0].facts.bound if keeps else None
+        known, elements = (
+            inputs[0].facts.bound if len(inputs) == 1 else None,
+            traits_of(name).elements,
+        )
+        if known is not None and name == "convert_element_type":
+            return _rounded(known, eqn.outvars[0].aval.dtype)
+        return known if elements in ("same", "rescaled") else None
     numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
     beyond_zero = [n for n in numbers if (n < 0 if name == "max" else n > 0)]
     return beyond_zero[0] if beyond_zero else None
 
 
-def _constant_among(eqn: Any, inputs: list[Value]) -> int | None:
-    """The exponent of the largest constant among elements that have another scale."""
+def _rounded(bound: float, dtype: Any) -> float | None:
+    """The bound of values that are cast: rounding keeps their order, in floating point."""
+    if not dtypes.is_scalable(dtype):
+        return None
+    rounded = float(np.asarray(bound).astype(dtype))
+    return rounded if rounded and math.isfinite(rounded) else None
+
+
+def _constant_among(eqn: Any, inputs: list[Value]) -> float | None:
+    """The `log2` of the largest constant among elements that have another scale."""
     name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
     floats = [v for v in inputs if v.is_scalable]
     known = [v.facts.constant for v in floats]
     if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
         return None
     if traits.elements in ("joined", "placed"):
-        return largest([*known, *map(_exponent_of_constant, floats)])
+        return largest([*known, *map(_log2_of_constant, floats)])
     if name in _PRODUCTS:
         return _constant_of_product(floats, known, sign=-1 if name == "div" else 1)
     if name in ("square", "integer_pow"):
@@ -150,32 +165,32 @@ def _constant_among(eqn: Any, inputs: list[Value]) -> int | None:
     return largest(known) if keeps else None
 
 
-def _constant_of_product(floats: list[Value], known: list[int | None], sign: int) -> int | None:
-    """The exponents of both factors, or of a quotient's, together."""
-    factors = [n if v.constant is None else _exponent_of_constant(v) for v, n in zip(floats, known)]
+def _constant_of_product(floats: list[Value], known: list[float | None], sign: int) -> float | None:
+    """The logarithms of both factors, or of a quotient's, together."""
+    factors = [n if v.constant is None else _log2_of_constant(v) for v, n in zip(floats, known)]
     left, right = factors if len(factors) == 2 else (None, None)
     return None if left is None or right is None else left + sign * right
 
 
-def _constant_of_power(known: int | None, power: int) -> int | None:
+def _constant_of_power(known: float | None, power: int) -> float | None:
     return None if known is None or power < 0 else power * known
 
 
-def _constant_of_sum(value: Value, axes: Sequence[int]) -> int | None:
-    """The exponent of the constant and of the number of terms together."""
+def _constant_of_sum(value: Value, axes: Sequence[int]) -> float | None:
+    """The logarithms of the constant and of the number of terms together."""
     terms = math.prod(value.shape[a] for a in axes)
     if value.facts.constant is None or not isinstance(terms, int):  # of a symbolic shape
         return None
-    return value.facts.constant + max(terms, 1).bit_length() - 1
+    return value.facts.constant + math.log2(max(terms, 1))
 
 
-def _exponent_of_constant(value: Value) -> int | None:
-    """The exponent of a constant; None of 0, what is not finite, and masks."""
+def _log2_of_constant(value: Value) -> float | None:
+    """The `log2` of a constant's size; None of 0, what is not finite, and masks."""
     number = value.constant
     if number is None or number.dtype.kind == "c" or not number:
         return None
     beyond = abs(float(number)) >= float(jnp.finfo(value.dtype).max)
-    return None if beyond or np.isnan(number) else math.frexp(float(number))[1] - 1
+    return None if beyond or np.isnan(number) else math.log2(abs(float(number)))
 
 
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:

@@ -44,8 +44,8 @@ class Facts:
         sums: how many sums over other axes, as of a matmul, were added up to it; else 0.
         bound: none is below it if it is negative, and none above if it is positive: the result of
             the first half of `clip`; else None.
-        constant: the exponent of the largest constant that was put among them, whose data may be
-            nearly as large as the dtype's; else None.
+        constant: `log2` of the largest constant that was put among them, whose data may be nearly
+            as large as the dtype's; else None.
     """
 
     nonneg: bool = False
@@ -53,7 +53,7 @@ class Facts:
     peaked: bool = False
     sums: int = 0
     bound: float | None = None
-    constant: int | None = None
+    constant: float | None = None
 
     def join(self, other: Facts) -> Facts:
         """What is known of a value that may be either of two."""
@@ -67,7 +67,7 @@ class Facts:
         )
 
 
-def largest(numbers: Iterable[int | None]) -> int | None:
+def largest(numbers: Iterable[float | None]) -> float | None:
     """The largest of those that are known, if any is."""
     return max((n for n in numbers if n is not None), default=None)
 

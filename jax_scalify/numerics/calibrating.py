@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from jax_scalify.arrays.conversions import thaw_scales
 from jax_scalify.arrays.nnx_objects import PureCall
 from jax_scalify.arrays.scaled_array import check_scaled, is_scaled
 from jax_scalify.config import ScalifyConfig
-from jax_scalify.numerics.calibration import Calibration
+from jax_scalify.numerics.calibration import Calibration, check_unshared
 from jax_scalify.numerics.choosing import VANISHED, Choice, is_distorted
 from jax_scalify.numerics.equations import Planner, Result
 from jax_scalify.numerics.instrumenting import Place, Watcher, find_places
@@ -83,8 +83,10 @@ def calibrate(
         A `Calibration`: for `jsa.scalify(step, calibration=c)`, and `c.freeze(state)`.
 
     Raises:
-        TypeError: if `step` is not callable, or the state has no `ScaledArray`.
-        ValueError: if `steps` is less than 1, or `step` does not return its state.
+        TypeError: if `step` is not callable, `steps` no int, `batch` a data loader and not its
+            iterator, or the state has no `ScaledArray`.
+        ValueError: if `steps` is less than 1, an iterator ends before, `step` does not return its
+            state, or NNX objects in the state share a variable: give it what `nnx.split` returns.
 
     Example:
         >>> def step(w, x):  # which rules take to grow by 2.8 at each product, and grows by 16
@@ -104,17 +106,18 @@ def calibrate(
     """
     if not callable(step):
         raise TypeError(f"`step` must be callable, got {type(step).__name__}.")
-    if operator.index(steps) < 1:
+    if not isinstance(steps, (int, np.integer)):
+        raise TypeError(f"`steps` must be an int, got {type(steps).__name__}.")
+    if steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     check_scaled(state, "state")
+    check_unshared(state)
     if not any(map(is_scaled, jax.tree.leaves(state, is_leaf=is_scaled))):
         raise TypeError(
             "`state` has no `ScaledArray`, so there are no scales to calibrate: begin with "
             "`jsa.as_scaled_array(state)`."
         )
-    batches = (
-        [next(batch) for _ in range(steps)] if isinstance(batch, Iterator) else [batch] * steps
-    )
+    batches = _batches(batch, int(steps))
     exponents: dict[str, int] = {}
     at_scales: Callable[[Any], Any] = thaw_scales
     last: tuple[_Seen, Choice, dict[str, int]] | None = None
@@ -144,7 +147,25 @@ def calibrate(
     }
     operands = [r.name for r in seen.results.values() if r.is_operand]
     unseen = tuple(name for name in operands if name not in values)
-    return Calibration(_rounded(values), _rounded(seen.state), operator.index(steps), unseen)
+    return Calibration(_rounded(values), _rounded(seen.state), int(steps), unseen)
+
+
+def _batches(batch: Any, steps: int) -> list[Any]:
+    """A batch for each step."""
+    if isinstance(batch, Iterator):
+        batches = list(itertools.islice(batch, steps))
+        if len(batches) < steps:
+            raise ValueError(
+                f"`batch` is an iterator of {len(batches)} batches, fewer than `steps`, {steps}."
+            )
+        return batches
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, Iterable) and not is_array(leaf) and not isinstance(leaf, (str, bytes)):
+            raise TypeError(
+                f"`batch` must be a batch or an iterator of batches, got {type(leaf).__name__}: "
+                "give `iter(batch)`."
+            )
+    return [batch] * steps
 
 
 def _rounded(group: Mapping[str, Measured]) -> dict[str, Measured]:

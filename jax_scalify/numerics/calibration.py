@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import _compat
+from jax_scalify.arrays.nnx_objects import shares_variables
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.pow2 import MAX_EXPONENT
@@ -31,6 +32,15 @@ from jax_scalify.numerics.tracking import Record
 FILE_NAME = "calibration.json"
 _VERSION = 1
 _SHOWN, _NAMED = 40, 5
+
+
+def check_unshared(state: Any) -> None:
+    """Refuse NNX objects that share a variable: as a pytree, it would become two."""
+    if shares_variables(state):
+        raise ValueError(
+            "NNX objects in `state` share a variable, as tied weights do: calibrate a step of what "
+            "`nnx.split` returns."
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -134,13 +144,19 @@ class Calibration:
         Raises:
             TypeError: for a traced scale.
             ValueError: if it has other leaves than the state that was calibrated, or one that the
-                calibrated scale would make infinite.
+                calibrated scale would make infinite; if NNX objects in it share a variable.
         """
+        check_unshared(state)
         leaves = jax.tree_util.tree_leaves_with_path(((state,), {}), is_leaf=is_scaled)
         scaled = [argument_name(path) for path, leaf in leaves if is_scaled(leaf)]
         known = [name for name, m in self.state.items() if m.scale is not None]
         other = [f"{n} was not calibrated" for n in scaled if n not in self.state]
-        other += [f"{n} is missing" for n in known if n not in scaled]
+        plain = {argument_name(path) for path, _ in leaves} - {*scaled}
+        other += [
+            f"{n} is plain: `jsa.as_scaled_array(state)`" if n in plain else f"{n} is missing"
+            for n in known
+            if n not in scaled
+        ]
         if other:
             raise ValueError(
                 f"`state` is not the state that was calibrated: {_some(other, sep='; ')}."

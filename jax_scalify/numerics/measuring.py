@@ -23,6 +23,7 @@ ROLES = ("operand", "gradient", "value", "state")
 # float16 has normal numbers for eight octaves below, and its squares have, for ten above.
 _BANDS = {8: 2, 16: 6}
 _LOWEST = -6  # exponent of the largest element of state
+_SPREAD = 6  # octaves by which it is to be above the smallest normal number, for the others
 LOST = 0.01  # share of the elements of a value that is worth an entry
 _DIGITS = 4  # octaves by which the RMS is above the smallest normal number, for most digits
 _STEPS = 256  # of loops that are told apart; of more, neighbours are taken together
@@ -98,10 +99,11 @@ def excess_of_state(log2_rms: float, log2_max: float, dtype: Any) -> int:
         return 0
     finfo = jnp.finfo(dtype)
     highest = math.log2(float(finfo.max)) - (1 if finfo.bits <= 8 else 3)
+    lowest = max(_LOWEST, int(finfo.minexp) + _SPREAD)
     least = math.ceil(log2_max - highest + 1)
     if log2_max > highest:
         return least
-    return max(round(log2_rms), least) if log2_max < _LOWEST else 0
+    return max(round(log2_rms), least) if log2_max < lowest else 0
 
 
 def at_frozen_scale(m: Measured) -> Measured:
@@ -126,9 +128,9 @@ def at_frozen_scale(m: Measured) -> Measured:
 
 def at_scale_of(m: Measured, other: Measured | None) -> Measured:
     """What was measured, as it would be at the scale of another measurement."""
-    if other is None or m.scale is None or other.scale is None:
+    if other is None or other.scale is None:
         return m
-    away = m.scale - other.scale
+    away = (m.scale or 0) - other.scale  # a plain leaf is its values
     moved = dict(log2_rms=m.log2_rms + away, log2_max=m.log2_max + away)
     return dataclasses.replace(m, scale=other.scale, **moved)
 

@@ -52,7 +52,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             return defer(filled(data, out), exponent, lhs.scale)
         if lhs.constant == 0:
             data, exponent = split(rhs)
-            data = lax.neg(data) if negate_rhs else data
+            data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data  # 0 - 0 is no -0
             return defer(filled(data, out), exponent, rhs.scale)
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
         data, exponent = bring_together((lhs, rhs), scale)

@@ -49,7 +49,8 @@ def _largest(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) 
         return scale
     names = _axis_names(params)
     groups = params.get("axis_index_groups")
-    return ctx.table.atom(lax.pmax(scale.array, names, axis_index_groups=groups))
+    array = _compat.as_varying(scale.array, _compat.varying_axes(data) & set(names))
+    return ctx.table.atom(lax.pmax(array, names, axis_index_groups=groups))
 
 
 def _collected(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> Scale:

@@ -328,6 +328,6 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
         whole = x.scale.whole()
         constant = x.facts.constant
         if constant is not None and constant <= _LARGEST_WITH_ROOM:
-            whole = algebra.join(whole, Scale(constant) * room(dtype), narrow=True)
+            whole = algebra.join(whole, Scale(math.floor(constant)) * room(dtype), narrow=True)
         return ScaledArray(moved(x, x.scale / whole, dtype), whole)
     return ScaledArray(dtypes.cast(x.data, dtype), x.scale)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jax_scalify as jsa
 from jax_scalify.base.jaxprs import all_equations
@@ -299,6 +300,8 @@ def test_the_band_of_a_dtype():
         assert excess(-math.inf, -math.inf, dtype) == 0
         assert excess_of_state(-width - 1, 0.0, dtype) == 0
         assert excess_of_state(-9.0, -7.0, dtype) == -9
+    assert excess_of_state(-3.0, -1.0, "float8_e4m3fn") == -3  # most of it is subnormal
+    assert excess_of_state(-3.0, -1.0, "float8_e5m2") == 0
     for dtype in ("float32", "bfloat16", "float64"):
         assert excess(60.0, 100.0, dtype) == excess_of_state(60.0, 100.0, dtype) == 0
 
@@ -725,6 +728,13 @@ def test_the_calibration_of_another_step_is_refused():
         jsa.scalify(two, calibration=c)(x, w)
 
 
+class Loader:
+    """Gives batches, and is no iterator."""
+
+    def __iter__(self):
+        return iter([X])
+
+
 def test_bad_arguments_are_refused():
     w, x = scaled(W), X
 
@@ -737,6 +747,22 @@ def test_bad_arguments_are_refused():
         jsa.calibrate(None, w, x)
     with pytest.raises(ValueError, match="`steps` must be at least 1, got 0"):
         jsa.calibrate(step, w, x, steps=0)
+    with pytest.raises(TypeError, match="`steps` must be an int, got float"):
+        jsa.calibrate(step, w, x, steps=2.0)
+    with pytest.raises(ValueError, match="`batch` is an iterator of 1 batches, fewer than `steps`"):
+        jsa.calibrate(step, w, iter([x]), steps=2)
+    with pytest.raises(TypeError, match=r"got Loader: give `iter\(batch\)`"):
+        jsa.calibrate(step, w, Loader())
+    tied = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    pair = nnx.List([tied, nnx.Linear(8, 8, rngs=nnx.Rngs(1))])
+    pair[1].kernel = tied.kernel
+    pair = jsa.as_scaled_array(pair)
+    for call in (jsa.Calibration({}, {}).freeze, lambda state: jsa.calibrate(step, state, x)):
+        with pytest.raises(ValueError, match="NNX objects in `state` share a variable"):
+            call(pair)
+    jsa.Calibration({}, {}).freeze(jsa.asarray(nnx.Linear(8, 8, rngs=nnx.Rngs(0))))
+    with pytest.raises(ValueError, match=r"args\[0\]\['w'\] is plain: `jsa.as_scaled_array"):
+        jsa.calibrate(lambda s, x: s, {"w": w}, x, steps=1).freeze({"w": W})
     with pytest.raises(TypeError, match="`state` has no `ScaledArray`"):
         jsa.calibrate(step, W, x)
     with pytest.raises(ValueError, match="`step` must return the new state"):
@@ -859,6 +885,49 @@ def test_what_is_frozen_stays_frozen(axis, batch_scale):
     (params, _), _ = dynamic(frozen, batch)[0]
     is_dynamic = axis is not None or batch_scale == "dynamic"
     assert params["w"].is_static is not is_dynamic
+
+
+def test_a_leaf_that_is_always_zero_unfreezes_no_other():
+    """As moments of a weight that is not used."""
+    ((params, mean), _), batch = state_of_rows(None), (jnp.ones((4, 8), jnp.float16), jnp.arange(4))
+    params["unused"] = scaled(np.ones(3, np.float16))
+    state = (params, mean), jsa.as_scaled_array(ADAM.init(jsa.asarray(params)))
+    for _ in range(2):
+        state, _ = jsa.scalify(step_of_rows)(state, batch)
+    found = jsa.calibrate(step_of_rows, state, batch, steps=2)
+    update, state = jax.jit(jsa.scalify(step_of_rows, calibration=found)), found.freeze(state)
+    for _ in range(4):
+        state, _ = update(state, batch)
+        dynamic = [leaf for leaf in leaves_of(state) if not leaf.is_static]
+        assert len(dynamic) == 2 and not any(leaf.data.any() for leaf in dynamic)
+    assert update._cache_size() == 2
+
+
+def test_a_state_by_keyword_is_the_same_state():
+    def step(state, batch):
+        for _ in range(10):
+            batch = batch @ state
+        return state, batch
+
+    w, x = 2 * jnp.ones((8, 8)), jnp.ones((1, 8), jnp.float16)
+    found = jsa.calibrate(step, jsa.as_scaled_array(w, dtype=jnp.float16), x, steps=1)
+    update = jax.jit(jsa.scalify(step, calibration=found))
+    moved = jsa.as_scaled_array(w, scale=2.0**-3, dtype=jnp.float16)
+    for state in (moved, found.freeze(moved)):
+        (one, y), (two, z) = update(state, x), update(batch=x, state=state)
+        assert one.is_static is two.is_static is state.is_static
+        for a, b in ((one, two), (y, z)):
+            np.testing.assert_array_equal(a.data, b.data)
+            assert float(a.scale) == float(b.scale)
+        assert float(z.data[0, 0]) == 8.0
+    with pytest.raises(TypeError, match="missing a required argument|missing 1 required"):
+        update(state=moved)
+
+
+def test_a_plain_state_is_judged_by_its_values():
+    w = jsa.as_scaled_array(2.0**-12 * jnp.ones((8, 8)), "rms", dtype=jnp.float16)
+    found = jsa.calibrate(lambda w, x: (w, x @ w), w, jnp.ones((1, 8), jnp.float16), steps=1)
+    assert not found.guard(w) and not found.guard(jsa.asarray(w))
 
 
 @pytest.mark.parametrize("axis", [None, 0], ids=["scalar", "a row"])

@@ -125,6 +125,8 @@ AMONG = {
     "padded": lambda c: jnp.pad(c, 1, constant_values=3.0) ** 2,
     "polynomial": jnp.poly,
     "convolution": lambda c: jnp.convolve(c, jnp.convolve(c, c)),
+    "sixth_power": lambda c: jnp.where(c == 1, 1.875, c) ** 6,
+    "of_two_constants": lambda c: (jnp.where(c == 1, 1000.0, c) * 1e-3) ** 4,
 }
 
 
@@ -159,3 +161,21 @@ def test_what_float32_data_took_of_a_scale_returns_to_it_in_float16():
     want = 1.5 * 2.0**80 / np.array([1.0, 4.0, 9.0])
     for got in outcomes(function, x, y):
         np.testing.assert_allclose(got, want, 2e-3)
+
+
+# Functions behind which nothing is left of a mask.
+UNMASKED = {
+    "squared_relu": lambda s: jnp.square(jax.nn.relu(jnp.where(MASK, s, -1e4))),
+    "matmul": lambda s: jax.nn.relu(jnp.where(MASK, s, -1e4)) @ jax.nn.relu(s),
+    "cube": lambda s: jax.nn.relu(jnp.where(MASK, s, -6e4)) ** 3,
+    "slice": lambda s: jnp.square(jnp.where(MASK, s, 1e4)[:1]),
+    "hypot": lambda s: jnp.hypot(jnp.clip(s, -5, 5), jnp.where(MASK, s, 1.0)),
+    "hypot_in_a_loop": lambda s: jax.lax.scan(
+        lambda c, _: (jnp.hypot(c, s), c), jnp.where(MASK, s, 1.0), length=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNMASKED)
+def test_a_mask_that_is_gone_flushes_nothing(name):
+    _are_close(UNMASKED[name], rows(np.array([0.05, 0.01, 0.3]), 1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.rules.bodies.form import Body, Form, fixpoint, interpret, join, pack, unpack
 from jax_scalify.rules.dequantised import own_dtype_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
-from jax_scalify.scales.algebra import LARGEST_EXTENT
+from jax_scalify.scales.algebra import LARGEST_EXTENT, ONE
 from jax_scalify.scales.table import ScaleTable
 
 # By how much more than its scale the data of a carry may grow in a step.
@@ -48,6 +49,21 @@ def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
     ]
 
 
+def _with_room(forms: list[Form], values: list[Value]) -> list[Value]:
+    """Start small constants that keep their scale at 1: they have the room that plain JAX has."""
+    return [
+        Operand(v.whole(), ONE, facts=v.facts)
+        if _keeps_scale(form) and v.constant is not None and 0 < abs(v.constant) < 1
+        else v
+        for form, v in zip(forms, values, strict=True)
+    ]
+
+
+def _keeps_scale(form: Form) -> bool:
+    """Whether a carry keeps its scale from step to step: see `_hold`."""
+    return form.has_scale and bool(form.shape) and jnp.finfo(form.dtype).bits >= 32
+
+
 def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
     """Keep a carry's scale from step to step, where the data has the range of float32.
 
@@ -60,11 +76,11 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
     old, new, out = iter(before), iter(after), []
     for form in forms:
         was, now = ([next(a) for _ in range(form.array_count)] for a in (old, new))
-        if form.has_scale and form.shape and jnp.finfo(form.dtype).bits >= 32:
+        if _keeps_scale(form):
             grown = jnp.maximum(was[1], now[1] * np.float32(2.0**-_GROWTH))
             constant = form.facts.constant or 0
             if constant > _GROWTH:
-                needed = np.float32(2.0 ** (constant - _LARGEST_DATA))
+                needed = np.float32(2.0 ** (math.floor(constant) - _LARGEST_DATA))
                 grown = jnp.maximum(grown, jnp.minimum(now[1], needed))
             scale = jnp.where(was[1] == 0, now[1], grown)
             ratio = now[1] / jnp.where(scale == 0, 1, scale)
@@ -98,7 +114,8 @@ def scan_rule(
         dataclasses.replace(f, kind="plain") if f.kind == "uniform" else f
         for f in body.forms[num_carry:]
     ]
-    captured, start = pack(const_forms, consts, ctx.table), pack(carry_forms, init, ctx.table)
+    captured = pack(const_forms, consts, ctx.table)
+    start = pack(carry_forms, _with_room(carry_forms, init), ctx.table)
     scanned, whole = [], []  # arrays that are sliced, and scales that all steps share
     for form, value in zip(stacked, xs, strict=True):
         arrays = form.pack(value, ctx.table)
@@ -198,7 +215,7 @@ def while_rule(
     out = lax.while_loop(
         lambda carry: test([*captured[0], *carry], plain, ctx.table.dtype)[0],
         lambda carry: _hold(forms, carry, body([*captured[1], *carry], forms, ctx.table.dtype)),
-        pack(forms, init, ctx.table),
+        pack(forms, _with_room(forms, init), ctx.table),
     )
     return unpack(forms, out, ctx.table)
 

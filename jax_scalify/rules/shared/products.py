@@ -24,6 +24,7 @@ _LARGEST_PRODUCT = 108
 # A power has no partner that makes up for it: the square of a gradient of 1e-8 at a scale of 2**40,
 # as in a second moment, would be 2**-132 in float32. The scale of a square is within 2**+-16 first.
 _LARGEST_POWER = 64
+_MARGIN = 0.5  # octaves below the largest number, for rounding
 
 
 def factors_in_range(
@@ -46,7 +47,8 @@ def factors_in_range(
     if total < 2:
         return list(operands)
     share, limit = 2 * algebra.LARGEST_EXTENT // total, _LARGEST_PRODUCT
-    is_power = all(v is ctx.eqn.invars[0] for v in ctx.eqn.invars[: len(operands)])
+    # So has no product of multiples of one array, as `0.001 * g * g`.
+    is_power = len({x.scale.factors for x in operands}) == 1
     # A cast to float16 has to find the scale without a limit: of a scalar scale it is known.
     followed = all(x.scale.factors and not x.scale.ndim for x in operands)
     if is_power and (followed or not ctx.table.narrow):
@@ -61,19 +63,33 @@ def factors_in_range(
 
 
 def _with_constants_in_range(operands: Sequence[Operand], powers: Sequence[int]) -> list[Operand]:
-    """Give constants that are multiplied with each other an equal share of the range."""
+    """Give constants that are multiplied with each other an equal share of the range.
+
+    Not where their product is beyond the range of values, too: that of a mask, which may be gone
+    by now, as in `square(relu(where(mask, x, -1e4)))`.
+    """
     constants = [x.facts.constant if p > 0 else None for x, p in zip(operands, powers)]
     total = sum(p for c, p in zip(constants, powers) if c is not None)
-    if total < 2:
+    product = sum(c * p for c, p in zip(constants, powers) if c is not None)
+    if total < 2 or product >= jnp.finfo(operands[0].dtype).maxexp:
         return list(operands)
     within = []
     for x, constant in zip(operands, constants, strict=True):
-        if constant is not None:
-            share = math.ceil(room(x.dtype).exponent / total)
-            scale = algebra.join(x.scale, Scale(constant + share), narrow=True)
-            x = x.as_pair(moved(x, x.scale / scale, x.dtype), scale)
-        within.append(x)
+        within.append(x if constant is None else _with_room(x, constant, total))
     return within
+
+
+def _with_room(x: Operand, constant: float, power: int) -> Operand:
+    """Bring an array to a scale at which a power of its largest constant, `2**constant`, is finite.
+
+    Elements that are multiples of an array, each with a scale of its own, have the array's data.
+    """
+    multiple = Scale(0, tuple(f for f in x.scale.factors if f[0].choices))
+    constant -= multiple.choice_range()[1]
+    share = math.floor(constant) + math.ceil(room(x.dtype).exponent / power)
+    least = math.ceil(constant - (jnp.finfo(x.dtype).maxexp - _MARGIN) / power)
+    scale = algebra.join(x.scale / multiple, Scale(max(share, least)), narrow=True) * multiple
+    return x.as_pair(moved(x, x.scale / scale, x.dtype), scale)
 
 
 def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> Operand:
