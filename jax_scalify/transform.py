@@ -109,7 +109,7 @@ def scalify(
         active = config or current_config()
         check_scaled(args, "args")
         check_scaled(kwargs, "kwargs")
-        if calibration is not None:
+        if calibration is not None and kwargs:
             args, kwargs = _by_position(fun, args, kwargs)
         traced = trace(fun, args, kwargs, takes_blocks=True)
         closed, operands = traced.closed, traced.operands

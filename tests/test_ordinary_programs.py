@@ -422,6 +422,7 @@ RAISED = {
     "dot": jnp.vdot,
     "prodigy": lambda x: 0.001 * x * x,
     "multiples": lambda x: (x + 0.0) * (2.5 * x),
+    "half": lambda x: (0.5 * x) * x,
     "adam": lambda x: x / (jnp.sqrt(0.001 * x**2) + 1e-8),
 }
 

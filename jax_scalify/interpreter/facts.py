@@ -126,13 +126,10 @@ def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
     """The negative constant of a maximum, or the positive one of a minimum."""
     name = eqn.primitive.name
     if name not in ("max", "min"):
-        known, elements = (
-            inputs[0].facts.bound if len(inputs) == 1 else None,
-            traits_of(name).elements,
-        )
+        known = inputs[0].facts.bound if len(inputs) == 1 else None
         if known is not None and name == "convert_element_type":
             return _rounded(known, eqn.outvars[0].aval.dtype)
-        return known if elements in ("same", "rescaled") else None
+        return known if traits_of(name).elements in ("same", "rescaled") else None
     numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
     beyond_zero = [n for n in numbers if (n < 0 if name == "max" else n > 0)]
     return beyond_zero[0] if beyond_zero else None

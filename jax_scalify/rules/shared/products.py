@@ -47,8 +47,8 @@ def factors_in_range(
     if total < 2:
         return list(operands)
     share, limit = 2 * algebra.LARGEST_EXTENT // total, _LARGEST_PRODUCT
-    # So has no product of multiples of one array, as `0.001 * g * g`.
-    is_power = len({x.scale.factors for x in operands}) == 1
+    is_power = all(v is ctx.eqn.invars[0] for v in ctx.eqn.invars[: len(operands)])
+    is_power = is_power or _are_multiples(operands)
     # A cast to float16 has to find the scale without a limit: of a scalar scale it is known.
     followed = all(x.scale.factors and not x.scale.ndim for x in operands)
     if is_power and (followed or not ctx.table.narrow):
@@ -60,6 +60,13 @@ def factors_in_range(
         within_range(x, share) if extent > share * abs(p) else x
         for x, extent, p in zip(operands, extents, powers, strict=True)
     ]
+
+
+def _are_multiples(operands: Sequence[Operand]) -> bool:
+    """Tell whether these are an array and its multiples, as in `0.001 * g * g`."""
+    first, *others = operands
+    is_one = first.number is None and all(x.source is first.source for x in others)
+    return is_one and any(x.is_deferred or x.scale != first.scale for x in operands)
 
 
 def _with_constants_in_range(operands: Sequence[Operand], powers: Sequence[int]) -> list[Operand]:
