@@ -74,13 +74,20 @@ def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
     )
 
 
-def shares_variables(tree: Any) -> bool:
-    """Tell whether a variable of NNX objects in a tree is in more places than one."""
+def shares_scaled(tree: Any) -> bool:
+    """Tell whether a `ScaledArray` of NNX objects in a tree is in more places than one.
+
+    Streams of random numbers may be: dropout layers share them.
+    """
     nnx, _, leaves, where = _find(tree)
     if not where:
         return False
     objects = tuple(leaves[i] for i in where)
-    return len(jax.tree.leaves(nnx.split(objects)[1])) != len(jax.tree.leaves(objects))
+    of_all, of_each = (
+        sum(map(is_scaled, jax.tree.leaves(x, is_leaf=is_scaled)))
+        for x in (nnx.split(objects)[1], objects)
+    )
+    return of_all != of_each
 
 
 @dataclasses.dataclass(frozen=True)

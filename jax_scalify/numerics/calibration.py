@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import _compat
-from jax_scalify.arrays.nnx_objects import shares_variables
+from jax_scalify.arrays.nnx_objects import shares_scaled
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.pow2 import MAX_EXPONENT
@@ -36,7 +36,7 @@ _SHOWN, _NAMED = 40, 5
 
 def check_unshared(state: Any) -> None:
     """Refuse NNX objects that share a variable: as a pytree, it would become two."""
-    if shares_variables(state):
+    if shares_scaled(state):
         raise ValueError(
             "NNX objects in `state` share a variable, as tied weights do: calibrate a step of what "
             "`nnx.split` returns."

@@ -327,7 +327,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if dtypes.has_short_range(dtype) and not dtypes.has_short_range(x.dtype):
         whole = x.scale.whole()
         constant = x.facts.constant
-        if constant is not None and constant <= _LARGEST_WITH_ROOM:
+        if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
             whole = algebra.join(whole, Scale(math.floor(constant)) * room(dtype), narrow=True)
         return ScaledArray(moved(x, x.scale / whole, dtype), whole)
     return ScaledArray(dtypes.cast(x.data, dtype), x.scale)

@@ -761,6 +761,9 @@ def test_bad_arguments_are_refused():
         with pytest.raises(ValueError, match="NNX objects in `state` share a variable"):
             call(pair)
     jsa.Calibration({}, {}).freeze(jsa.asarray(nnx.Linear(8, 8, rngs=nnx.Rngs(0))))
+    dropped = nnx.List([nnx.Dropout(0.1, rngs=nnx.Rngs(0)) for _ in range(2)])
+    dropped[1].rngs = dropped[0].rngs  # a stream may be shared
+    jsa.Calibration({}, {}).freeze(dropped)
     with pytest.raises(ValueError, match=r"args\[0\]\['w'\] is plain: `jsa.as_scaled_array"):
         jsa.calibrate(lambda s, x: s, {"w": w}, x, steps=1).freeze({"w": W})
     with pytest.raises(TypeError, match="`state` has no `ScaledArray`"):

@@ -47,8 +47,8 @@ def factors_in_range(
     if total < 2:
         return list(operands)
     share, limit = 2 * algebra.LARGEST_EXTENT // total, _LARGEST_PRODUCT
-    is_power = all(v is ctx.eqn.invars[0] for v in ctx.eqn.invars[: len(operands)])
-    is_power = is_power or _are_multiples(operands)
+    is_same = all(v is ctx.eqn.invars[0] for v in ctx.eqn.invars[: len(operands)])
+    is_power = is_same or _are_multiples(operands)
     # A cast to float16 has to find the scale without a limit: of a scalar scale it is known.
     followed = all(x.scale.factors and not x.scale.ndim for x in operands)
     if is_power and (followed or not ctx.table.narrow):
