@@ -120,9 +120,19 @@ scale-quality: $(VENV)/.installed  ## RMS of every activation and gradient's dat
 float16-training: $(VENV)/.installed  ## a GPT, a Llama and a BERT with everything in float16, and with FP8
 	$(VENV)/bin/python -m benchmarks.accuracy.float16_training
 
-parity: $(VENV)/.installed  ## float16 and FP8 against float32: dynamic, calibrated and frozen scales
+# Cells that are stored are not trained again; the last tables are of `parity-seeds`, as stored.
+PARITY_SEEDS = $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds
+PARITY_GPU = --table benchmarks/results/parity-NVIDIA-H200-jax0.11.2.json --modes dynamic frozen
+PARITY_FP8 = fp8-hidden fp8 fp8-moment fp8-gradients
+
+parity: $(VENV)/.installed  ## float16 and FP8 against float32, with dynamic and with static scales
 	$(VENV)/bin/python -m benchmarks.accuracy.parity
-	$(VENV)/bin/python -m benchmarks.accuracy.parity --models gpt4 --modes frozen --seeds 0 --steps 25000
+	$(VENV)/bin/python -m benchmarks.accuracy.parity --models resnet --modes dynamic --seeds 0 1 2 3 4 5 6 7 8 9 10 11
+	$(VENV)/bin/python -m benchmarks.accuracy.parity --models gpt4 --variants fp8-hidden --modes frozen --seeds 0 --steps 25000
+	$(PARITY_SEEDS) $(PARITY_GPU) --variants bfloat16 float16 $(PARITY_FP8)
+	$(PARITY_SEEDS) $(PARITY_GPU) --steps 5000 --variants float16 float16-fp8-moments
+	$(PARITY_SEEDS) $(PARITY_GPU) --steps 25000
+	$(PARITY_SEEDS) --table benchmarks/results/parity-cpu-jax0.12.0.1.json --modes dynamic frozen --variants $(PARITY_FP8)
 
 fp8: $(VENV)/.installed  ## FP8 matmuls: ours, Flax's and (if installed) Qwix's
 	$(VENV)/bin/python -m benchmarks.accuracy.fp8
@@ -159,12 +169,14 @@ gpu-steps: $(VENV)/.installed  ## whole training steps in bfloat16, float16 and 
 	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.cost.gpu_steps
 
 parity-seeds: $(VENV)/.installed  ## models of parity, 128 seeds and more of each, on a GPU
-	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 llama moe bert
-	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models lstm --seeds 256
-	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models vit --seeds 384
-	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 llama moe bert --variants float16 fp8-hidden --modes frozen
-	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 llama --seeds 32 --steps 5000 --variants float32 float16 float16-fp8-moments
-	JAX_PLATFORMS= $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds --models gpt4 --seeds 32 --steps 25000 --variants float32 float16 fp8-hidden --modes dynamic frozen
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 llama moe bert --variants float32 bfloat16 float16 $(PARITY_FP8)
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models lstm --seeds 256 --variants float32 bfloat16 float16 $(PARITY_FP8)
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models vit --seeds 384 --variants float32 bfloat16 float16 $(PARITY_FP8)
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 llama moe bert --variants float16 fp8-hidden --modes frozen
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models lstm --seeds 256 --variants float16 fp8-hidden --modes frozen
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models vit --seeds 384 --variants float16 fp8-hidden --modes frozen
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 llama --seeds 32 --steps 5000 --variants float32 float16 float16-fp8-moments
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 --seeds 32 --steps 25000 --variants float32 float16 fp8-hidden --modes dynamic frozen
 
 # The compilers of GPUs and TPUs, 6 GB, in an environment of their own; no such device is needed.
 accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 and TPUs; docs/accelerators.md

@@ -1,7 +1,13 @@
 """The training steps of `parity`: what is in which dtype.
 
-Of those that are only run if they are named, these tell which pass it is that costs, `fp8-hidden`
-in one: `fp8-forward` has operands in E4M3 and cotangents in float16, `fp8-backward` the other way
+Usual are `float32`; `bfloat16`, the model in bfloat16 with weights and AdamW in float32; `float16`,
+weights, activations, gradients and both moments; and `fp8-hidden`, that with the matmuls of linear
+layers and experts in E4M3 and E5M2, but the last layer, whose results become probabilities, and a
+router in float16, as is the default of `fp8_matmuls`. The others are run if they are named.
+
+`fp8` has the last layer and routers in FP8 too; `fp8-moment` is that with the first moment in E4M3;
+`fp8-hidden-e4m3` has cotangents in E4M3. These tell which pass it is that costs, `fp8-hidden` in
+one: `fp8-forward` has operands in E4M3 and cotangents in float16, `fp8-backward` the other way
 round, in E5M2, and `fp8-gradients` that with both operands of the two gradients in FP8. These tell
 which layer: `fp8-attention-in` has the queries', keys' and values' layers in FP8 alone, and so on.
 
@@ -25,7 +31,7 @@ from benchmarks.accuracy.scale_models import PLAIN, Model
 
 PyTree = Any
 
-VARIANTS = ("float32", "bfloat16", "float16", "fp8", "fp8-hidden", "fp8-hidden-e4m3", "fp8-moment")
+USUAL = ("float32", "bfloat16", "float16", "fp8-hidden")
 FINISHES = {"fp8-finish-10": 0.9, "fp8-finish-20": 0.8}  # after this share of the steps: float16
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 MOMENTS = {
@@ -53,7 +59,7 @@ FP8_OPTIONS: dict[str, dict[str, Any]] = {
     "fp8-up": {"select": only(r"feed_forward/(gate|up)")},
     "fp8-down": {"select": only(r"feed_forward/down")},
 }
-NAMED = (*list(FP8_OPTIONS)[4:], *FINISHES, "float16-fp8-moments")  # only run if they are named
+VARIANTS = (*dict.fromkeys((*USUAL, *FP8_OPTIONS, *FINISHES, "float16-fp8-moments")),)
 # How far the loss may be, in %.
 GOALS = {"float16": 0.05, "float16-fp8-moments": 0.1} | dict.fromkeys(
     (*FP8_OPTIONS, *FINISHES), 0.15

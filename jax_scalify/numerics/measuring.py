@@ -28,6 +28,7 @@ LOST = 0.01  # share of the elements of a value that is worth an entry
 _DIGITS = 4  # octaves by which the RMS is above the smallest normal number, for most digits
 _STEPS = 256  # of loops that are told apart; of more, neighbours are taken together
 _TOGETHER = 2**20  # elements of several values that are looked at together
+_STACKED = 32  # values that are: of more, XLA makes one kernel that takes the longer to compile
 _ROOM = {8: 3, 16: 10}  # octaves that state may grow by when its scale is frozen
 
 
@@ -192,8 +193,8 @@ class _Waiting(NamedTuple):
 class StatisticsWatcher(Watcher):
     """A `Watcher` that keeps the largest element as well, and rows of the steps of loops.
 
-    Small values of one size wait until all of them are there: one `observe` of hundreds compiles in
-    a fraction of the time of hundreds of it, and next to no memory is held for that.
+    Small values of one size wait until all of them are there: one `observe` of many compiles in a
+    fraction of the time of many of it, and next to no memory is held for that.
     """
 
     def absent(self, lengths: Sequence[int]) -> jax.Array:
@@ -208,7 +209,8 @@ class StatisticsWatcher(Watcher):
         """The statistics of a value, or that it waits; see `observe`."""
         if data.size > _TOGETHER:
             return observe(data, scale, dtype)[None]
-        scale = None if scale is None else jnp.max(scale, initial=0)
+        if scale is not None:
+            scale = jnp.max(scale, initial=0) if jnp.ndim(scale) else jnp.asarray(scale)
         return _Waiting(jnp.ravel(data), scale, dtype)
 
     def run(
@@ -221,7 +223,7 @@ class StatisticsWatcher(Watcher):
         for key, one in waiting.items():
             kinds.setdefault(one.kind, []).append(key)
         for (size, _, _, dtype), keys in kinds.items():
-            count = max(1, _TOGETHER // max(1, size))
+            count = min(_STACKED, max(1, _TOGETHER // max(1, size)))
             for some in (keys[i : i + count] for i in range(0, len(keys), count)):
                 data = jnp.stack([waiting[key].data for key in some])
                 scales = [waiting[key].scale for key in some]

@@ -40,19 +40,19 @@ def test_what_is_finished_is_stored_and_not_run_again(tmp_path, capsys, monkeypa
     arguments = ["--models", "vit", "--seeds", "0", "--steps", "3", "--out", str(tmp_path)]
     for variants in (["float32"], ["float32", "fp8"], ["float32", "fp8"]):
         parity.main([*arguments, "--variants", *variants])
-    assert ran[0][0] == "float32" and ran[1:] == [("fp8", mode) for mode in parity.MODES]
+    assert ran[0][0] == "float32" and ran[1:] == [("fp8", "dynamic"), ("fp8", "frozen")]
     stored = json.loads((tmp_path / f"parity-jax{jax.__version__}.json").read_text())
-    assert list(stored)[:2] == ["vit/3/float32/plain/0", "vit/3/fp8/calibrated/0"]
+    assert list(stored)[:2] == ["vit/3/float32/plain/0", "vit/3/fp8/dynamic/0"]
     assert all(cell["result"]["commit"] for cell in stored.values())
     capsys.readouterr()
     parity.main([*arguments, "--variants", "fp8", "bfloat16", "--table"])
     printed = capsys.readouterr().out
-    assert printed.count("+0.10%") == 2 * printed.count("-0.10%") == 2 * len(parity.MODES)
-    assert len(ran) == 4
+    assert printed.count("+0.10%") == 2 * printed.count("-0.10%") == 4
+    assert len(ran) == 3
     file = tmp_path / f"parity-jax{jax.__version__}.json"
     parity.main(["--models", "vit", "--steps", "3", "--modes", "frozen", "--table", str(file)])
     printed = capsys.readouterr().out
-    assert "frozen" in printed and "calibrated" not in printed and len(ran) == 4
+    assert "float32" in printed and "fp8" not in printed and len(ran) == 3
     with pytest.raises(SystemExit, match="there is no other.json"):
         parity.main(["--table", "other.json"])
 
