@@ -346,6 +346,22 @@ def grown():
     )
 
 
+def test_many_values_of_one_size_keep_their_own_rows():
+    """More than are stacked for one kernel."""
+
+    def step(w, x):
+        for _ in range(40):
+            x = x @ w
+        return w, x
+
+    w = jsa.as_scaled_array(1.1 * jnp.eye(4), dtype=jnp.float16)
+    calibration = jsa.calibrate(step, w, jnp.ones((4, 4), jnp.float16), steps=1)
+    products = [m for name, m in calibration.values.items() if "dot_general" in name]
+    found = [m.log2_rms + m.scale for m in products]
+    assert len(found) == 39  # which are operands of the next
+    assert found == pytest.approx(np.arange(1, 40) * np.log2(float(np.float16(1.1))), abs=0.02)
+
+
 def test_a_chain_that_leaves_float16_is_brought_back():
     w, x = grown()
     c = jsa.calibrate(chain, w, x, steps=1)
