@@ -185,7 +185,7 @@ class Calibration:
         What has the range of float32 has no band: it may be not finite only.
 
         Args:
-            state: that of the step now, measured by one small program; or None. What has another
+            state: that of the step now, measured by small programs; or None. What has another
                 scale than `freeze` gives it is judged as if it had that.
             metrics: what `jsa.numerics.track(step, c.watches, ...)` returns with a step, where
                 `step` is `scalify(step, calibration=c)`; or None.
