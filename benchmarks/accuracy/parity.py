@@ -330,7 +330,11 @@ def make_parser(description: str, modes: Sequence[str]) -> argparse.ArgumentPars
 def print_table(cells: dict[str, dict], steps: int, console: Console) -> None:
     """Print the table, at its width where there is no terminal."""
     wide = console if console.is_terminal else Console(width=130)  # it would be 80
-    wide.print(summarise(cells, steps))
+    table = summarise(cells, steps)
+    if not table.row_count:
+        wide.print("No table: there is no float32 to compare with. Add it to --variants.")
+        return
+    wide.print(table)
 
 
 def print_stored(options: argparse.Namespace, own: Path, console: Console) -> None:

@@ -53,6 +53,8 @@ def test_what_is_finished_is_stored_and_not_run_again(tmp_path, capsys, monkeypa
     parity.main(["--models", "vit", "--steps", "3", "--modes", "frozen", "--table", str(file)])
     printed = capsys.readouterr().out
     assert "float32" in printed and "fp8" not in printed and len(ran) == 3
+    parity.main([*arguments, "--variants", "fp8", "--modes", "frozen", "--seeds", "1"])
+    assert "no float32 to compare with" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="there is no other.json"):
         parity.main(["--table", "other.json"])
 
