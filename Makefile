@@ -125,6 +125,8 @@ float16-training: $(VENV)/.installed  ## a GPT, a Llama and a BERT with everythi
 PARITY_SEEDS = $(VENV)/bin/python -m benchmarks.accuracy.parity_seeds
 PARITY_GPU = --table benchmarks/results/parity-NVIDIA-H200-jax0.11.2.json --modes dynamic frozen
 PARITY_FP8 = fp8-hidden fp8 fp8-moment fp8-gradients
+PARITY_PARTS = fp8-forward fp8-backward fp8-attention-in fp8-attention-out fp8-up fp8-down
+PARITY_FINISHES = fp8-finish-10 fp8-finish-20
 
 parity: $(VENV)/.installed  ## float16 and FP8 against float32, with dynamic and with static scales
 	$(VENV)/bin/python -m benchmarks.accuracy.parity --models gpt4 llama moe bert vit resnet
@@ -132,6 +134,7 @@ parity: $(VENV)/.installed  ## float16 and FP8 against float32, with dynamic and
 	$(VENV)/bin/python -m benchmarks.accuracy.parity --models resnet --modes dynamic --seeds 0 1 2 3 4 5 6 7 8 9 10 11
 	$(VENV)/bin/python -m benchmarks.accuracy.parity --models gpt4 --variants fp8-hidden --modes frozen --seeds 0 --steps 25000
 	$(PARITY_SEEDS) $(PARITY_GPU) --variants bfloat16 float16 $(PARITY_FP8)
+	$(PARITY_SEEDS) $(PARITY_GPU) --models gpt4 llama --variants $(PARITY_PARTS) $(PARITY_FINISHES)
 	$(PARITY_SEEDS) $(PARITY_GPU) --steps 5000 --variants float16 float16-fp8-moments
 	$(PARITY_SEEDS) $(PARITY_GPU) --steps 25000
 	$(PARITY_SEEDS) --table benchmarks/results/parity-cpu-jax0.12.0.1.json --modes dynamic frozen --variants $(PARITY_FP8)
@@ -177,6 +180,8 @@ parity-seeds: $(VENV)/.installed  ## models of parity, 128 seeds and more of eac
 	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 llama moe bert --variants float16 fp8-hidden --modes frozen
 	JAX_PLATFORMS= $(PARITY_SEEDS) --models lstm --seeds 256 --variants float16 fp8-hidden --modes frozen
 	JAX_PLATFORMS= $(PARITY_SEEDS) --models vit --seeds 384 --variants float16 fp8-hidden --modes frozen
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 --variants $(PARITY_PARTS)
+	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 llama --variants $(PARITY_FINISHES)
 	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 llama --seeds 32 --steps 5000 --variants float32 float16 float16-fp8-moments
 	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 --seeds 32 --steps 25000 --variants float32 float16 fp8-hidden --modes dynamic frozen
 

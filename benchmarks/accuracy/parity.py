@@ -332,7 +332,7 @@ def print_table(cells: dict[str, dict], steps: int, console: Console) -> None:
     wide = console if console.is_terminal else Console(width=130)  # it would be 80
     table = summarise(cells, steps)
     if not table.row_count:
-        wide.print("No table: there is no float32 to compare with. Add it to --variants.")
+        wide.print("No table: no cell has a float32 one to compare with; see --variants.")
         return
     wide.print(table)
 

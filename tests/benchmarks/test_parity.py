@@ -50,11 +50,15 @@ def test_what_is_finished_is_stored_and_not_run_again(tmp_path, capsys, monkeypa
     assert printed.count("+0.10%") == 2 * printed.count("-0.10%") == 4
     assert len(ran) == 3
     file = tmp_path / f"parity-jax{jax.__version__}.json"
-    parity.main(["--models", "vit", "--steps", "3", "--modes", "frozen", "--table", str(file)])
+    stored = ["--models", "vit", "--steps", "3", "--modes", "frozen", "--table", str(file)]
+    parity.main([*stored, "--variants", "fp8"])
     printed = capsys.readouterr().out
-    assert "float32" in printed and "fp8" not in printed and len(ran) == 3
+    assert "frozen" in printed and "dynamic" not in printed and len(ran) == 3
+    parity.main(stored)
+    printed = capsys.readouterr().out
+    assert "float32" in printed and "fp8" not in printed
     parity.main([*arguments, "--variants", "fp8", "--modes", "frozen", "--seeds", "1"])
-    assert "no float32 to compare with" in capsys.readouterr().out
+    assert "has a float32 one to compare with" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="there is no other.json"):
         parity.main(["--table", "other.json"])
 

@@ -306,6 +306,22 @@ def test_the_band_of_a_dtype():
         assert excess(60.0, 100.0, dtype) == excess_of_state(60.0, 100.0, dtype) == 0
 
 
+def test_many_values_of_one_size_keep_their_own_rows():
+    """More than are stacked for one kernel."""
+
+    def step(w, x):
+        for _ in range(40):
+            x = x @ w
+        return w, x
+
+    w = jsa.as_scaled_array(1.1 * jnp.eye(4), dtype=jnp.float16)
+    calibration = jsa.calibrate(step, w, jnp.ones((4, 4), jnp.float16), steps=1)
+    products = [m for name, m in calibration.values.items() if "dot_general" in name]
+    found = [m.log2_rms + m.scale for m in products]
+    assert len(found) == 39  # which are operands of the next
+    assert found == pytest.approx(np.arange(1, 40) * np.log2(float(np.float16(1.1))), abs=0.02)
+
+
 def test_state_is_measured_leaf_by_leaf():
     state = {
         "w": jsa.scaled_array(np.float16([3.0, -4.0, 0.0, 0.0]), 2.0**-3),
@@ -344,22 +360,6 @@ def grown():
     return jsa.as_scaled_array(jnp.float32(w), scale="rms", dtype="float16"), np.ones(
         (1, 32), np.float16
     )
-
-
-def test_many_values_of_one_size_keep_their_own_rows():
-    """More than are stacked for one kernel."""
-
-    def step(w, x):
-        for _ in range(40):
-            x = x @ w
-        return w, x
-
-    w = jsa.as_scaled_array(1.1 * jnp.eye(4), dtype=jnp.float16)
-    calibration = jsa.calibrate(step, w, jnp.ones((4, 4), jnp.float16), steps=1)
-    products = [m for name, m in calibration.values.items() if "dot_general" in name]
-    found = [m.log2_rms + m.scale for m in products]
-    assert len(found) == 39  # which are operands of the next
-    assert found == pytest.approx(np.arange(1, 40) * np.log2(float(np.float16(1.1))), abs=0.02)
 
 
 def test_a_chain_that_leaves_float16_is_brought_back():
