@@ -23,7 +23,7 @@ from jax_scalify.interpreter.constants import captured, promote
 from jax_scalify.interpreter.corrections import Corrections, Pending
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
-from jax_scalify.interpreter.multiplying import at_one_choice, in_reach
+from jax_scalify.interpreter.multiplying import in_reach
 from jax_scalify.interpreter.operand import Operand, with_scale
 from jax_scalify.interpreter.registry import (
     RuleContext,
@@ -38,6 +38,7 @@ from jax_scalify.interpreter.registry import (
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.uniform import uniform
 from jax_scalify.interpreter.value import Plain, Value, filled, value_of
+from jax_scalify.interpreter.wide import wide_variables
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
 
@@ -48,8 +49,12 @@ def evaluate(
     table: ScaleTable,
     config: ScalifyConfig,
     corrections: Corrections | None = None,
+    leaving: Sequence[int] = (),
 ) -> list[Value]:
-    """Interpret a closed jaxpr, equation by equation, in scaled mode."""
+    """Interpret a closed jaxpr, equation by equation, in scaled mode.
+
+    `leaving` says of its results what `RuleContext.wide` says of an equation's.
+    """
     jaxpr = closed.jaxpr
     env: dict[Any, Value] = {}
 
@@ -61,18 +66,20 @@ def evaluate(
     env.update(zip(jaxpr.invars, inputs, strict=True))
     equations = live_equations(jaxpr)
     uses = chains.count_uses(jaxpr, equations)
+    wide = wide_variables(jaxpr, equations, leaving)
     made_by = makers(jaxpr) if observing.is_observing() else {}
     for eqn in equations:
         with _compat.equation_context(eqn):
             operands = [read(v) for v in eqn.invars]
+            stays = tuple(wide.get(v, 0) for v in eqn.outvars)
             names: tuple[str, ...] = ()
             if corrections is None:
-                outputs = _equation(eqn, operands, table, config)
+                outputs = _equation(eqn, operands, table, config, stays)
             else:
                 names = corrections.names(eqn)
                 operands = corrections.of_operands(eqn, operands)
                 inside, pending = corrections.inside(eqn), corrections.pending(eqn)
-                outputs = _equation(eqn, operands, table, config, inside, pending)
+                outputs = _equation(eqn, operands, table, config, stays, inside, pending)
                 outputs = corrections.of_results(eqn, outputs, pending)
             outputs = [
                 chains.cut(value) if uses[var] > 1 else value
@@ -81,11 +88,7 @@ def evaluate(
             if made_by:
                 outputs = observing.observed(eqn, operands, outputs, table, made_by, names)
         env.update(zip(eqn.outvars, outputs, strict=True))
-    return [_at_one_choice(read(v)) for v in jaxpr.outvars]
-
-
-def _at_one_choice(value: Value) -> Value:
-    return at_one_choice(value) if isinstance(value, Operand) else value
+    return [read(v) for v in jaxpr.outvars]
 
 
 def _typed_literal(literal: Any) -> Any:
@@ -97,6 +100,7 @@ def _equation(
     inputs: list[Value],
     table: ScaleTable,
     config: Any,
+    wide: tuple[int, ...] = (),
     inside: Corrections | None = None,
     pending: Pending | None = None,
 ) -> list[Value]:
@@ -110,11 +114,9 @@ def _equation(
     full = not traits_of(eqn.primitive.name).elementwise or all(
         v.number is not None for v in inputs
     )
-    if full:
-        inputs = [_at_one_choice(v) for v in inputs]
-    else:
+    if not full:
         inputs = _with_result_shape(eqn, inputs)
-    ctx = _context(eqn, inputs, table, config, inside, pending or Pending())
+    ctx = _context(eqn, inputs, table, config, wide, inside, pending or Pending())
     out = _apply(rule, ctx, _arguments(rule, inputs, table, full))
     return out if gives_values(rule) else _wrap(eqn, out, inputs, table)
 
@@ -157,6 +159,7 @@ def _context(
     inputs: list[Value],
     table: ScaleTable,
     config: Any,
+    wide: tuple[int, ...],
     inside: Corrections | None,
     pending: Pending,
 ) -> RuleContext:
@@ -174,6 +177,7 @@ def _context(
         evaluate=evaluate,
         corrections=inside,
         pending=pending,
+        wide=wide,
     )
 
 

@@ -59,6 +59,29 @@ def _multiply(data: Any, factor: Scale) -> Any:
     return lax.mul(_compat.for_partial_sums(number, data), data)
 
 
+def kept_wide(data: Any, scale: Scale, dtype: Any) -> Operand:
+    """Make an array of a dtype whose data is float32: see `interpreter/wide.py`."""
+    data = lax.convert_element_type(data, dtypes.compute_dtype(dtype))
+    return Operand(data, scale, declared=jnp.dtype(dtype))
+
+
+def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
+    """Cast data of float32 to a dtype; what float16 holds of `data * scale` is no infinity.
+
+    Data of `2**17` at a scale of `2**-10` is 128, which plain float16 holds: it saturates. At a
+    scale of 1 it is an infinity in plain float16 too.
+    """
+    if data.dtype == dtype or dtype != jnp.float16 or scale.is_zero:
+        return dtypes.cast(data, dtype)
+    if scale.is_static and scale.exponent >= 0:
+        return dtypes.cast(data, dtype)
+    largest = np.float32(jnp.finfo(dtype).max)
+    top = multiply(jnp.asarray(largest), scale**-1)
+    inside = lax.le(lax.abs(data), jnp.broadcast_to(top, data.shape))
+    data = lax.select(inside, lax.clamp(-largest, data, largest), data)
+    return lax.convert_element_type(data, dtype)
+
+
 def moved(
     x: Operand, factor: Scale, dtype: Any = None, *, trusted: float = pow2.MAX_EXPONENT
 ) -> Any:
@@ -103,14 +126,6 @@ def at_whole_scale(x: Operand) -> Operand:
     """Give an array the scale that it had before that was limited: for data of a narrow dtype."""
     whole = x.scale.whole()
     return x.as_pair(moved(x, x.scale / whole, x.dtype), whole)
-
-
-def at_one_choice(x: Operand) -> Operand:
-    """Give the elements of an array one scale again, where each had one of several multiples."""
-    if not any(atom.choices for atom, _ in x.scale.factors):
-        return x
-    scale = x.scale.without_choices()
-    return x.as_pair(multiply(x.data, x.scale / scale, x.dtype), scale)
 
 
 def keep_infinity(before: Any, after: Any) -> Any:

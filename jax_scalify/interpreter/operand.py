@@ -90,6 +90,8 @@ class Operand(ScaledArray):
             a NumPy scalar for a constant, else a traced array; None for any other array.
         facts: what is known of the elements.
         depth: number of alignments that XLA may fuse into one kernel with its computation.
+        declared: the dtype in the program, if the source is float32 in its place
+            (`interpreter/wide.py`); else None.
     """
 
     is_scaled = is_scalable = True
@@ -101,6 +103,7 @@ class Operand(ScaledArray):
     number: Any
     facts: Facts
     depth: int
+    declared: Any
     _products: dict[int, Any]
 
     def __init__(
@@ -112,9 +115,10 @@ class Operand(ScaledArray):
         exponent: int = 0,
         number: Any = None,
         facts: Facts = NOTHING,
+        declared: Any = None,
     ):
         fields = dict(source=source, mantissa=mantissa, exponent=exponent, scale=scale)
-        known = dict(number=number, facts=facts, depth=0)
+        known = dict(number=number, facts=facts, depth=0, declared=declared)
         vars(self).update(fields, **known, _products={})
 
     @classmethod
@@ -140,8 +144,13 @@ class Operand(ScaledArray):
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the data."""
-        return self.source.dtype
+        """Dtype in the program."""
+        return self.source.dtype if self.declared is None else self.declared
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the data is float32 in place of the dtype in the program."""
+        return self.declared is not None
 
     @property
     def ndim(self) -> int:
@@ -234,7 +243,7 @@ def defer(raw: Any, exponent: float, scale: Any) -> Operand:
 def defer_constant(x: Operand, number: Any, scale: Any) -> Operand | None:
     """Make an array with `data = x.data * number`, if the product can wait and is in range."""
     raw, exponent = split(x)
-    if not can_defer(raw.dtype) or not 1 / _LARGEST_DEFERRED < abs(number) < _LARGEST_DEFERRED:
+    if not can_defer(x.dtype) or not 1 / _LARGEST_DEFERRED < abs(number) < _LARGEST_DEFERRED:
         return None
     return Operand(raw, scale, mantissa=float(number), exponent=exponent)
 

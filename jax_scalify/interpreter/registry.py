@@ -195,6 +195,7 @@ class RuleContext:
         config: the active `ScalifyConfig`.
         pending: the correction of the result that a calibration asks for. A rule need not look at
             it: it is applied to what the rule returns.
+        wide: for each result, how many equations read it in float32; 0 if one needs its dtype.
     """
 
     primitive: Primitive
@@ -207,6 +208,12 @@ class RuleContext:
     evaluate: Callable[..., list[Value]]
     corrections: Corrections | None = None
     pending: Pending = dataclasses.field(default_factory=Pending)
+    wide: tuple[int, ...] = ()
+
+    @property
+    def stays_wide(self) -> bool:
+        """Whether the first result may stay in float32, whatever its dtype is."""
+        return bool(self.wide and self.wide[0])
 
     @property
     def out_dtype(self) -> Any:
@@ -230,11 +237,19 @@ class RuleContext:
         return trace_with_table(function, arrays, table.dtype, **options)
 
     def scale_jaxpr(
-        self, closed_jaxpr: Any, inputs: list[Value], table: ScaleTable | None = None
+        self,
+        closed_jaxpr: Any,
+        inputs: list[Value],
+        table: ScaleTable | None = None,
+        *,
+        wide: Sequence[int] = (),
     ) -> list[Value]:
-        """Interpret a sub-jaxpr of the equation, in place or, in a new trace, with its table."""
+        """Interpret a sub-jaxpr of the equation, in place or, in a new trace, with its table.
+
+        `wide` says of its results what `RuleContext.wide` says of an equation's.
+        """
         table = table or self.table
-        return self.evaluate(closed_jaxpr, inputs, table, self.config, self.corrections)
+        return self.evaluate(closed_jaxpr, inputs, table, self.config, self.corrections, wide)
 
 
 def describe(eqn: JaxprEqn, inputs: list[Value] | tuple[Value, ...]) -> str:

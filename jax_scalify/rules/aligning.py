@@ -17,7 +17,6 @@ from jax_scalify.interpreter.multiplying import multiply
 from jax_scalify.interpreter.operand import Operand, defer, split
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
-from jax_scalify.rules.choosing import chosen_multiple
 from jax_scalify.rules.scattering import (
     applies_function,
     apply_function,
@@ -49,11 +48,11 @@ def _sum_rule(negate_rhs: bool) -> Rule:
         out = ctx.out_avals[0]
         if rhs.constant == 0:
             data, exponent = split(lhs)
-            return defer(filled(data, out), exponent, lhs.scale)
+            return rounded(ctx, filled(data, out), lhs.scale, exponent)
         if lhs.constant == 0:
             data, exponent = split(rhs)
             data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data  # 0 - 0 is no -0
-            return defer(filled(data, out), exponent, rhs.scale)
+            return rounded(ctx, filled(data, out), rhs.scale, exponent)
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
         data, exponent = bring_together((lhs, rhs), scale)
         operation = lax.sub if negate_rhs else lax.add
@@ -103,7 +102,7 @@ def _extremum_rule(sign: int) -> Rule:
         if bound is not None:  # at the scale of the first half it may have been too small to write
             again = align_constant(bound, out.dtype, scale * Scale(exponent))
             out = lax.max(out, again) if sign < 0 else lax.min(out, again)
-        return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
+        return rounded(ctx, out, scale, exponent)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant on the far side of 0: no vote."
     return rule
@@ -134,7 +133,7 @@ def clamp_rule(
     out = ctx.out_avals[0]
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
     out = ctx.bind(*same_dtype(*args), **params)
-    return defer(dtypes.cast(out, ctx.out_dtype), exponent, scale)
+    return rounded(ctx, out, scale, exponent)
 
 
 def _brought_together(
@@ -149,12 +148,13 @@ def _brought_together(
         numbers = [(x.constant, x.dtype) for x in operands]
         floors = [constant_floor(abs(n), dtype) for n, dtype in numbers if n and np.isfinite(n)]
         scale = algebra.join(scale, *floors) if floors else scale
-    data, exponent = bring_together(operands, scale, ctx.out_dtype)
-    data = [filled(d, aval) for d, aval in zip(data, avals, strict=True)]
+    keeps = ctx.stays_wide or any(x.is_wide for x in operands)
+    data, exponent = bring_together(operands, scale, None if keeps else ctx.out_dtype)
+    data = [filled(d, aval) for d, aval in zip(same_dtype(*data), avals, strict=True)]
     return data, scale, exponent
 
 
-def _less(cases: Sequence[Operand]) -> Scale:
+def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:
     """By how much the scale of multiples of one array may be less than the largest.
 
     `where(x < 0.03, 4096 * x, x)`, as in `hypot`, multiplies what is small. At the scale of the
@@ -167,20 +167,15 @@ def _less(cases: Sequence[Operand]) -> Scale:
     if any(split(x)[0] is not split(first)[0] or split(x)[1] for x in cases):
         return algebra.ONE
     exponents = [0, *(m.exponent for m in multiples)]
-    return Scale(max(min(exponents) - max(exponents), room(first.dtype).exponent))
+    dtype = dtypes.compute_dtype(first.dtype) if ctx.stays_wide else first.dtype
+    return Scale(max(min(exponents) - max(exponents), room(dtype).exponent))
 
 
 @register_scale_rule(lax.select_n_p, elements="placed", elementwise=True)
 def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) -> Any:
-    """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all.
-
-    In float16 nothing does: there each element keeps the scale of its case.
-    """
-    chosen = chosen_multiple(ctx, which, cases)
-    if chosen is not None:
-        return chosen
-    data, scale, exponent = _brought_together(ctx, cases, ctx.in_avals[1:], _less(cases))
-    return defer(ctx.bind(which, *data, **params), exponent, scale)
+    """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all."""
+    data, scale, exponent = _brought_together(ctx, cases, ctx.in_avals[1:], _less(ctx, cases))
+    return rounded(ctx, ctx.bind(which, *data, **params), scale, exponent)
 
 
 @register_scale_rule(lax.concatenate_p, elements="joined")

@@ -13,7 +13,6 @@ from jax_scalify.base import dtypes
 from jax_scalify.interpreter.multiplying import moved, multiply
 from jax_scalify.interpreter.operand import (
     Operand,
-    defer,
     defer_constant,
     split,
     split_product,
@@ -26,6 +25,9 @@ from jax_scalify.scales.algebra import ONE, Scale
 
 # Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
 _LARGEST_POWER = 64
+# A small element has a large reciprocal: that of an element at 2**-5 of the scale, to the third
+# power, is 2**15.
+_ROOM = 3
 
 
 def _unit(x: Operand) -> int:
@@ -48,7 +50,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
         if sign := _unit(x):
             data, exponent = split(other)
             data = filled(data, ctx.out_avals[0])
-            return defer(data if sign > 0 else lax.neg(data), exponent, scale)
+            return rounded(ctx, data if sign > 0 else lax.neg(data), scale, exponent)
         if other.shape == ctx.out_avals[0].shape:
             product = defer_constant(other, x.data, scale)
             if product is not None:
@@ -67,7 +69,7 @@ def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
     if sign:
         data, exponent = split(lhs)
         data = filled(data, ctx.out_avals[0])
-        return defer(data if sign > 0 else lax.neg(data), exponent, scale)
+        return rounded(ctx, data if sign > 0 else lax.neg(data), scale, exponent)
     return bind_product(ctx, split_product(lhs, rhs, powers=(1, -1)), scale, params)
 
 
@@ -80,9 +82,12 @@ def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
 def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
-    """`scale = scale**y`."""
+    """`scale = scale**y`; of negative powers in float16 eight times that."""
     (x,) = factors_in_range(ctx, x, powers=(y,))
-    return bind_product(ctx, split_product(x, powers=(y,)), x.scale**y, {"y": y, **params})
+    room = Scale(_ROOM if y < 0 and dtypes.has_short_range(ctx.out_dtype) else 0)
+    *data, exponent = split_product(x, powers=(y,))
+    parts = (*data, exponent - room.exponent)
+    return bind_product(ctx, parts, x.scale**y * room, {"y": y, **params})
 
 
 def _root(ctx: RuleContext, x: Operand, degree: int, inverse: bool, **params: Any) -> Any:
@@ -91,10 +96,10 @@ def _root(ctx: RuleContext, x: Operand, degree: int, inverse: bool, **params: An
     if x.is_deferred and rest.is_static:
         exponent, odd = divmod(x.exponent + int(rest.exponent), degree)
         rest = Scale(odd - x.exponent)
-    out = dtypes.cast(ctx.bind(moved(x, rest), **params), ctx.out_dtype)
+    out = ctx.bind(*widened(ctx, [moved(x, rest)]), **params)
     if inverse:
-        return defer(out, -exponent, root**-1)
-    return defer(out, exponent, root)
+        return rounded(ctx, out, root**-1, -exponent)
+    return rounded(ctx, out, root, exponent)
 
 
 @register_scale_rule(

@@ -14,6 +14,7 @@ from jax_scalify.interpreter.operand import Operand, split
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable
 from jax_scalify.rules.shared.joining import bring_together, same_dtype, shared_scale
+from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales.algebra import ONE
 
 
@@ -41,7 +42,7 @@ def _can_be_infinite(x: Operand) -> bool:
 @register_scale_rule(lax.sign_p, elements="new", elementwise=True, nonnegative="keeps", degree=0)
 def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`out = sign(data)`, scale 1."""
-    return ScaledArray(ctx.bind(split(x)[0], **params), ONE)
+    return rounded(ctx, ctx.bind(split(x)[0], **params), ONE)
 
 
 def _at_one_scale(ctx: RuleContext, lhs: Operand, rhs: Operand) -> list[Any]:
@@ -57,7 +58,7 @@ def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any)
     """Align, then compare in at least float32: a plain output."""
     numbers = [x.constant for x in (lhs, rhs)]
     if any(n is not None and n == 0 for n in numbers):
-        return ctx.bind(split(lhs)[0], split(rhs)[0], **params)
+        return ctx.bind(*same_dtype(split(lhs)[0], split(rhs)[0]), **params)
     if any(n is not None and not np.isfinite(np.complex128(n)) for n in numbers):
         wide = [ctx.dequantise(x) if _can_be_infinite(x) else split(x)[0] for x in (lhs, rhs)]
         return ctx.bind(*same_dtype(*wide), **params)

@@ -23,6 +23,7 @@ from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_r
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
+from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
@@ -55,7 +56,8 @@ def structural_rule(
         data, exponent = split(x)
         out = ctx.bind(data, *others, **params)
         if not ctx.primitive.multiple_results:
-            return defer(out, exponent, scale)
+            wide = ctx.stays_wide or x.is_wide
+            return rounded(ctx, out, scale) if wide else defer(out, exponent, scale)
         scales = scale if isinstance(scale, list) else [scale] * len(out)
         return [
             defer(o, exponent, s) if dtypes.is_scalable(o.dtype) else o
@@ -192,6 +194,8 @@ def reshape_rule(
             x = uniform_over(x)
     if not x.scale.ndim:
         data, exponent = split(x)
+        if ctx.stays_wide or x.is_wide:
+            return rounded(ctx, ctx.bind(data, **params), x.scale)
         return defer(ctx.bind(data, **params), exponent, x.scale)
     wide, shape = [1] * x.ndim, []
     for (axes, sizes), v in zip(groups, varies):
@@ -199,6 +203,8 @@ def reshape_rule(
             wide[a] = x.shape[a] if v else 1
         shape += sizes if v else [1] * len(sizes)
     scale = x.scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
+    if ctx.stays_wide or x.is_wide:
+        return rounded(ctx, ctx.bind(x.data, **params), scale)
     return ScaledArray(ctx.bind(x.data, **params), scale)
 
 

@@ -28,7 +28,7 @@ from jax_scalify.primitives.narrow_dot import (
 from jax_scalify.primitives.quantising import Quantiser
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
-from jax_scalify.rules.shared.products import factors_in_range
+from jax_scalify.rules.shared.products import factors_in_range, for_constants
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
@@ -164,6 +164,7 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
     by = exponent - factor.exponent - ctx.pending.exponent
     narrow = ctx.config.sum_dtype != np.float32 and kinds == {np.dtype("float16")}
+    narrow &= for_constants(ctx, scale * factor) == scale * factor
     if narrow and SMALLEST_EXPONENT <= by <= 0 and not _compat.is_partial_sum(ctx.out_avals[0]):
         scale = scale * factor * Scale(ctx.pending.take())
         return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale)

@@ -81,7 +81,6 @@ class Atom:
         is_number: it is the exponent of a traced scalar, whose data is close to 1.
         limit: its exponent is within `+-limit`, whatever the values are.
         whole: makes the scale whose exponent was limited to make this one.
-        choices: the scales, of other choices or static, of which each element has one.
     """
 
     table: Table
@@ -94,7 +93,6 @@ class Atom:
     is_number: bool = False
     limit: float = MAX_EXPONENT
     whole: Callable[[], Scale] | None = None
-    choices: tuple[Scale, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -299,22 +297,6 @@ class Scale:
             return self
         whole = self.renamed(lambda atom: atom.whole() if atom.whole else Scale.of_factor(atom))
         return whole.bounded()[0] if whole.may_leave_range else whole
-
-    def choice_range(self) -> tuple[float, float]:
-        """The least and largest exponents that choices, and the static factor, come to."""
-        low = high = self.exponent
-        for atom, power in self.factors:
-            ranges = [choice.choice_range() for choice in atom.choices]
-            if ranges:
-                ends = power * min(r[0] for r in ranges), power * max(r[1] for r in ranges)
-                low, high = low + min(ends), high + max(ends)
-        return low, high
-
-    def without_choices(self) -> Scale:
-        """The scale with one choice for all elements: in the middle, but at most 2**6 less."""
-        chosen = Scale(0, tuple(f for f in self.factors if f[0].choices))
-        low, high = chosen.choice_range()
-        return self / chosen * Scale(high - min(6, (high - low) // 2)) if chosen.factors else self
 
     def or_one(self) -> Scale:
         """The scale, or 1 where it is 0 at run time: beside an infinity 0 would make nan."""

@@ -60,9 +60,6 @@ class ScaleTable:
         self._atoms: dict[int, Atom] = {}
         self._memo: dict[Any, Any] = {}
         self._splits: dict[int, tuple[Any, Any, Scale]] = {}
-        # Of choices among multiples (`rules/choosing.py`); the arrays are kept, and so their ids.
-        self.chosen: dict[Any, tuple[Any, Scale]] = {}
-        self.mantissas: dict[int, tuple[Any, float]] = {}  # of data that is one number
 
     def atom(self, array: jax.Array, **known: Any) -> Scale:
         """Make a scale of an array of powers of two; the same array gives the same atom.
@@ -331,7 +328,7 @@ def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
         common = {
             atom: min(p, powers[atom]) if p > 0 else max(p, powers[atom])
             for atom, p in common.items()
-            if powers.get(atom, 0) * p > 0 and (p > 0 or atom.choices)
+            if powers.get(atom, 0) > 0 and p > 0
         }
     return sorted_factors(common)
 

@@ -85,7 +85,8 @@ def _interpret(
         ):
             whole = _whole(wholes.get(i), scales)
             scales.append(table.atom(array, **_known_of(atom), whole=whole))
-        outputs = ctx.scale_jaxpr(jaxpr, unpack(forms, arrays, table, scales), table)
+        inputs = unpack(forms, arrays, table, scales)
+        outputs = ctx.scale_jaxpr(jaxpr, inputs, table, wide=ctx.wide)
         outputs = [_crossing(o) for o in outputs]
         numbers = {s.factors[0][0]: i for i, s in enumerate(scales)}
         out_forms[:] = [Form.of_call(o, numbers, o.depth) for o in outputs]
@@ -119,7 +120,7 @@ def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[
     """The body, interpreted once for its calls; shardings become constraints on the data."""
     inputs = [_constrain(v, s) for v, s in zip(args, params["in_shardings"], strict=True)]
     if any(v.known_scale is not None for v in inputs):  # a scale that was taken out stays symbolic
-        outputs = ctx.scale_jaxpr(jaxpr, inputs)
+        outputs = ctx.scale_jaxpr(jaxpr, inputs, wide=ctx.wide)
     else:
         outputs = _call(ctx, inputs, jaxpr, params)
     return [_constrain(v, s) for v, s in zip(outputs, params["out_shardings"], strict=True)]
@@ -169,13 +170,14 @@ def _call(ctx: RuleContext, inputs: list[Value], jaxpr: Any, params: dict[str, A
         tuple(tuple(_known_of(atom).values()) for atom in atoms),
         tuple(wholes.items()),
         tuple(map(jax.typeof, operands)),
+        ctx.wide,
         *_settings(ctx),
     )
     bodies = _interpreted.setdefault(jaxpr, {})
     if key not in bodies:
         body = _interpret(ctx, jaxpr, forms, atoms, wholes, operands)
         if any(map(_compat.is_traced, body.consts)):
-            return ctx.scale_jaxpr(jaxpr, inputs)
+            return ctx.scale_jaxpr(jaxpr, inputs, wide=ctx.wide)
         bodies[key] = body
     body = bodies[key]
     arrays = _compat.bind_jit(ctx.primitive, body.jaxpr, [*body.consts, *operands], params)
@@ -209,7 +211,7 @@ def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list
     """The body, in place: inside `scalify` derivatives have been taken already."""
     if not hasattr(call_jaxpr, "consts"):
         call_jaxpr = _compat.close_jaxpr(call_jaxpr, ())
-    return ctx.scale_jaxpr(call_jaxpr, list(args))
+    return ctx.scale_jaxpr(call_jaxpr, list(args), wide=ctx.wide)
 
 
 @register_body_rule("eval_jaxpr", "composite")

@@ -22,7 +22,7 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import align_scale
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import promote
-from jax_scalify.interpreter.multiplying import moved, within_range
+from jax_scalify.interpreter.multiplying import kept_wide, moved, within_range
 from jax_scalify.interpreter.operand import NOTHING, Facts, Operand, defer
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.value import Plain, Value, in_dtype
@@ -51,6 +51,7 @@ class Form:
         depth: of an `Operand`, across a call.
         facts: about the elements.
         sharding: if it is explicit, a part of types.
+        is_wide: whether the data is float32 in place of the dtype, across a call.
         varying: axes of a mesh along which it may differ, inside a `shard_map`; a part of types.
     """
 
@@ -65,6 +66,7 @@ class Form:
     depth: int = 0
     facts: Facts = NOTHING
     sharding: Any = None
+    is_wide: bool = False
     varying: frozenset[Any] = frozenset()
 
     @classmethod
@@ -106,13 +108,14 @@ class Form:
             return form
         scale = numbered(value.scale, numbers)
         known: dict[str, Any] = dict(scale=scale, exponent=value.exponent, depth=depth)
+        known["is_wide"] = value.is_wide
         return dataclasses.replace(form, scale_shape=(), extent=0, **known)
 
     def key(self) -> tuple[Any, ...]:
         """What tells a form from others, hashable."""
         number = None if self.constant is None else self.constant.tobytes()
         known = self.shape, self.dtype, self.kind, number, self.facts, self.scale_shape
-        return *known, self.scale, self.exponent, self.sharding, self.varying
+        return *known, self.scale, self.exponent, self.sharding, self.is_wide, self.varying
 
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
@@ -138,7 +141,8 @@ class Form:
             return []
         if self.kind == "uniform":
             return [_compat.varying_struct((), self.dtype, None, self.varying)]
-        return [_compat.varying_struct(self.shape, self.dtype, self.sharding, self.varying)]
+        dtype = dtypes.compute_dtype(self.dtype) if self.is_wide else self.dtype
+        return [_compat.varying_struct(self.shape, dtype, self.sharding, self.varying)]
 
     @property
     def has_scale(self) -> bool:
@@ -196,6 +200,8 @@ class Form:
             scale = table.atom(arrays[1], extent=self.extent, is_number=self._is_number)
         else:
             scale = self.scale.renamed(lambda number: atoms[number])
+        if self.is_wide:
+            return kept_wide(arrays[0], scale, self.dtype).as_result(self.facts, self.depth)
         return defer(arrays[0], self.exponent, scale).as_result(self.facts, self.depth)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_scalify.config import Pow2RoundMode
+from jax_scalify.interpreter.multiplying import kept_wide, multiply
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.rules.shared.products import times
+from jax_scalify.rules.shared.products import for_constants, times
 from jax_scalify.scales.algebra import Scale
 
 # A sum of n non-negative terms grows like n. For narrow data the factor stops at 2**10: beyond it
@@ -77,4 +78,12 @@ def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale, exponent: 
     """
     if ctx.pending.exponent:
         factor = factor * Scale(ctx.pending.take())
+    if ctx.stays_wide:
+        data = multiply(total, Scale(exponent) / factor)
+        return kept_wide(data, scale * factor, ctx.out_dtype)
+    holds = for_constants(ctx, scale * factor)
+    ratio = scale * factor / holds
+    if not ratio.is_static:
+        return Operand(multiply(total, Scale(exponent) / factor * ratio, ctx.out_dtype), holds)
+    factor = factor / ratio
     return times(total, Scale(exponent) / factor, scale * factor, ctx.out_dtype)

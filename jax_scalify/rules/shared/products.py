@@ -12,7 +12,13 @@ from jax import lax
 
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
-from jax_scalify.interpreter.multiplying import moved, multiply, within_range
+from jax_scalify.interpreter.facts import facts_of
+from jax_scalify.interpreter.multiplying import (
+    kept_wide,
+    multiply,
+    narrowed,
+    within_range,
+)
 from jax_scalify.interpreter.operand import Operand, can_defer, defer
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.scales import algebra
@@ -33,12 +39,11 @@ def factors_in_range(
     """Bring factors nearer to their values where their product might leave the range of float32.
 
     The values may be ordinary where the scales are not: 1 is `2**-40 * 2**40`, and the data of its
-    fourth power would be `2**-160`. Narrow data cannot be so far from 1; but a constant among it
-    may be nearly as large as it gets, as in `where(mask, x, 1)**2`.
+    fourth power would be `2**-160`. Narrow data cannot be so far from 1.
     """
     powers = powers or (1,) * len(operands)
     if dtypes.has_short_range(ctx.out_dtype):
-        return _with_constants_in_range(operands, powers)
+        return list(operands)
     extents = [
         0 if x.constant is not None else abs(p) * x.scale.extent
         for x, p in zip(operands, powers, strict=True)
@@ -69,36 +74,6 @@ def _are_multiples(operands: Sequence[Operand]) -> bool:
     return is_one and any(x.is_deferred or x.scale != first.scale for x in operands)
 
 
-def _with_constants_in_range(operands: Sequence[Operand], powers: Sequence[int]) -> list[Operand]:
-    """Give constants that are multiplied with each other an equal share of the range.
-
-    Not where their product is beyond the range of values, too: that of a mask, which may be gone
-    by now, as in `square(relu(where(mask, x, -1e4)))`.
-    """
-    constants = [x.facts.constant if p > 0 else None for x, p in zip(operands, powers)]
-    total = sum(p for c, p in zip(constants, powers) if c is not None)
-    product = sum(c * p for c, p in zip(constants, powers) if c is not None)
-    if total < 2 or product >= jnp.finfo(operands[0].dtype).maxexp:
-        return list(operands)
-    within = []
-    for x, constant in zip(operands, constants, strict=True):
-        within.append(x if constant is None else _with_room(x, constant, total))
-    return within
-
-
-def _with_room(x: Operand, constant: float, power: int) -> Operand:
-    """Bring an array to a scale at which a power of its largest constant, `2**constant`, is finite.
-
-    Elements that are multiples of an array, each with a scale of its own, have the array's data.
-    """
-    multiple = Scale(0, tuple(f for f in x.scale.factors if f[0].choices))
-    constant -= multiple.choice_range()[1]
-    share = math.floor(constant) + math.ceil(room(x.dtype).exponent / power)
-    least = math.ceil(constant - (jnp.finfo(x.dtype).maxexp - _MARGIN) / power)
-    scale = algebra.join(x.scale / multiple, Scale(max(share, least)), narrow=True) * multiple
-    return x.as_pair(moved(x, x.scale / scale, x.dtype), scale)
-
-
 def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> Operand:
     """Make an array with `data = raw * factor`, cast once; if the factor can wait, it does."""
     if factor.is_static and not factor.is_zero and can_defer(dtype):
@@ -115,17 +90,39 @@ def rounded(ctx: RuleContext, raw: Any, scale: Scale, exponent: int = 0) -> Oper
 
     It is applied before the data is rounded, so that nothing overflows that is not to.
     """
-    if not ctx.pending.exponent:
-        return defer(dtypes.cast(raw, ctx.out_dtype), exponent, scale)
     correction = ctx.pending.take()
-    return times(raw, Scale(exponent - correction), scale * Scale(correction), ctx.out_dtype)
+    scale = scale * Scale(correction)
+    if dtypes.has_short_range(ctx.out_dtype):
+        raw = multiply(raw, Scale(exponent - correction))
+        if raw.dtype == ctx.out_dtype:  # as another array has it
+            return Operand(raw, scale)
+        if ctx.stays_wide:
+            return kept_wide(raw, scale, ctx.out_dtype)
+        return Operand(narrowed(raw, scale, ctx.out_dtype), scale)
+    if correction:
+        return times(raw, Scale(exponent - correction), scale, ctx.out_dtype)
+    return defer(dtypes.cast(raw, ctx.out_dtype), exponent, scale)
+
+
+def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
+    """The scale at which constants among the elements fit, as in `(3 * where(mask, x, 1))**3`.
+
+    Not if they are beyond the range of values: those of a mask, which may be gone by now, as in
+    `square(relu(where(mask, x, -1e4)))`.
+    """
+    constant = facts_of(ctx.eqn, list(ctx.inputs)).constant
+    is_narrow = dtypes.has_short_range(ctx.out_dtype)
+    if not is_narrow or constant is None or constant >= jnp.finfo(ctx.out_dtype).maxexp:
+        return scale
+    return algebra.join(scale, Scale(math.floor(constant)) * room(ctx.out_dtype), narrow=True)
 
 
 def widened(ctx: RuleContext, data: Sequence[Any]) -> list[Any]:
-    """The operands of an elementwise equation, in at least float32 where a correction waits."""
-    if not ctx.pending.exponent:
+    """The operands of an elementwise equation, in at least float32 where it is rounded later."""
+    compute = dtypes.compute_dtype(ctx.out_dtype)
+    if not (ctx.pending.exponent or ctx.stays_wide or any(x.dtype == compute for x in data)):
         return list(data)
-    return [lax.convert_element_type(x, dtypes.compute_dtype(ctx.out_dtype)) for x in data]
+    return [lax.convert_element_type(x, compute) for x in data]
 
 
 def bind_product(
@@ -133,4 +130,11 @@ def bind_product(
 ) -> Operand:
     """Bind an equation whose result is a product of powers, given what `split_product` returns."""
     *data, exponent = parts
-    return rounded(ctx, ctx.bind(*widened(ctx, data), **params), scale, exponent)
+    arrays = [x for x in data if np.ndim(x)]
+    if dtypes.has_short_range(ctx.out_dtype) and (len(data) == 1 or len(arrays) > 1):
+        data = [lax.convert_element_type(x, dtypes.compute_dtype(x.dtype)) for x in data]
+    raw = ctx.bind(*widened(ctx, data), **params)
+    if raw.dtype == ctx.out_dtype or ctx.stays_wide:
+        return rounded(ctx, raw, scale, exponent)
+    holds = for_constants(ctx, scale)
+    return rounded(ctx, multiply(raw, scale / holds), holds, exponent)

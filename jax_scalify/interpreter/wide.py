@@ -1,0 +1,103 @@
+"""Which values of float16 and FP8 stay in float32 from one equation to the next.
+
+A square or a cube leaves the range of float16 long before the value does: data of 300 at a scale of
+`2**-8` is about 1, and its cube is data of `2.7e7` at `2**-24`. Compilers compute a chain of
+elementwise equations in one kernel, and what is between two equations costs nothing in float32. It
+is rounded to its own dtype where the chain ends: at a matmul, a loop, a result of the function.
+
+With `h = gelu(x)`, the cube, its multiple, the sum and what `tanh` gets are float32; `h` itself,
+which a matmul takes, is float16. What several equations read is stored, and therefore rounded,
+unless it is so cheap that a compiler computes it again for each of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import applied, is_var
+
+# Equations whose result may stay in float32, and those that take such an operand. An exponential
+# does not: some compilers no longer make one kernel of a softmax.
+_KEEPS = frozenset(
+    "mul div square integer_pow sqrt rsqrt cbrt add sub add_any neg abs max min clamp select_n "
+    "reduce_sum tanh logistic erf erfc broadcast_in_dim reshape squeeze".split()
+)
+_TAKES = _KEEPS | frozenset(
+    "eq ne lt le gt ge is_finite sign log log1p expm1 sin cos convert_element_type".split()
+)
+_CHEAP = _KEEPS - frozenset("div sqrt rsqrt cbrt add sub add_any reduce_sum tanh logistic".split())
+# Calls whose bodies are interpreted as if they stood in place.
+_CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call core_call call".split())
+# So many equations are computed again for each reader of their result.
+_MAX_COST = 3
+
+_takes: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
+
+
+def wide_variables(
+    jaxpr: Any, equations: Sequence[Any], leaving: Sequence[int] = ()
+) -> dict[Any, int]:
+    """Return the variables that may stay in float32, each with the number of its readers.
+
+    Args:
+        jaxpr: of a function.
+        equations: those of its equations that are evaluated.
+        leaving: for each of its results, how many equations outside read it; 0 if one of them
+            needs the result in its own dtype.
+    """
+    readers: collections.Counter = collections.Counter()
+    refused = set()
+    for eqn in equations:
+        for var, takes in zip(eqn.invars, _operands_taken(eqn), strict=True):
+            if is_var(var):
+                readers[var] += 1
+                refused |= set() if takes else {var}
+    leaves = {v for v in jaxpr.outvars if is_var(v)}
+    for var, count in zip(jaxpr.outvars, leaving or [0] * len(jaxpr.outvars), strict=True):
+        if is_var(var):
+            readers[var] += count
+            refused |= set() if count else {var}
+    found, costs = {}, {}
+    for eqn in equations:
+        name = eqn.primitive.name
+        if name not in _KEEPS and name not in _CALLS:
+            continue
+        cost = 1 + sum(costs.get(v, 0) for v in eqn.invars if is_var(v))
+        for var in eqn.outvars:
+            if var in refused or not readers[var] or not _is_narrow(var.aval):
+                continue
+            is_cheap = name in _CALLS or name in _CHEAP and cost <= _MAX_COST
+            if is_cheap or readers[var] == 1 and var not in leaves:
+                found[var], costs[var] = readers[var], cost
+    return found
+
+
+def _operands_taken(eqn: Any) -> list[bool]:
+    """Tell which operands an equation takes in float32."""
+    if eqn.primitive.name in _CALLS:
+        body = applied(eqn)
+        body = getattr(body, "jaxpr", body)
+        if body not in _takes:
+            _takes[body] = _taken_by(body)
+        return _takes[body]
+    return [eqn.primitive.name in _TAKES] * len(eqn.invars)
+
+
+def _taken_by(jaxpr: Any) -> list[bool]:
+    refused = {v for v in jaxpr.outvars if is_var(v)}
+    for eqn in jaxpr.eqns:
+        taken = zip(eqn.invars, _operands_taken(eqn), strict=True)
+        refused.update(v for v, takes in taken if is_var(v) and not takes)
+    return [v not in refused for v in jaxpr.invars]
+
+
+def _is_narrow(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    return is_float and dtypes.has_short_range(dtype)
