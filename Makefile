@@ -36,7 +36,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: environments other-checks ci docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradient-errors gradients optimizers soak tracking numerics umup fuzz fuzz-lowest accelerators scale-out kept clean
+	scale-quality float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradient-errors gradients optimizers soak tracking numerics umup fuzz fuzz-steps fuzz-lowest accelerators scale-out kept clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	@echo "A GPT learns English in nine precisions: about three minutes on two free CPU cores. Stopped, it goes on."
@@ -205,6 +205,9 @@ N ?= 10000
 SEED ?= 0
 fuzz: $(VENV)/.installed  ## N random programs of a SEED, scalified and plain
 	$(VENV)/bin/python -m tests.fuzz --programs $(N) --seed $(SEED)
+
+fuzz-steps: $(VENV)/.installed  ## N random training steps of a SEED, 50 times each: do scales stay beside the state?
+	$(VENV)/bin/python -m tests.fuzz --steps --programs $(N) --seed $(SEED)
 
 fuzz-lowest: $(VENV_LOWEST)/.installed
 	$(VENV_LOWEST)/bin/python -m tests.fuzz --programs $(N) --seed $(SEED)

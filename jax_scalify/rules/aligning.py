@@ -13,7 +13,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import align_constant, constant_floor, room
-from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.interpreter.multiplying import multiply, within_range
 from jax_scalify.interpreter.operand import Operand, defer, split
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
@@ -40,7 +40,7 @@ from jax_scalify.rules.shared.along_axes import (
 from jax_scalify.rules.shared.joining import align, bring_together, same_dtype, shared_scale
 from jax_scalify.rules.shared.products import rounded, widened
 from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ZERO, Scale
+from jax_scalify.scales.algebra import NARROW_EXTENT, ZERO, Scale
 
 
 def _sum_rule(negate_rhs: bool) -> Rule:
@@ -102,7 +102,7 @@ def _extremum_rule(sign: int) -> Rule:
         if bound is not None:  # at the scale of the first half it may have been too small to write
             again = align_constant(bound, out.dtype, scale * Scale(exponent))
             out = lax.max(out, again) if sign < 0 else lax.min(out, again)
-        return rounded(ctx, out, scale, exponent)
+        return _of_number(ctx, out, scale, exponent, args)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant on the far side of 0: no vote."
     return rule
@@ -133,7 +133,25 @@ def clamp_rule(
     out = ctx.out_avals[0]
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
     out = ctx.bind(*same_dtype(*args), **params)
-    return rounded(ctx, out, scale, exponent)
+    return _of_number(ctx, out, scale, exponent, (low, x, high))
+
+
+def _of_number(
+    ctx: RuleContext, out: Any, scale: Scale, exponent: int, operands: Sequence[Operand]
+) -> Operand:
+    """A result that was chosen among others: of rank 0, its scale is its own exponent.
+
+    The smaller of a norm of 1e-9 and of 1 has data of 1e-9 at the scale that both share, and would
+    make zeros of the float16 that it multiplies.
+    """
+    table, dtype = ctx.table, ctx.out_dtype
+    scales = {x.scale for x in operands if x.constant is None and not x.scale.is_zero}
+    is_number = not ctx.out_avals[0].shape and jnp.issubdtype(dtype, jnp.floating)
+    if not (is_number and len(scales) > 1 and table.narrow and table.splits_scalars):
+        return rounded(ctx, out, scale, exponent)
+    wide = multiply(lax.convert_element_type(out, dtypes.compute_dtype(dtype)), Scale(exponent))
+    data, own = table.split(wide)
+    return Operand(dtypes.cast(data, dtype), scale * own)
 
 
 def _brought_together(
@@ -171,9 +189,52 @@ def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:
     return Scale(max(min(exponents) - max(exponents), room(dtype).exponent))
 
 
+# Cases whose static scales are nearer than this have one scale.
+_NEAR = 2
+
+
+def _chosen_scale(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Scale | None:
+    """The scale that a predicate of rank 0 chooses; None where one scale is as good.
+
+    `where(norm < 1, g, g / norm)` has gradients of 1e-9 on one side and of 1 on the other. It is
+    as good in a step of wide dtypes that keeps its scales. A zero takes any scale.
+    """
+    numbers = [None if x.constant is None else np.complex128(x.constant) for x in cases]
+    scales = [x.scale for x, n in zip(cases, numbers) if n is None or (n != 0 and np.isfinite(n))]
+    scales = [s for s in scales if not s.is_zero]
+    if not ctx.table.splits_scalars or len(set(scales)) < 2:
+        return None
+    if all(s.is_static for s in scales):
+        exponents = [s.exponent for s in scales]
+        if max(exponents) - min(exponents) <= _NEAR:
+            return None
+
+    each = [
+        scales[0] if x.scale.is_zero or n == 0 else x.scale
+        for x, n in zip(cases, numbers, strict=True)
+    ]
+    shape = np.broadcast_shapes(*(s.shape for s in each))
+    arrays = [scale_array(ctx.table, s, shape) for s in each]
+    known: dict[str, Any] = dict(
+        nonzero=all(s.is_nonzero for s in each),
+        extent=min(NARROW_EXTENT, int(max(s.span for s in each))),
+    )
+    return ctx.table.atom(lax.select_n(which, *arrays), **known)
+
+
 @register_scale_rule(lax.select_n_p, elements="placed", elementwise=True)
 def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) -> Any:
-    """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all."""
+    """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all.
+
+    One predicate for the whole array chooses the scale too: that of the case that is chosen.
+    """
+    if not np.ndim(which):
+        cases = tuple(map(within_range, cases))
+        scale = _chosen_scale(ctx, which, cases)
+        if scale is not None:
+            data = same_dtype(*(x.data for x in cases))
+            data = [filled(d, aval) for d, aval in zip(data, ctx.in_avals[1:], strict=True)]
+            return rounded(ctx, ctx.bind(which, *data, **params), scale)
     data, scale, exponent = _brought_together(ctx, cases, ctx.in_avals[1:], _less(ctx, cases))
     return rounded(ctx, ctx.bind(which, *data, **params), scale, exponent)
 

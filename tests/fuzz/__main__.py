@@ -1,7 +1,8 @@
 """`python -m tests.fuzz --programs N --seed S`: run random programs, and keep those that fail.
 
 Progress and failures are files under `.fuzz/`, one folder a seed and version of JAX: a run that
-was stopped goes on where it was. `--only INDEX` repeats one program.
+was stopped goes on where it was. `--only INDEX` repeats one program. With `--steps` programs are
+losses, which are trained for some steps: see `tests/fuzz/steps.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from tests.fuzz.programs import DTYPES, Discarded, Program, generate
+from tests.fuzz.programs import DTYPES, FLOATS, Discarded, Program, generate
 from tests.fuzz.running import Failure, check
 from tests.fuzz.shrinking import shrink
+from tests.fuzz.steps import Training, check_training, generate_training, shrink_training
 
 ROOT = Path(".fuzz")
 CHUNK = 20
@@ -35,13 +38,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--only", type=int, metavar="INDEX", help="repeat one program")
+    parser.add_argument("--steps", action="store_true", help="repeat random training steps")
     parser.add_argument("--fresh", action="store_true", help="forget the progress of earlier runs")
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     configure()
     if options.only is not None:
-        return repeat(options.seed, options.only)
-    folder = ROOT / f"seed{options.seed}-jax{jax.__version__}"
+        return repeat(options.seed, options.only, options.steps)
+    folder = ROOT / f"{'steps-' * options.steps}seed{options.seed}-jax{jax.__version__}"
     if options.fresh and folder.exists():
         for file in folder.iterdir():
             file.unlink()
@@ -59,25 +63,44 @@ def configure() -> None:
     warnings.simplefilter("ignore")
 
 
-def report(seed: int, index: int, program: Program, failure: Failure) -> str:
+def report(seed: int, index: int, program: Program | Training, failure: Failure) -> str:
     """What is printed and stored of a failure."""
+    if isinstance(program, Training):
+        return (
+            f"# Training {index} of seed {seed}, {FLOATS[index % 3]}: {failure.kind}\n"
+            f"# {_in_one_line(failure.detail)}\n\n{program.code()}"
+        )
     return (
         f"# Program {index} of seed {seed}, {DTYPES[index % 4]}, {program.wrapper}, result "
-        f"{failure.leaf}: {failure.kind}\n# {failure.detail}\n\n{program.code()}"
+        f"{failure.leaf}: {failure.kind}\n# {_in_one_line(failure.detail)}\n\n{program.code()}"
     )
 
 
-def repeat(seed: int, index: int) -> int:
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def repeat(seed: int, index: int, steps: bool = False) -> int:
     """Run one program and print it and, if it fails, what it shrinks to."""
-    program = generate(seed, index)
+    program = (generate_training if steps else generate)(seed, index)
     print(program.code())
-    failure = check(program)
+    failure = _check(program)
     if failure is None:
         print("# passes")
         return 0
     print(f"# fails: {failure.kind}: {failure.detail}\n# shrinking ...\n")
-    print(report(seed, index, *shrink(program, failure)))
+    print(report(seed, index, *_shrink(program, failure)))
     return 1
+
+
+def _check(program: Program | Training) -> Failure | None:
+    return check_training(program) if isinstance(program, Training) else check(program)
+
+
+def _shrink(program: Program | Training, failure: Failure) -> tuple[Any, Failure]:
+    if isinstance(program, Training):
+        return shrink_training(program, failure)
+    return shrink(program, failure)
 
 
 def run_shard(folder: Path, options: argparse.Namespace) -> None:
@@ -88,7 +111,7 @@ def run_shard(folder: Path, options: argparse.Namespace) -> None:
             continue
         counts = {"programs": len(chunk), "failures": 0, "discarded": 0}
         for index in chunk:
-            program = generate(options.seed, index)
+            program = (generate_training if options.steps else generate)(options.seed, index)
             try:
                 text = _failure_of(program, options.seed, index)
             except Discarded:
@@ -103,11 +126,11 @@ def run_shard(folder: Path, options: argparse.Namespace) -> None:
             jax.clear_caches()
 
 
-def _failure_of(program: Program, seed: int, index: int) -> str:
+def _failure_of(program: Program | Training, seed: int, index: int) -> str:
     """What to say of a program that fails, or that the fuzzer itself could not check."""
     try:
-        failure = check(program)
-        return "" if failure is None else report(seed, index, *shrink(program, failure))
+        failure = _check(program)
+        return "" if failure is None else report(seed, index, *_shrink(program, failure))
     except Discarded:
         raise
     except Exception:

@@ -15,12 +15,13 @@ left to right with variables of the program or with new inputs:
 | `{t}` `{s}` | a floating array of rank 0 |
 | `{p}` `{u}` | like `{x}`, but mostly not negative, or between -0.9 and 0.9 |
 | `{n}` `{i}` `{b}` | three integers in 0..2; integers, a mask, of the shape of the first operand |
-| `{k}` | a traced integer, 0 to 2 |
+| `{k}` `{q}` | a traced integer, 0 to 2; a traced bool |
 | `{c}` `{d}` `{h}` | a constant that the dtype of the first operand holds, an exponent, a dtype |
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import jax
@@ -34,6 +35,7 @@ CONSTANTS = {
     "float16": "0.0 1.0 -1.0 0.5 3.0 0.1 2.0**-24 6.2e-5 -1e4 30000.0 1000.0 jnp.inf -jnp.inf "
     "jnp.nan",
 }
+HAS_OPTAX = importlib.util.find_spec("optax") is not None
 EXPONENTS = "0 1 2 3 4 -1 -2 0.5 -0.5 1.5 0.0 2.0"
 
 
@@ -545,6 +547,105 @@ LAX = [
     "jax.scipy.stats.norm.logpdf({x})",
 ]
 
+# What one condition, number or index decides for a whole array.
+CHOICES = [
+    "jnp.where({q}, {x}, {e})",
+    "jnp.where({q}, {x}, {y})",
+    "jnp.where({q}, {x}, {c})",
+    "jnp.where({q}, {c}, {x})",
+    "jnp.where({q}, {x}, jnp.zeros_like({x}))",
+    "jnp.where({q}, {t}, {s})",
+    "jnp.where({q}, {t}, {c})",
+    "jnp.where(jnp.sum({x}) > 0, {x}, {e})",
+    "(lambda old, g: jnp.where(jnp.all(jnp.isfinite(g)), old - 0.5 * g, old))({x}, {e})",
+    "lax.select({q}, {x}, {e})",
+    "lax.select_n({q}, {x}, {e})",
+    "lax.cond({q}, lambda: {x}, lambda: {e})",
+    "lax.cond({q}, lambda x, e: (x, e), lambda x, e: (e, x), {x}, {e})",
+    "lax.switch({k}, [lambda: {x}, lambda: {e}, lambda: {g}])",
+    *_each("jnp.FUN({t}, {s})", "maximum minimum fmax fmin"),
+    *_each("jnp.FUN({t}, {c})", "maximum minimum"),
+    "jnp.clip({t}, {s}, None)",
+    "jnp.clip({t}, None, {s})",
+    "jnp.clip({t}, -1.0, 1.0)",
+    "jnp.where({t} > {s}, {t}, {s})",
+    "{x} * jnp.minimum(1.0, {t})",
+    "{x} / jnp.maximum(jnp.abs({t}), {c})",
+    "jnp.stack([{x}, {e}, {g}])[{k}]",
+    "jnp.stack([{t}, {s}])[{k}]",
+    "lax.dynamic_index_in_dim(jnp.stack([{x}, {e}]), {k}, keepdims=False)",
+    "lax.scan(lambda c, _: (c * 0.0625, c), {x}, None, length=3)[1][{k}]",
+]
+
+
+def _guarded(quotient: str, *wholes: str) -> list[str]:
+    """The quotient, of an array `x` and a number `n` of it that may be 0."""
+    return [f"(lambda x, n: {quotient})({{a}}, {whole})" for whole in wholes]
+
+
+_SUMS = (
+    "jnp.sum({a} * {a})",
+    "jnp.sum({a} * {a}, -1, keepdims=True)",
+    "jnp.sum(jnp.abs({a}))",
+    "jnp.sum(jnp.abs({a}), 0)",
+    "jnp.max(jnp.abs({a}))",
+)
+_NORMS = (
+    "jnp.sqrt(jnp.sum({a} * {a}))",
+    "jnp.linalg.norm({a})",
+    "jnp.linalg.norm({a}, axis=-1, keepdims=True)",
+)
+GUARDS = [
+    *_guarded("jnp.where(n == 0, 0.0, jnp.sqrt(jnp.where(n == 0, 1.0, n)))", *_SUMS[:3]),
+    *_guarded("jnp.where(n > 0, jnp.log(jnp.where(n > 0, n, 1.0)), 0.0)", *_SUMS[1:4]),
+    *_guarded("x / jnp.where(n == 0, 1.0, n)", *_SUMS, *_NORMS),
+    *_guarded("jnp.where(n == 0, 0.0, x / jnp.where(n == 0, 1.0, n))", *_SUMS[2:], *_NORMS[:1]),
+    *_guarded("x / (n + 1e-3)", *_NORMS),
+    *_guarded("x / jnp.maximum(n, 1e-3)", *_NORMS),
+    "jnp.where({x} == 0, 0.0, {y} / jnp.where({x} == 0, 1.0, {x}))",
+    "jnp.where({x} > 0, jnp.sqrt(jnp.where({x} > 0, {x}, 1.0)), 0.0)",
+    "jnp.where({x} > 0, jnp.log(jnp.where({x} > 0, {x}, 1.0)), 0.0)",
+]
+CLIPPING = [
+    *_guarded("jnp.where(n < 1, x, x / n)", *_NORMS),
+    *_guarded("lax.select(n < 1, x, (x / n) * 1.0)", *_NORMS[:2]),
+    *_guarded("x * jnp.minimum(1.0, 1.0 / n)", *_NORMS),
+    *_guarded("x * jnp.minimum(1.0, 1.0 / (n + 1e-3))", *_NORMS),
+    "(lambda n: (jnp.where(n < 1, {x}, {x} / n), jnp.where(n < 1, {e}, {e} / n)))"
+    "(jnp.sqrt(jnp.sum(jnp.square({x})) + jnp.sum(jnp.square({e}))))",
+    "optax.clip_by_global_norm(1.0).update({x}, optax.EmptyState())[0]",
+    "optax.clip_by_global_norm(1.0).update(({x}, {e}), optax.EmptyState())[0]",
+    "optax.clip_by_block_rms(1.0).update({x}, optax.EmptyState())[0]",
+    "optax.safe_norm({x}, 1e-3)",
+]
+MOMENTS = [
+    "{x} / (jnp.sqrt({p}) + 1e-3)",
+    "{x} / (jnp.sqrt({x} * {x}) + 1e-5)",
+    "{x} * lax.rsqrt({x} * {x} + 1e-5)",
+    "0.1 * {x} / (jnp.sqrt(0.001 * {x} * {x}) + 1e-5)",
+    "(0.1 * {x} + 0.9 * {e}) / (jnp.sqrt(0.001 * {x} * {x} + 0.999 * {e} * {e}) + 1e-6)",
+    "{x} / jnp.sqrt(jnp.mean({x} * {x}) + 1e-6)",
+    "0.99 * {x} + 0.01 * {e}",
+    "{x} + 0.01 * ({e} - {x})",
+]
+POLYNOMIALS = [
+    *_each("{x} ** FUN", "2 3 4 -1 -2 -3"),
+    *_each("jnp.mean({a} ** FUN)", "2 3 4"),
+    "{x} * {x} * {x}",
+    "{x} * {x} * {x} * {x}",
+    "1.0 / {x} ** 2",
+    "0.5 * {x} * (1 + jnp.tanh(0.79788 * ({x} + 0.044715 * {x} ** 3)))",
+    "{x} * jax.nn.sigmoid(1.702 * {x})",
+    "jax.nn.relu({x}) ** 2",
+    "({x} + {x} ** 3) / (1 + {x} ** 2)",
+    "{x} * {e} * {g}",
+    *_each("jax.nn.FUN({x}) * {e}", "silu gelu relu sigmoid"),
+    "{a} * lax.rsqrt(jnp.mean({a} ** 2, -1, keepdims=True) + 1e-5)",
+    "{a} / jnp.sqrt(jnp.mean({a} ** 2) + 1e-5)",
+    "jnp.polyval(jnp.array([0.5, -1.0, 2.0]), {x})",
+    "jnp.mean(({a} - jnp.mean({a})) ** 3)",
+]
+
 # Statements that move elements of one operand, whose channels keep their scales.
 MOVES = frozenset(
     """{x}.T|jnp.transpose({x})|jnp.permute_dims({A}, (1, 0))|jnp.matrix_transpose({A})
@@ -572,6 +673,11 @@ TABLE: tuple[str, ...] = (
     *FFT,
     *NN,
     *LAX,
+    *CHOICES,
+    *GUARDS,
+    *CLIPPING,
+    *MOMENTS,
+    *POLYNOMIALS,
 )
 
 _NAME = re.compile(r"\b(jnp\.linalg|jnp\.fft|jnp|jax\.nn|jax\.ops|jax\.scipy\.\w+|lax)\.(\w+)")
@@ -595,4 +701,5 @@ def statements() -> list[str]:
     def exists(module: str, name: str) -> bool:
         return module not in MODULES or hasattr(MODULES[module], name)
 
-    return [t for t in TABLE if all(exists(*found) for found in names_in(t))]
+    found = [t for t in TABLE if all(exists(*found) for found in names_in(t))]
+    return found if HAS_OPTAX else [t for t in found if "optax." not in t]

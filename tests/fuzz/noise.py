@@ -10,6 +10,9 @@ bits, ...) is 0 below `2**-24` and inf above `2**13` in the first two runs, oper
 (65504 it holds, but not multiplied by a mask of scale `2**-3`); so is what no scale reaches, and a
 quotient or negative power that is `2**13` times that of the largest magnitudes. The other dtypes
 have the range of float32, of which `2**-100` is left below the largest.
+
+What one condition, number or index chooses, it chooses with its scale: the operands beside it do
+not count (`_is_choice`), nor do the other items of a stack or of a loop's results (`_stacks`).
 """
 
 from __future__ import annotations
@@ -71,6 +74,14 @@ def noisy_runs(
         is_short: whether the dtype is float16.
         runs: how many.
     """
+    run = noisy_function(function, values, eps, is_short)
+    return [run(np.float64(k), *values) for k in range(runs)]
+
+
+def noisy_function(
+    function: Callable[..., Any], values: Sequence[Any], eps: float, is_short: bool
+) -> Callable[..., list[Any]]:
+    """A function of the number of a run and of arguments like `values`, see `noisy_runs`."""
     closed = jax.make_jaxpr(function)(*values)
     kept = [k for k, a in enumerate(closed.out_avals) if a.dtype != jax.dtypes.float0]
 
@@ -80,7 +91,7 @@ def noisy_runs(
         results = noise.run(closed, [noise.perturbed(x, number) for x in arguments], number)
         return [results[k] for k in kept]
 
-    return [run(np.float64(k), *values) for k in range(runs)]
+    return run
 
 
 class _Noise:
@@ -112,15 +123,19 @@ class _Noise:
                 return atom.val, _size(atom.val)
             return known[atom], large[atom]
 
+        stacks = _stacks(jaxpr)
         for eqn in jaxpr.eqns:
             read_all = [read(v) for v in eqn.invars]
             operands, sizes = [x for x, _ in read_all], [size for _, size in read_all]
-            if eqn.primitive.name in _INLINED:
+            if eqn.primitive.name == "stack" and eqn.outvars[0] in stacks:
+                results, sizes = [eqn.primitive.bind(*operands, **eqn.params)], sizes[:1]
+            elif eqn.primitive.name in _INLINED:
                 params = eqn.params.values()
                 inner = next(p for p in params if hasattr(p, "eqns") or hasattr(p, "jaxpr"))
                 results, sizes = self._evaluate(inner, operands, sizes, run)
             else:
                 results, sizes = self._equation(eqn, operands, sizes, run)
+            sizes = [0.0 if v in stacks else size for v, size in zip(eqn.outvars, sizes)]
             known.update(zip(eqn.outvars, results))
             large.update(zip(eqn.outvars, sizes))
         read_all = [read(v) for v in jaxpr.outvars]
@@ -145,7 +160,9 @@ class _Noise:
         if name in ("div", "integer_pow"):
             results = [self._in_range(results[0], name, params, sizes, run)]
         own = list(map(_size, results))
-        if name in _MOVES | _JOINS | _SUMS:
+        if _is_choice(name, operands, results):
+            own = [_chosen(name, operands, sizes, own[0])]
+        elif name in _MOVES | _JOINS | _SUMS:
             largest = functools.reduce(jnp.maximum, sizes, np.float64(0))
             own = [jnp.maximum(size, largest) for size in own]
         elif name in ("mul", "dot_general"):
@@ -252,6 +269,33 @@ class _Noise:
         size = jnp.abs(x)
         cut = jnp.where(size > _TOP, x * jnp.inf, jnp.where(size < 2.0**-24, 0, x))
         return jnp.where(run < 2, cut, x)
+
+
+def _is_choice(name: str, operands: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Whether one of the operands is chosen as a whole."""
+    if name == "select_n":
+        return np.ndim(operands[0]) == 0
+    return name in ("max", "min", "clamp") and np.ndim(results[0]) == 0
+
+
+def _chosen(name: str, operands: Sequence[Any], sizes: Sequence[Any], own: Any) -> Any:
+    """The magnitude that the scale of what is chosen is made for."""
+    if name == "select_n":
+        return jnp.stack([jnp.asarray(s, np.float64) for s in sizes[1:]])[operands[0].astype(int)]
+    return own
+
+
+def _stacks(jaxpr: Any) -> set[Any]:
+    """The stacks, and the results of loops, of which nothing is read but an item."""
+    found, others = set(), set(v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal))
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan" or name == "stack" and params["axis"] == 0:
+            found.update(v for v in eqn.outvars if v.aval.ndim)
+        is_item = name == "dynamic_slice" and params["slice_sizes"][0] == 1
+        read = eqn.invars[1:] if is_item else eqn.invars
+        others.update(v for v in read if not isinstance(v, jex_core.Literal))
+    return found - others
 
 
 def _is_inexact(x: Any) -> bool:

@@ -227,8 +227,11 @@ class Program:
         inputs = "".join(f"{i.name} = {i.code()}\n" for i in self.inputs)
         arguments = ", ".join(i.name for i in self.inputs)
         run = "jax.jit(jsa.scalify(g))" if self.jitted else "jsa.scalify(g)"
+        header = HEADER
+        if "optax." in self.definitions():
+            header = HEADER.replace("from jax", "import optax\nfrom jax")
         return (
-            f"{HEADER}\n\n{self.definitions()}\n{inputs}"
+            f"{header}\n\n{self.definitions()}\n{inputs}"
             f'print("got", jsa.asarray({run}({arguments}), jnp.float32))\n'
             f'print("expected", g(*jsa.asarray(({arguments},), jnp.float32)))\n'
         )
@@ -237,6 +240,10 @@ class Program:
 def load(source: str) -> Any:
     """The function `g` that definitions define."""
     scope = {"jax": jax, "jnp": jnp, "np": np, "lax": lax}
+    if "optax." in source:
+        import optax
+
+        scope["optax"] = optax
     exec(compile(source, "<fuzz>", "exec"), scope)  # noqa: S102
     return scope["g"]
 
@@ -290,8 +297,9 @@ _FITS = {
     "A": lambda s: len(s) == 2 and 0 not in s and s[1] > 1,
 }
 _LIKE_X = {"p": "jnp.abs({})", "u": "jnp.clip({}, -0.9, 0.9)"}
+_OFF = 8  # so many powers of two data of float16 may lie beside its scale
 _FRESH = ("c", "h", "V3")  # may differ from place to place
-_ARRAYS = re.compile(r"\{([a-zA-Z]\d*)(?<![{nikbcdh])\}")
+_ARRAYS = re.compile(r"\{([a-zA-Z]\d*)(?<![{nikbqcdh])\}")
 _BRACES = re.compile(r"\{(\w+)\}")
 
 
@@ -366,7 +374,7 @@ class _Writer:
         ):
             raise Discarded
         narrow = "float16" in [i.dtype for i in inputs] + [s.dtype for s in self.statements]
-        if narrow and any(i.shift for i in inputs):
+        if narrow and any(abs(i.shift) > _OFF for i in inputs):
             raise Discarded  # cast to float16, data that is far from 1 is lost whatever its scale
         return Program(
             tuple(inputs),
@@ -392,8 +400,8 @@ class _Writer:
                 return "(" + self.choose(catalogue.EXPONENTS.split()) + ")"
             if kind == "h":
                 return "jnp." + self.choose(FLOATS)
-            if kind in "nikb":
-                where = {"n": (3,), "k": ()}.get(kind, shape or ())
+            if kind in "nikbq":
+                where = {"n": (3,), "k": (), "q": ()}.get(kind, shape or ())
                 name = self.integers(kind, where)
             elif kind in "yz":
                 name = self.variable("x", lambda s: _broadcasts(s, shape), [shape])
@@ -436,15 +444,15 @@ class _Writer:
 
     def integers(self, kind: str, shape: tuple[int, ...]) -> str:
         """An integer or mask of a shape."""
-        dtype = "bool" if kind == "b" else "int32"
+        dtype = "bool" if kind in "bq" else "int32"
         found = [v for v, a in self.avals.items() if a.shape == shape and str(a.dtype) == dtype]
         found = [v for v in found if v[0] in "nm"]
         if found and self.rng.random() < 0.7:
             return self.choose(found)
-        name = f"{'m' if kind == 'b' else 'n'}{len(self.inputs)}"
+        name = f"{'m' if dtype == 'bool' else 'n'}{len(self.inputs)}"
         stacked = self.wrapper == "vmap" and self.rng.random() < 0.5
         full = (2,) * stacked + shape
-        data = self.rng.integers(0, 2 if kind == "b" else 3, size=full)
+        data = self.rng.integers(0, 2 if dtype == "bool" else 3, size=full)
         data = np.asarray(data).astype(dtype)
         return self.append(Input(name, data, dtype, stacked=stacked))
 
@@ -471,6 +479,7 @@ class _Writer:
     def scale(self, data: np.ndarray, dtype: str, stacked: bool) -> tuple[np.ndarray, Any, int]:
         rng = self.rng
         kinds = ["scalar"] * 6 + ["axis"] * 3 + ["zero", "frozen", "frozen", "large", "small"]
+        kinds += ["wide", "wide", "off", "off"]
         kinds += ["plain"] if self.inputs else []
         kinds += ["given"] if dtype != "float16" else []
         kind = self.choose(kinds)
@@ -490,6 +499,11 @@ class _Writer:
             if not data.any():  # zeros that carry a stale scale: a limit that docs/limits.md tells
                 data = np.ones_like(data)
             return data, self.stack(2.0 ** (40 if kind == "large" else -40), stacked), 0
+        if kind == "wide":  # 1e-12 to 1e12
+            return data, self.stack(2.0 ** rng.integers(-40, 41), stacked), 0
+        if kind == "off":  # numbers of ordinary size, whose data has drifted from its scale
+            shift = self.choose([-_OFF, -4, 4, _OFF])
+            return data, self.stack(2.0 ** (int(rng.integers(-2, 3)) - shift), stacked), shift
         if kind == "given":
             sign = self.choose([-40, -20, -10, 10, 20, 40])
             return data, self.stack(2.0**sign, stacked), -sign

@@ -11,6 +11,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.interpreter import registry
 from tests.fuzz import __main__ as command
+from tests.fuzz import steps
 from tests.fuzz.programs import DTYPES, WRAPPERS, Discarded, Input, Program, Statement, generate
 from tests.fuzz.running import check
 from tests.fuzz.shrinking import shrink
@@ -135,9 +136,66 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(command, "CHUNK", 2)
     monkeypatch.setattr(command, "check", lambda program: ran.append(program))
-    options = argparse.Namespace(programs=4, seed=0, workers=1, shard=0)
+    options = argparse.Namespace(programs=4, seed=0, workers=1, shard=0, steps=False)
     command.run_shard(tmp_path, options)
     assert len(ran) == 4
     (tmp_path / "chunk2-4.json").unlink()
     command.run_shard(tmp_path, options)
     assert len(ran) == 6
+
+
+def _training(**lines):
+    x0 = Input("x0", np.array([0.5, -1.0, 2.0, 0.25]), "float32", np.asarray(1.0))
+    loss = Program((x0,), (Statement("r0", "jnp.square(x0)", "float32"),), ("r0",), "grad", True)
+    simplest = {name: of_name[0] for name, of_name in steps.LINES.items()}
+    return steps.Training(loss, {**simplest, **lines})
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("start", range(0, 48, 3))
+def test_random_trainings(start):
+    failed = []
+    for index in range(start, start + 3):
+        training = steps.generate_training(SEED, index)
+        try:
+            failure = steps.check_training(training)
+        except Discarded:
+            continue
+        if failure is not None:
+            found = steps.shrink_training(training, failure)
+            failed.append(command.report(SEED, index, *found))
+    assert not failed, "\n".join(failed)
+
+
+def test_a_training_depends_on_its_seed_and_index_only():
+    first = [steps.generate_training(0, i).code() for i in (3, 4)]
+    assert [steps.generate_training(0, i).code() for i in (4, 3)] == first[::-1]
+
+
+def test_a_right_training_passes():
+    adam = {"m": "0.9 * m + 0.1 * g", "v": "0.99 * v + 0.01 * g * g"}
+    assert steps.check_training(_training(**adam, u="m / (jnp.sqrt(v) + 1e-3)")) is None
+
+
+def test_a_scale_that_grows_is_found_and_its_cause(monkeypatch):
+    def rule(ctx, x, y, **params):
+        """Right numbers, at a scale that is one octave larger at every step."""
+        data = ctx.bind(ctx.dequantise(x), ctx.dequantise(y), **params)
+        scale = 2 * x.scale
+        return ScaledArray(data / scale, scale)
+
+    monkeypatch.setitem(registry._rules, lax.sub_p, rule)
+    monkeypatch.setattr(registry, "_registrations", registry._registrations + 1)
+    training = _training(
+        m="0.9 * m + 0.1 * g", w="0.999 * w - 0.01 * u", g="jnp.clip(g, -1.0, 1.0)"
+    )
+    failure = steps.check_training(training)
+    assert failure is not None and failure.kind == "scale"
+    small, found = steps.shrink_training(training, failure)
+    assert found.kind == "scale" and small.lines["g"] == "g" and small.lines["m"] == "m"
+    assert "jsa.scalify(g)" in small.code()
+
+
+def test_code_of_a_training_runs(capsys):
+    exec(_training().code(), {})  # noqa: S102
+    assert capsys.readouterr().out.count("expected") == 4
