@@ -78,7 +78,7 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
     scale_dtype = check_scale_dtype(scale_dtype)
     power = _power_of(scale, scale_dtype)
     if _compat.is_traced(scale):
-        wide = scale.astype(jnp.promote_types(scale.dtype, scale_dtype))
+        wide = scale.astype(dtypes.promoted(scale.dtype, scale_dtype))
         rest = jnp.where(power == 0, 1, wide / power.astype(wide.dtype))
     else:
         powers = pow2.round_down_number(scale)

@@ -71,6 +71,12 @@ def compute_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32)
 
 
+def promoted(*given: Any) -> Any:
+    """Return the dtype that dtypes promote to, where users forbid implicit promotion too."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, given)
+
+
 def real_dtype(dtype: Any) -> Any:
     """Return the real dtype of a complex one, and any other dtype itself."""
     return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
