@@ -147,6 +147,12 @@ def test_a_scaled_array_that_is_closed_over_is_refused_with_advice(name):
     assert "closes over" in text and "argument" in text and "jsa.asarray" in text
 
 
+def test_an_error_that_no_scaled_array_makes_has_no_advice_on_closures():
+    with pytest.raises(TypeError, match="must be an array or a ScaledArray, got dict") as error:
+        jsa.scalify(lambda x: jsa.set_scaling({"x": x}, 1.0))(scaled(X))
+    assert not any("jax_scalify" in note for note in getattr(error.value, "__notes__", []))
+
+
 def test_conversions_inside():
     def fun(x):
         return jsa.asarray(jsa.as_scaled_array(x * 2)) + 1
