@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -164,9 +163,10 @@ def _operands(data: list[np.ndarray], floating: list[int], row: Any, way: str) -
     return operands
 
 
-def _weights(shape: tuple[int, ...]) -> np.ndarray:
-    """Cotangents of which none is like another."""
-    return (np.cos(np.arange(math.prod(shape))) + 1.5).reshape(shape)
+def _weights(out: jax.Array, unit: Any) -> jax.Array:
+    """Cotangents of a result, in its unit, of which none is like another."""
+    weights = np.cos(np.arange(out.size)).reshape(out.shape) + 1.5
+    return jnp.asarray(weights, out.dtype) / jnp.asarray(unit, out.dtype)
 
 
 def _weighted_sum(outputs: Any, units: Sequence[Any] | None = None) -> Any:
@@ -174,7 +174,7 @@ def _weighted_sum(outputs: Any, units: Sequence[Any] | None = None) -> Any:
     outputs = [o for o in jax.tree.leaves(outputs) if dtypes.is_scalable(o.dtype)]
     for out, unit in zip(outputs, units or [1.0] * len(outputs), strict=True):
         wide = out.astype(dtypes.compute_dtype(out.dtype))
-        total += jnp.sum(jnp.real(wide * (_weights(out.shape) / unit).astype(wide.dtype)))
+        total += jnp.sum(jnp.real(wide * _weights(wide, unit)))
     return total
 
 

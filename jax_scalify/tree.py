@@ -15,6 +15,7 @@ from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
 from jax_scalify.arrays.placement import check_blocks_fit, check_shardings
 from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
 
 __all__ = [
     "all",
@@ -82,6 +83,8 @@ def all(tree: Any, is_leaf: Callable | None = None) -> bool:
 def astype(tree: Any, dtype: Any) -> Any:
     """Cast the data of scaled leaves and the floating plain leaves; scales stay as they are.
 
+    Complex leaves keep their dtype unless `dtype` is complex.
+
     Example:
         >>> state = {"w": jsa.as_scaled_array(jnp.ones(2), scale=4.0)}
         >>> small = jsa.tree.astype(state, jnp.float16)["w"]
@@ -92,7 +95,9 @@ def astype(tree: Any, dtype: Any) -> Any:
     def cast(leaf: Any) -> Any:
         if is_block_scaled(leaf):  # elements stay as they are stored
             return dataclasses.replace(leaf, dtype=jnp.dtype(dtype))
-        return leaf.astype(dtype) if array_lib.is_scaled(leaf) else conversions.asarray(leaf, dtype)
+        if array_lib.is_scaled(leaf):
+            return leaf.astype(dtypes.of_leaf(leaf.dtype, dtype))
+        return conversions.asarray(leaf, dtype)
 
     return map(cast, tree)
 

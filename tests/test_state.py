@@ -535,3 +535,35 @@ def test_what_is_matched_to_a_static_scale_has_it_beside_dynamic_ones():
         first, second = transform(step)(fixed, free)
         assert first.is_static and first.scale == 2 and not second.is_static
         np.testing.assert_array_equal(jsa.asarray(first), [2.0, 2.0])
+
+
+# Complex leaves.
+
+
+@pytest.mark.parametrize("scale", [None, 2.0, "rms"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
+def test_a_real_dtype_leaves_complex_numbers_whole(dtype, scale):
+    values = np.array([1 + 2j, -3e5j, 0.5], np.complex64)
+    tree = {"complex": jnp.asarray(values), "real": jnp.ones(3)}
+    for state in (
+        jsa.as_scaled_array(tree, scale, dtype=dtype),
+        jsa.as_scaled_array(tree, scale, dtype=lambda path, leaf: dtype),
+        jsa.tree.astype(jsa.as_scaled_array(tree, scale), dtype),
+        jsa.as_scaled_array(jsa.as_scaled_array(tree, scale), dtype=dtype),
+    ):
+        assert (state["complex"].dtype, state["real"].dtype) == (np.complex64, jnp.dtype(dtype))
+        for out in (jsa.asarray(state), jsa.asarray(state, jnp.float32)):
+            np.testing.assert_array_equal(out["complex"], values)
+        assert jsa.asarray(state, jnp.float32)["real"].dtype == jnp.float32
+    for out in (jsa.asarray(tree, dtype), jsa.tree.astype(tree, dtype)):
+        np.testing.assert_array_equal(out["complex"], values)
+        assert out["real"].dtype == jnp.dtype(dtype)
+    with pytest.raises(TypeError, match="`dtype` must be complex as `data` is"):
+        jsa.scaled_array(values, 2.0, dtype)
+
+
+def test_a_complex_dtype_makes_all_leaves_complex():
+    tree = {"complex": jnp.ones(3, jnp.complex64), "real": jnp.ones(3)}
+    for out in (jsa.as_scaled_array(tree, dtype=jnp.complex64), jsa.asarray(tree, jnp.complex64)):
+        assert {x.dtype for x in jsa.tree.leaves(out)} == {np.dtype(np.complex64)}
+    assert jsa.scaled_array([1.0, 2.0], 2.0, jnp.complex64).dtype == jnp.complex64

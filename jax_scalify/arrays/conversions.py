@@ -53,7 +53,8 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
         scale_dtype: dtype of a dynamic scale; by default float32.
 
     Raises:
-        TypeError: if `data` or `dtype` is not floating point, or `scale_dtype` too narrow.
+        TypeError: if `data` or `dtype` is not floating point, `data` complex and `dtype` real, or
+            `scale_dtype` too narrow.
         ValueError: if `scale` is negative, nan, infinite, of a shape that does not fit, or 0
             where the data is not zero.
 
@@ -61,7 +62,13 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
         >>> print(scaled_array(jnp.ones(2), 6.0).to_array())
         [6. 6.]
     """
-    data = jnp.asarray(data, None if dtype is None else dtypes.as_floating(dtype, "dtype"))
+    dtype = None if dtype is None else dtypes.as_floating(dtype, "dtype")
+    if dtype is not None and dtype.kind != "c" and np.iscomplexobj(data):
+        raise TypeError(
+            f"`dtype` must be complex as `data` is, got {dtype}, which has no imaginary part. For "
+            "the real part take `jnp.real(data)`."
+        )
+    data = jnp.asarray(data, dtype)
     if not dtypes.is_scalable(data.dtype):
         raise TypeError(f"`data` must have a floating dtype, got {data.dtype}.")
     check_scale(scale, data)
@@ -78,7 +85,7 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
     scale_dtype = check_scale_dtype(scale_dtype)
     power = _power_of(scale, scale_dtype)
     if _compat.is_traced(scale):
-        wide = scale.astype(jnp.promote_types(scale.dtype, scale_dtype))
+        wide = scale.astype(dtypes.promoted(scale.dtype, scale_dtype))
         rest = jnp.where(power == 0, 1, wide / power.astype(wide.dtype))
     else:
         powers = pow2.round_down_number(scale)
@@ -135,6 +142,7 @@ def _convert(leaf: Any, path: tuple, options: Options) -> Any:
     if found is None:
         return leaf
     scale, dtype, scale_dtype, axis = found
+    dtype = None if dtype is None else dtypes.of_leaf(kind, dtype)
     block = options.block_of_leaf(path, leaf)
     if block is not None:
         return _in_blocks(leaf, block, path, options, found)
@@ -196,7 +204,7 @@ def as_scaled_array(
         scale: `None` for 1 (a concrete all-zero leaf gets 0, "any scale will do"); a number or
             array, rounded down to a power of two; or `"rms"` or `"max"`, taken from each leaf.
         dtype: dtype of the data, to which it is rounded *after* the division by the scale; by
-            default each leaf's own.
+            default each leaf's own. Complex leaves keep theirs unless this one is complex.
         scale_dtype: dtype of the scales, float32 by default.
         axis: axis or axes along which every index has a scale of its own, of shape `(..., n, ...)`
             with 1 for the other axes. A leaf without that axis has one scale.
@@ -271,6 +279,7 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
             floating-point ones are cast.
         dtype: dtype of the values. `jnp.float32` is what evaluation wants: a value outside the
             range of float16 data is still inside that of `data * scale`. Default: the data's.
+            Complex leaves keep their dtype unless this one is complex.
 
     Example:
         >>> x = ScaledArray(jnp.array([40000.0], jnp.float16), jnp.float32(2.0**-25))
@@ -280,12 +289,14 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
     check_scaled(tree, any_scale=True)
 
     def convert(leaf: Any, path: tuple) -> Any:
-        if is_array_of_ours(leaf):
-            return leaf.to_array(dtype)
-        kind = dtypes.leaf_dtype(leaf)
-        if dtype is None or kind is None or not dtypes.is_scalable(kind):
+        is_ours = is_array_of_ours(leaf)
+        kind = leaf.dtype if is_ours else dtypes.leaf_dtype(leaf)
+        if kind is None or not dtypes.is_scalable(kind):
             return leaf
-        return dtypes.cast(jnp.asarray(leaf), dtype)
+        wanted = None if dtype is None else dtypes.of_leaf(kind, dtype)
+        if is_ours:
+            return leaf.to_array(wanted)
+        return leaf if wanted is None else dtypes.cast(jnp.asarray(leaf), wanted)
 
     return _map_leaves(convert, tree)
 

@@ -71,6 +71,18 @@ def compute_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32)
 
 
+def of_leaf(leaf_dtype: Any, dtype: Any) -> Any:
+    """Return what a leaf of a tree is cast to by `dtype`: a complex one by no real dtype."""
+    is_complex = jnp.issubdtype(leaf_dtype, jnp.complexfloating)
+    return leaf_dtype if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
+
+def promoted(*given: Any) -> Any:
+    """Return the dtype that dtypes promote to, where users forbid implicit promotion too."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, given)
+
+
 def real_dtype(dtype: Any) -> Any:
     """Return the real dtype of a complex one, and any other dtype itself."""
     return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype

@@ -49,7 +49,7 @@ def _multiply(data: Any, factor: Scale) -> Any:
         number = factor.array.astype(dtypes.real_dtype(compute))
     data = lax.convert_element_type(data, compute)
     if number.ndim and number.shape != data.shape:  # either may have dims of size 1
-        shape = np.broadcast_shapes(data.shape, number.shape)
+        shape = jnp.broadcast_shapes(data.shape, number.shape)
         if data.shape == shape:
             number = filled(number, jax.typeof(data))
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,8 @@ _CLOSED_OVER = (
     "jax_scalify: inside a transformed function every value is a plain array. Pass a ScaledArray "
     "that `fun` closes over as an argument, or convert it with `jsa.asarray`."
 )
+# How Python, JAX and we say that a ScaledArray was found, and not only that one may be given.
+_FOUND = re.compile("ScaledArray['(]|got ScaledArray|A ScaledArray has")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +95,7 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
         try:
             out, out_tree = jax.tree.flatten(call.fun(*in_args, **in_kwargs), is_leaf=is_scaled)
         except TypeError as error:
-            if "ScaledArray" in str(error):
+            if _FOUND.search(str(error)):
                 error.add_note(_CLOSED_OVER)
             raise
         if any(map(is_scaled, out)):

@@ -351,7 +351,7 @@ class _Product:
             _in_blocks(x, f, self.form.contract[i], self.form.batch[i]) if in_blocks[i] else x
             for i, (x, f) in enumerate(zip(narrow, self.formats, strict=True))
         ]
-        common = jnp.promote_types(*(_exact_16_bits(x.dtype) for x in operands))
+        common = dtypes.promoted(*(_exact_16_bits(x.dtype) for x in operands))
         operands = [x.astype(common) for x in operands]
         return self._multiply(self.form.multiply, operands, group_sizes, sums)
 

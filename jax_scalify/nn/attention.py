@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
@@ -105,6 +106,7 @@ def dot_product_attention(
         raise TypeError(f"`mask` must be bool, True where a query may look, got {mask.dtype}.")
     for name, array in (("bias", bias), ("mask", mask)):
         _check_fits(name, array, (batch, heads, time, source))
+    bias, mask = (x if x is None else lax.broadcast_to_rank(x, 4) for x in (bias, mask))
     positions = _Positions(time, source)
     if is_causal:
         mask = positions.seen(mask, right=0)
@@ -112,12 +114,13 @@ def dot_product_attention(
         mask = positions.seen(mask, *_window(local_window_size))
     if key_value_seq_lengths is not None:
         _check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-        known = jnp.arange(source) < key_value_seq_lengths[:, None, None, None]
+        known = jnp.arange(source)[None, None, None] < key_value_seq_lengths[:, None, None, None]
         mask = known if mask is None else mask & known
     products = _Products.of(forward_dtype, backward_dtype)
     scores = _scores(query, key, factor, products)
     if bias is not None:
-        scores = (scores + bias).astype(scores.dtype)
+        wide = dtypes.promoted(scores.dtype, bias.dtype)
+        scores = (scores.astype(wide) + bias.astype(wide)).astype(scores.dtype)
     weights = softmax(_masked(scores, mask)).astype(query.dtype)
     weights = dropout(
         weights,
@@ -147,7 +150,8 @@ class _Positions:
 
     def seen(self, mask: Any, left: int | None = None, right: int | None = None) -> jax.Array:
         """A mask, and no source further than `left` before a query or `right` behind it."""
-        distance = jnp.arange(self.source) - jnp.arange(self.time)[:, None]  # (time, source)
+        source, time = jnp.arange(self.source)[None], jnp.arange(self.time)[:, None]
+        distance = (source - time)[None, None]  # (1, 1, time, source)
         for limit, near in ((left, lambda n: distance >= -n), (right, lambda n: distance <= n)):
             if limit is not None:
                 mask = near(limit) if mask is None else mask & near(limit)
@@ -227,7 +231,7 @@ class _Products:
         largest = 2.0 ** math.floor(math.log2(jnp.finfo(formats.forward_dtype[0]).max))
         numbers = set_scaling(on_backward(weights * largest, _Times(1 / largest)), 1.0)
         value = on_backward(value, _Times(1 / largest))
-        out = self.einsum(subscripts, numbers, value, jnp.promote_types(weights.dtype, value.dtype))
+        out = self.einsum(subscripts, numbers, value, dtypes.promoted(weights.dtype, value.dtype))
         return on_backward(out, _Times(largest)) * (1 / largest)
 
 

@@ -346,4 +346,6 @@ def linear(
         raise ValueError(f"`bias` must be {kernel.shape[1:]}, got {bias.shape}.")
     types = {"precision": precision, "preferred_element_type": preferred_element_type}
     out = matmul(x, kernel, **types, **formats)
-    return out if bias is None else out + bias.astype(out.dtype)
+    if bias is None:
+        return out
+    return out + lax.broadcast_to_rank(bias.astype(out.dtype), out.ndim)

@@ -169,8 +169,8 @@ def _affine(x: jax.Array, scale: Any, bias: Any) -> jax.Array:
     """Parameters stay near what they start from, 1 and 0: the result keeps its static scale."""
     if scale is None and bias is None:
         return x
-    out = x if scale is None else x * scale
-    out = out if bias is None else out + bias
+    out = x if scale is None else x * lax.broadcast_to_rank(scale, x.ndim)
+    out = out if bias is None else out + lax.broadcast_to_rank(bias, x.ndim)
     return _at_unit_scale(out.astype(x.dtype))
 
 

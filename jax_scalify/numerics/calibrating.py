@@ -207,6 +207,7 @@ class _Seen:
         )
 
 
+@jax.debug_nans(False)  # statistics of no number are nan
 def _measure(
     step: Callable,
     config: ScalifyConfig | None,

@@ -128,7 +128,8 @@ def finish(found: jax.Array) -> dict[str, jax.Array]:
     limit = jnp.where(x["limit"] < _LARGE, x["limit"], 0)  # of float16: no number is beyond it
     squares = x["small"], x["middle"] + kept * jnp.square(limit), x["large"] + masked
     shares = {name: x[name] / size for name in ("zeros", "underflow", "nonfinite")}
-    exponent = jnp.where(x["scale"] == 0, -jnp.inf, pow2.exponent(x["scale"]))
+    exponent = pow2.exponent(x["scale"]).astype(x["scale"].dtype)
+    exponent = jnp.where(x["scale"] == 0, -jnp.inf, exponent)
     statistics = {
         "scale_exponent": jnp.where(jnp.isnan(x["scale"]), jnp.nan, exponent),
         "log2_rms": (_log2_sum(*squares) - jnp.log2(count)) / 2,

@@ -348,6 +348,7 @@ _observe_one = jax.jit(observe)
 _stack = jax.jit(jnp.stack)
 
 
+@jax.debug_nans(False)  # statistics of no number are nan
 def measure_state(state: Any) -> dict[str, Measured]:
     """Measure the floating leaves of a state.
 

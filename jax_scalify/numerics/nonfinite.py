@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -135,6 +136,7 @@ def find_nonfinite(fun: Callable) -> Callable[..., Nonfinite | None]:
     if not callable(fun):
         raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
 
+    @jax.debug_nans(False)  # it would raise before the nan is traced back
     def run(*args: Any, **kwargs: Any) -> Nonfinite | None:
         closed, arrays, names = trace(pure_call(fun, args, kwargs))
         watcher = _Watcher()

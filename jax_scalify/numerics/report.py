@@ -220,6 +220,7 @@ def report(
     asked = as_formats(formats)
     measured = tuple(dict.fromkeys((*DTYPES, *asked)))
 
+    @jax.debug_nans(False)  # a report is of values that are nan, too
     def run(*args: Any, **kwargs: Any) -> Report:
         call = pure_call(fun, args, kwargs)
         closed, arrays, names = trace(call)

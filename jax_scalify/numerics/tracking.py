@@ -97,6 +97,7 @@ class Tracker:
             return self.record(*args, **kwargs)
         return self._update(*args, **kwargs), None
 
+    @jax.debug_nans(False)  # in a record nan means that there is no number
     def record(self, *args: Any, **kwargs: Any) -> tuple[Any, Record]:
         """Call the step, and record it whatever the number of calls is, which stays."""
         call = pure_call(self._update, args, kwargs)

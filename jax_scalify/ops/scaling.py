@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify.arrays import scaled_array as array_lib
+from jax_scalify.arrays.block_scaled_array import is_array_of_ours
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import check_statistic
@@ -124,25 +125,34 @@ def get_data_and_scale(x: Any) -> tuple[Any, Any]:
     return tuple(get_data_and_scale_p.bind(x, scale_dtype=np.dtype(dtype)))
 
 
-def stop_scaling(x: Any, dtype: Any = None) -> Any:
-    """Return a value as a plain array: what follows is not scaled until it meets a scaled value.
+def stop_scaling(tree: Any, dtype: Any = None) -> Any:
+    """Return values as plain arrays: what follows is not scaled until it meets a scaled value.
 
     Args:
-        x: array or `ScaledArray`.
-        dtype: dtype of the result; by default that of `x`. The product `data * scale` is made in
-            at least float32 and cast once.
+        tree: pytree of arrays inside `scalify`, with `ScaledArray` leaves outside. Leaves that are
+            not of a floating dtype pass through unchanged.
+        dtype: dtype of the results; by default each leaf's own. The product `data * scale` is made
+            in at least float32 and cast once. Complex leaves keep their dtype unless this one is
+            complex.
 
     Example:
         >>> f = jsa.scalify(lambda x: jsa.stop_scaling(x, jnp.float32))
         >>> print(f(jsa.as_scaled_array(jnp.float16(6.0))))
         6.0
     """
-    if isinstance(x, ScaledArray):
-        return x.to_array(dtype)
-    x = checked_array(x)
-    if not dtypes.is_scalable(x.dtype):
-        return x if dtype is None else x.astype(dtype)
-    return stop_scaling_p.bind(x if dtype is None else x.astype(dtype))
+
+    def stop(leaf: Any) -> Any:
+        if is_array_of_ours(leaf):
+            return leaf.to_array(None if dtype is None else dtypes.of_leaf(leaf.dtype, dtype))
+        if dtypes.leaf_dtype(leaf) is None and not hasattr(leaf, "__jax_array__"):
+            return leaf
+        x = jnp.asarray(leaf)
+        if not dtypes.is_scalable(x.dtype):
+            return leaf
+        return stop_scaling_p.bind(x if dtype is None else x.astype(dtypes.of_leaf(x.dtype, dtype)))
+
+    array_lib.check_scaled(tree, any_scale=True)
+    return jax.tree.map(stop, tree, is_leaf=is_array_of_ours)
 
 
 def rescale_leaf(x: Any, stat: str = "rms", target: float = 1.0) -> Any:

@@ -26,6 +26,7 @@ from jax.interpreters import batching, mlir
 from jax_scalify import _compat
 from jax_scalify.base.block_formats import E5M2
 from jax_scalify.base.block_rounding import times_power
+from jax_scalify.base.eager import compiled
 from jax_scalify.primitives.quantising import Quantised, Quantiser, Rows
 
 
@@ -168,6 +169,7 @@ def _jitted(lhs: Any, rhs: Any, params: tuple[tuple[str, Any], ...]) -> Any:
 
 
 @block_dot_p.def_impl
+@compiled
 def _dot_impl(lhs: Any, rhs: Any, **params: Any) -> Any:
     return _jitted(lhs, rhs, tuple(sorted(params.items())))
 
@@ -262,7 +264,8 @@ def _rounded(x: Any, *, quantiser: Quantiser, contract: Any, batch: Any) -> Any:
     return _on_any_mesh(function, jax.typeof(x), x)
 
 
-block_round_p.def_impl(jax.jit(_rounded, static_argnames=("quantiser", "contract", "batch")))
+_jitted_rounded = jax.jit(_rounded, static_argnames=("quantiser", "contract", "batch"))
+block_round_p.def_impl(compiled(_jitted_rounded))
 block_round_p.def_abstract_eval(
     lambda x, **_: x.update(dtype=np.dtype(jnp.bfloat16), weak_type=False)
 )

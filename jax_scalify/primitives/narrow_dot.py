@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jax_scalify.base.eager import compiled
 from jax_scalify.base.pins import pin_constant
 
 # What does not fold the factor (Triton's matmuls, a sum over devices) rounds to float16 before it:
@@ -81,6 +82,7 @@ def _jitted(lhs: Any, rhs: Any, exponent: int, params: tuple[tuple[str, Any], ..
 
 
 @narrow_dot_p.def_impl
+@compiled
 def _impl(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
     return _jitted(lhs, rhs, exponent, tuple(sorted(params.items())))
 

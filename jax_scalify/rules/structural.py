@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -189,7 +190,7 @@ def reshape_rule(
         groups = _reshaped_groups(x.shape, ctx.out_avals[0].shape)
         varies = [any(x.scale.shape[a] != 1 for a in axes) for axes, _ in groups]
         size = math.prod(math.prod(sizes) for (_, sizes), v in zip(groups, varies) if v)
-        every = math.prod(x.scale.shape) < size == x.size  # a scale for every element
+        every = math.prod(x.scale.shape) != size == x.size  # a scale for every element
         if not x.size or every and not dtypes.has_short_range(x.dtype):
             x = uniform_over(x)
     if not x.scale.ndim:
@@ -219,7 +220,7 @@ def _reshaped_groups(
     while i < len(before) or j < len(after):
         axes, sizes, old, new = [], [], 1, 1
         while not (axes or sizes) or old != new:
-            if j == len(after) or (i < len(before) and old <= new):
+            if j == len(after) or (i < len(before) and _at_most(old, new)):
                 axes.append(i)
                 old, i = old * before[i], i + 1
             else:
@@ -227,6 +228,14 @@ def _reshaped_groups(
                 new, j = new * after[j], j + 1
         groups.append((axes, sizes))
     return groups
+
+
+def _at_most(size: Any, other: Any) -> bool:
+    """Tell whether `size <= other` for certain: of symbolic sizes it may depend."""
+    try:
+        return bool(size <= other)
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 def _reduced_scale(scale: Any, *, axes: Any, **_: Any) -> Any:

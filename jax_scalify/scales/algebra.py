@@ -195,7 +195,7 @@ class Scale:
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """`()`, or a shape of the data's rank whose dims are 1 or the data's."""
-        return np.broadcast_shapes(*(atom.shape for atom, _ in self.factors))
+        return jnp.broadcast_shapes(*(atom.shape for atom, _ in self.factors))
 
     @property
     def ndim(self) -> int:

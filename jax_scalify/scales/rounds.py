@@ -20,6 +20,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from jax_scalify import _compat
+from jax_scalify.base.eager import compiled
 from jax_scalify.base.jaxprs import is_var
 from jax_scalify.base.pins import pin_p
 from jax_scalify.base.pow2 import MAX_EXPONENT, exponent, exponent_layout
@@ -232,7 +233,7 @@ class _Style:
 
 round_p = jex_core.Primitive("scale_round")
 round_p.multiple_results = True
-round_p.def_impl(lambda *arrays, computed: computed.jitted(*arrays))
+round_p.def_impl(compiled(lambda *arrays, computed: computed.jitted(*arrays)))
 
 
 @round_p.def_abstract_eval

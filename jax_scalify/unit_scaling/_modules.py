@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_scalify.base import dtypes
 from jax_scalify.unit_scaling import functional as F
 from jax_scalify.unit_scaling.fp8_scheme import fp8_matmul, fp8_ragged_dot
 from jax_scalify.unit_scaling.residuals import ResidualScheme
@@ -128,7 +129,7 @@ def mixture(
     router, num_experts = params[0], params[0].shape[-1]
     # As an output weight of µP: `mult` has 1/√width, the linear layer the other.
     mult = router_mult / math.sqrt(x.shape[-1])
-    wide = jnp.promote_types(jnp.result_type(x, router), jnp.float32)
+    wide = dtypes.promoted(x.dtype, router.dtype, jnp.float32)
     logits = F.linear(*promoted(wide, tokens, router))
     weights, indices = F.top_k_routing(logits, k, mult=mult, normalize=normalize)
     tokens, up, gate, down = promoted(dtype, tokens, *params[1:])

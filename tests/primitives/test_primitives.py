@@ -179,6 +179,23 @@ class TestScales:
         assert not isinstance(out, ScaledArray)
         assert float(out[0]) == 40000 * 2.0**-25
 
+    @pytest.mark.parametrize("kind", ["dynamic", "static", "plain"])
+    @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+    def test_stop_scaling_of_a_tree(self, dtype, kind):
+        """Inside of `scalify` and outside; what is no floating-point array stays."""
+        w = jnp.asarray([3.0, -0.5], dtype)
+        leaf = {"dynamic": scaled(w, 4.0, dtype), "static": ScaledArray(w, 4.0), "plain": w}[kind]
+        tree = {"w": [leaf], "steps": jnp.arange(2), "none": None, "c": jnp.complex64(1 + 2j)}
+        for stop in (jsa.stop_scaling, jsa.scalify(jsa.stop_scaling)):
+            for wanted in (None, jnp.float32):
+                out = stop(tree, wanted) if wanted else stop(tree)
+                factor = 1 if kind == "plain" else 4
+                np.testing.assert_array_equal(out["w"][0], np.asarray(w, np.float32) * factor)
+                assert not isinstance(out["w"][0], ScaledArray)
+                assert out["w"][0].dtype == (wanted or dtype) and out["steps"].dtype == jnp.int32
+                assert out["c"] == 1 + 2j and out["none"] is None
+        assert jsa.stop_scaling("text") == "text"
+
     @pytest.mark.parametrize(
         ("stat", "expected"), [("rms", 2.0**-9), ("l2", 2.0**-9), ("l1", 2.0**-9), ("max", 2.0**-9)]
     )

@@ -10,7 +10,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from tests.helpers import scaled, value
+from tests.helpers import assert_close, scaled, value, values
 
 pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
@@ -145,6 +145,12 @@ def test_a_scaled_array_that_is_closed_over_is_refused_with_advice(name):
         jsa.scalify(CLOSED_OVER[name])(scaled(X))
     text = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
     assert "closes over" in text and "argument" in text and "jsa.asarray" in text
+
+
+def test_an_error_that_no_scaled_array_makes_has_no_advice_on_closures():
+    with pytest.raises(TypeError, match="must be an array or a ScaledArray, got dict") as error:
+        jsa.scalify(lambda x: jsa.set_scaling({"x": x}, 1.0))(scaled(X))
+    assert not any("jax_scalify" in note for note in getattr(error.value, "__notes__", []))
 
 
 def test_conversions_inside():
@@ -447,6 +453,35 @@ def test_export_of_sums_over_a_symbolic_batch():
     for count in (1, 5):
         batch = np.full((count, 3), 0.5, np.float32)
         assert_same(exported.call(scaled(batch, 2.0)), fun(2 * batch))
+
+
+SYMBOLIC = {
+    "matmul": lambda w, x: x @ w,
+    "gradient": lambda w, x: jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w),
+    "joined": lambda w, x: jnp.concatenate([jnp.maximum(x @ w, w[0]), x[:, :4] * w[1]], 1),
+    "normalised": lambda w, x: jax.nn.softmax(x @ w) + jax.nn.standardize(x @ w),
+    "sums": lambda w, x: (jnp.cumsum(x @ w, 0), jnp.sort(x @ w, 0), jnp.mean(x @ w, 0)),
+    "scan": lambda w, x: lax.scan(lambda c, r: (c + r @ w, r @ w), w[0] * 0, x),
+    "reshape": lambda w, x: ((x @ w).reshape(-1), (x @ w).T.reshape(2, -1), (x * w[:, 0]).ravel()),
+    "branches": lambda w, x: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x[:, :4], x),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_export_of_a_symbolic_batch_with_a_scale_a_channel(name, dtype):
+    numbers = np.random.default_rng(0)
+    w = jsa.as_scaled_array(jnp.asarray(numbers.normal(size=(8, 4)), dtype), scale="rms", axis=1)
+    step = jax.jit(jsa.scalify(SYMBOLIC[name]))
+    for is_scaled in (False, True):
+        x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 8"), dtype)
+        x = ScaledArray(x, jax.ShapeDtypeStruct((), jnp.float32)) if is_scaled else x
+        exported = jax.export.export(step)(w, x)
+        for count in (1, 5):
+            batch = jnp.asarray(numbers.normal(size=(count, 8)), dtype)
+            batch = jsa.as_scaled_array(batch) if is_scaled else batch
+            want = values(step(w, batch))
+            assert_close(exported.call(w, batch), want, 8 * float(jnp.finfo(dtype).eps))
 
 
 # Platforms and effects.

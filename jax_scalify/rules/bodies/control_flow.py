@@ -147,7 +147,8 @@ def scan_rule(
     scales = [
         _compat.as_varying(jnp.zeros(f.scale_shape, ctx.table.dtype), f.varying) for f in like
     ]
-    carry, ys = lax.scan(step, (start, scales), scanned, length, reverse=reverse, unroll=unroll)
+    given = None if scanned else length  # `lax.scan` takes a symbolic one from arrays alone
+    carry, ys = lax.scan(step, (start, scales), scanned, given, reverse=reverse, unroll=unroll)
     values = unpack(carry_forms, carry[0], ctx.table)
     return [*values, *_stacked(ctx, y_forms, ys, carry[1], length)]
 

@@ -240,7 +240,7 @@ def _join_scaled(a: Form, b: Form, known_of_both: dict[str, Any]) -> Form:
     zero = all(f.kind == "constant" and f.constant == 0 for f in others)
     if zero and None not in known and len(set(known)) == 1:
         return Form(a.shape, a.dtype, "scaled", scale=known[0], **known_of_both)
-    shape = np.broadcast_shapes(a.scale_shape, b.scale_shape)
+    shape = jnp.broadcast_shapes(a.scale_shape, b.scale_shape)
     extent = max(a.extent, b.extent)
     return Form(a.shape, a.dtype, "scaled", scale_shape=shape, extent=extent, **known_of_both)
 

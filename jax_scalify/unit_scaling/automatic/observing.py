@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_scalify.base import dtypes
 from jax_scalify.unit_scaling.automatic.evaluation import run
 from jax_scalify.unit_scaling.automatic.measuring import call_now
 from jax_scalify.unit_scaling.automatic.planning import Plan
@@ -147,7 +148,7 @@ def _seed(number: int, x: jax.Array) -> jax.Array:
 
 
 def _mean_square(x: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = dtypes.promoted(x.dtype, jnp.float32)
     return jnp.mean(jnp.square(jnp.abs(x.astype(wide)))) if x.size else jnp.zeros(())
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import is_scaled
+from jax_scalify.base import dtypes
 from jax_scalify.interpreter.tracing import Traced, trace
 from jax_scalify.unit_scaling.automatic.balancing import make_balanced_plan, measure_example
 from jax_scalify.unit_scaling.automatic.evaluation import run
@@ -186,7 +187,7 @@ def unit_parameters(params: Any) -> Any:
 def _unit(leaf: Any) -> Any:
     if not (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)) or not leaf.size:
         return leaf
-    wide = jnp.promote_types(leaf.dtype, jnp.float32)
+    wide = dtypes.promoted(leaf.dtype, jnp.float32)
     values = jnp.asarray(leaf, wide)
     is_constant = jnp.all(values == values.ravel()[0])
     rms = jnp.sqrt(jnp.mean(jnp.abs(values) ** 2))

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jax_scalify.base import dtypes
 from jax_scalify.nn import dot_product_attention
 from jax_scalify.unit_scaling.constraints import Constraint
 from jax_scalify.unit_scaling.factors import softmax_stds
@@ -148,10 +150,11 @@ def rope(x: Any, positions: Any = None, base: float = 10_000.0) -> jax.Array:
     base = positive("base", base, "rope")
     half = x.shape[-1] // 2
     positions = jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = dtypes.compute_dtype(x.dtype)
     frequencies = base ** (-jnp.arange(half, dtype=wide) / max(half, 1))
-    angles = positions[..., None, None].astype(wide) * frequencies
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    angles = positions[..., None, None].astype(wide)
+    angles = angles * lax.broadcast_to_rank(frequencies, angles.ndim)
+    sin, cos = (lax.broadcast_to_rank(f(angles), x.ndim) for f in (jnp.sin, jnp.cos))
     left, right = jnp.split(x.astype(wide), 2, axis=-1)
     rotated = [left * cos - right * sin, right * cos + left * sin]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

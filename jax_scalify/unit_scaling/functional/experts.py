@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_scalify.base import dtypes
 from jax_scalify.unit_scaling.constraints import Constraint
 from jax_scalify.unit_scaling.factors import balancing_std, top_k_stds
 from jax_scalify.unit_scaling.functional._common import floating, inverse, positive, scaled
@@ -77,7 +78,7 @@ def top_k_routing(
     std, back = top_k_stds(experts, k, mult, normalize)
 
     def weigh(logits: Any) -> jax.Array:
-        wide = mult * logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        wide = mult * logits.astype(dtypes.compute_dtype(logits.dtype))
         if not normalize:
             wide = jax.nn.log_softmax(wide, -1)
         chosen = jnp.take_along_axis(wide, indices, -1)
@@ -278,7 +279,7 @@ def load_balancing_loss(logits: Any, indices: Any, mult: float = 1.0) -> jax.Arr
     rows = max(1, math.prod(logits.shape[:-1]))
     factor = inverse(mult * experts * balancing_std(experts, k, mult))
     # The mean over rows; its gradient is that of the sum.
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    wide = logits.astype(dtypes.compute_dtype(logits.dtype))
     p = jax.nn.softmax(mult * scale_bwd(wide, factor * rows), -1)
     shares = _group_sizes(indices, experts).astype(p.dtype) / (rows * k)
     return experts * jnp.sum(jnp.mean(p.reshape(-1, experts), 0) * shares)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_scalify.base import dtypes
 from jax_scalify.unit_scaling.factors import softmax_stds
 from jax_scalify.unit_scaling.functional._common import floating, positive
 from jax_scalify.unit_scaling.scaling import scale_bwd, scale_fwd
@@ -56,7 +57,7 @@ def cross_entropy(logits: Any, labels: Any, mult: float = 1.0, where: Any = None
         )
     mult = positive("mult", mult, "cross_entropy")
     # Its own gradient may be too small for a narrow dtype.
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    wide = logits.astype(dtypes.compute_dtype(logits.dtype))
     wide = scale_bwd(wide, _cross_entropy_factor(logits.shape[-1], mult))
     log_p = jax.nn.log_softmax(wide * mult, axis=-1)
     losses = -jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
@@ -114,6 +115,6 @@ def mse_loss(prediction: Any, target: Any) -> jax.Array:
             f"`mse_loss` takes operands of one shape, got {prediction.shape}, {target.shape}."
         )
     prediction, target = (scale_bwd(x, math.sqrt(1 / 8)) for x in (prediction, target))
-    wide = jnp.promote_types(prediction.dtype, jnp.float32)
+    wide = dtypes.compute_dtype(prediction.dtype)
     total = jnp.sum(jnp.square(prediction.astype(wide) - target.astype(wide)))
     return scale_fwd(total, 1 / max(1, prediction.size))

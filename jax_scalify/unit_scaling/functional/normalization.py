@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_scalify.base import dtypes
 from jax_scalify.unit_scaling.constraints import Constraint
 from jax_scalify.unit_scaling.factors import softmax_stds
 from jax_scalify.unit_scaling.functional._common import axis_of, floating, inverse, positive, scaled
@@ -123,7 +124,7 @@ def _normalise(
 ) -> jax.Array:
     (x,) = floating(name, x=x)
     axes = sorted(axis_of(x, a, name) for a in (axis if isinstance(axis, tuple) else (axis,)))
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(dtypes.compute_dtype(x.dtype))
     if centred:
         wide = wide - jnp.mean(wide, axes, keepdims=True)
     square = jnp.mean(lax.square(wide), axes, keepdims=True)

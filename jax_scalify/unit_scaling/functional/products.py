@@ -180,7 +180,8 @@ def _linear(
     (bias,) = floating(name, bias=bias)
     if bias.shape != (fan_out,):
         raise ValueError(f"`bias` of `{name}` must have shape ({fan_out},), got {bias.shape}.")
-    return out + scale_bwd(bias, inverse(math.sqrt(rows)))
+    bias = scale_bwd(bias, inverse(math.sqrt(rows)))
+    return out + lax.broadcast_to_rank(bias, out.ndim)
 
 
 def conv(
@@ -255,7 +256,8 @@ def conv(
     (bias,) = floating("conv", bias=bias)
     if bias.shape != (out.shape[-1],):
         raise ValueError(f"`bias` of `conv` must have shape ({out.shape[-1]},), got {bias.shape}.")
-    return result + scale_bwd(bias, inverse(math.sqrt(out.size // out.shape[-1])))
+    bias = scale_bwd(bias, inverse(math.sqrt(out.size // out.shape[-1])))
+    return result + lax.broadcast_to_rank(bias, result.ndim)
 
 
 def _count_windows(x: Any, kernel: Any, out: Any, options: dict[str, Any]) -> float:

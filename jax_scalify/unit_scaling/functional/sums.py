@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_scalify import _compat
+from jax_scalify.base import dtypes
 from jax_scalify.unit_scaling.constraints import Constraint
 from jax_scalify.unit_scaling.functional._common import floating, inverse, positive, scaled
 from jax_scalify.unit_scaling.scaling import scale_bwd, scale_fwd
@@ -178,7 +179,7 @@ def _weights(tau: Any, of: str) -> tuple[Any, Any]:
     if _compat.is_traced(tau) and jnp.issubdtype(tau.dtype, jnp.floating):
         if tau.shape:
             raise ValueError(f"`tau` of `{of}` must be a scalar, got an array of {tau.shape}.")
-        wide = tau.astype(jnp.promote_types(tau.dtype, jnp.float32))
+        wide = tau.astype(dtypes.compute_dtype(tau.dtype))
         skip = jax.lax.rsqrt(wide * wide + 1)
         return wide * skip, skip
     tau = positive("tau", tau, of)
