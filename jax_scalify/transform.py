@@ -31,6 +31,7 @@ from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.corrections import Calibrated, Corrections
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.interpreter.evaluation import evaluate
+from jax_scalify.interpreter.homes import leaf_home
 from jax_scalify.interpreter.multiplying import at_scale, within_range
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.pruning import pruned
@@ -321,8 +322,9 @@ def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
     )
     # A copy: JAX may keep the memory of a NumPy array, which the user writes to.
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
-    value = Operand(data, scale)
-    return value if calibrated is None else at_scale(value, calibrated)
+    if calibrated is not None:
+        return at_scale(Operand(data, scale), calibrated)
+    return Operand(data, scale, home=leaf_home(data, scale))
 
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:

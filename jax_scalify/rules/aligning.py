@@ -38,6 +38,7 @@ from jax_scalify.rules.shared.along_axes import (
     varying_axes,
     windowed_axes,
 )
+from jax_scalify.rules.shared.holding import brought_home, held_scale, keeper_of
 from jax_scalify.rules.shared.joining import align, bring_together, same_dtype, shared_scale
 from jax_scalify.rules.shared.products import rounded, widened
 from jax_scalify.scales import algebra
@@ -54,12 +55,20 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             data, exponent = split(rhs)
             data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data  # 0 - 0 is no -0
             return defer(filled(data, out), exponent, rhs.scale)
+        operation = lax.sub if negate_rhs else lax.add
+        keeper = keeper_of(ctx, lhs, rhs)
+        if keeper is not None:
+            scale = held_scale(lhs, rhs) if keeper == 0 else held_scale(rhs, lhs)
+            data = widened(ctx, brought_home((lhs, rhs), keeper, scale))
+            return rounded(ctx, operation(*data), scale).at_home(scale)
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
         data, exponent = bring_together((lhs, rhs), scale)
-        operation = lax.sub if negate_rhs else lax.add
         return rounded(ctx, operation(*widened(ctx, same_dtype(*data))), scale, exponent)
 
-    rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant 0 changes nothing."
+    rule.__doc__ = (
+        "`scale = max(lhs.scale, rhs.scale)`, of a state's leaf in wide dtypes its own; a constant "
+        "0 changes nothing."
+    )
     return rule
 
 

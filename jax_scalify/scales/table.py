@@ -264,6 +264,33 @@ class ScaleTable:
             array = lax.min(array, np.array(math.ldexp(1.0, limit), self.dtype))
         return self.atom(pin(array), **known)
 
+    def held(self, first: Scale, second: Scale, limit: int, whole: Callable[[], Scale]) -> Scale:
+        """Return `first`, or, where that is 0, `second` with its exponent within `+-limit`.
+
+        See `Scale.held`.
+        """
+
+        def make() -> Scale:
+            known: dict[str, Any] = dict(
+                nonzero=second.is_nonzero,
+                extent=int(max(first.span, min(limit, second.span))),
+                limit=max(first.limit, limit),
+                holds=first,
+            )
+            if self.narrow:
+                known["whole"] = functools.cache(whole)
+            if together := self._together(first, second):
+                program, monomials = together
+                return self._computed(program.held(*monomials, limit), **known)
+            array = jnp.asarray(first.array, self.dtype)
+            other = jnp.asarray(second.bounded(limit)[0].array, self.dtype)
+            array, other = jnp.broadcast_arrays(array, other)
+            return self.atom(
+                pin(lax.select(lax.eq(array, jnp.zeros_like(array)), other, array)), **known
+            )
+
+        return self._memoised(("held", first, second, limit), make)
+
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
         """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
         extent = math.ceil(scale.span / degree)
