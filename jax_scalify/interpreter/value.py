@@ -108,8 +108,7 @@ Value: TypeAlias = Plain | Operand
 def value_of(x: Any, *, facts: Facts = NOTHING, depth: int = 0) -> Value:
     """The value of an array, a number or a `ScaledArray`."""
     if isinstance(x, ScaledArray):
-        x = Operand.of(x)
-        return x.as_result(facts, depth, x.home)
+        return Operand.of(x).as_result(facts, depth)
     return Plain.of(x, facts=facts)
 
 

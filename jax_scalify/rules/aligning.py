@@ -60,7 +60,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
         if keeper is not None:
             scale = held_scale(lhs, rhs) if keeper == 0 else held_scale(rhs, lhs)
             data = widened(ctx, brought_home((lhs, rhs), keeper, scale))
-            return rounded(ctx, operation(*data), scale).at_home(scale)
+            return rounded(ctx, operation(*data), scale).marked(home=scale)
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
         data, exponent = bring_together((lhs, rhs), scale)
         return rounded(ctx, operation(*widened(ctx, same_dtype(*data))), scale, exponent)
