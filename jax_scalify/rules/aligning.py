@@ -58,7 +58,8 @@ def _sum_rule(negate_rhs: bool) -> Rule:
         operation = lax.sub if negate_rhs else lax.add
         keeper = keeper_of(ctx, lhs, rhs)
         if keeper is not None:
-            scale = held_scale(lhs, rhs) if keeper == 0 else held_scale(rhs, lhs)
+            terms = (lhs, rhs) if keeper == 0 else (rhs, lhs)
+            scale = held_scale(*terms, is_sum=keeper == 0 or not negate_rhs)
             data = widened(ctx, brought_home((lhs, rhs), keeper, scale))
             return rounded(ctx, operation(*data), scale).marked(home=scale)
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
@@ -329,6 +330,12 @@ def scatter_rule(
     if x.scale.ndim or updates.scale.ndim:
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
         return rounded(ctx, out, scale)
+    if sums and keeper_of(ctx, x, updates) == 0:
+        scale = held_scale(x, updates)
+        data = brought_home((x, updates), 0, scale)
+        data = [lax.convert_element_type(d, compute) for d in data]
+        out = scatter(ctx, data[0], indices, filled(data[1], ctx.in_avals[2]), params)
+        return rounded(ctx, out, scale).marked(home=scale)
     data, scale, exponent = _brought_together(ctx, (x, updates), ctx.in_avals[::2], density)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
     out = scatter(ctx, data[0], indices, data[1], params)

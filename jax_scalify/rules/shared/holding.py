@@ -19,6 +19,8 @@ from jax_scalify.scales.algebra import ONE, Scale
 LARGEST_HOME = 16
 # A term that is a smaller part of a leaf is no leaf's next value: weight decay in a gradient.
 _SMALLEST_SHARE = -2
+# The log2 of a thousand steps, between those at random (2**5) and those in one direction (2**10).
+_WALK = 7
 
 
 def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
@@ -41,31 +43,34 @@ def _may_keep(x: Operand, aval: Any) -> bool:
     return not share.is_static or _SMALLEST_SHARE <= share.exponent <= -_SMALLEST_SHARE
 
 
-def held_scale(keeper: Operand, other: Operand) -> Scale:
+def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
     """The scale of a sum: the keeper's home or, where that is 0, what the leaf will grow to be.
 
-    A moment `b * m + (1 - b) * g` has a sum of many terms in the end.
+    A moment `b * m + (1 - b) * g` has a sum of many terms in the end; a difference `g - m` has not.
     """
     home = keeper.home
     assert home is not None
     if other.home is not None and other.home.holds(home):  # x + c * (y - x) is nearly y in the end
         return other.home
-    grown = other.scale * _growth(keeper, other)
+    grown = other.scale * _growth(keeper, other, is_sum)
     limit = 2 * LARGEST_HOME if other.facts.nonneg else LARGEST_HOME
     return home.held(grown, limit, lambda: algebra.join(keeper.scale, other.scale))
 
 
-def _growth(keeper: Operand, other: Operand) -> Scale:
+def _growth(keeper: Operand, other: Operand, is_sum: bool) -> Scale:
     """By how much x outgrows y in `x = b * x + y`.
 
-    If no y is negative by `1 / (1 - b)`, else by the root of `1 / (1 - b**2)`.
+    If no y is negative by `1 / (1 - b)`, else by the root of `1 / (1 - b**2)`; where b is 1, as for
+    a weight that starts from 0, by that of a thousand steps.
     """
+    if not is_sum:
+        return ONE
     share = keeper.scale / keeper.home
     if not share.is_static or share.is_zero:
         return ONE
     kept = abs(math.ldexp(keeper.mantissa, keeper.exponent + int(share.exponent)))
     if kept >= 1:
-        return ONE
+        return Scale(_WALK)
     grown = 1 / (1 - kept) if other.facts.nonneg else 1 / math.sqrt(1 - kept**2)
     return Scale(math.floor(math.log2(grown)))
 
