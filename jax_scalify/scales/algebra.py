@@ -54,10 +54,6 @@ class Table(Protocol):
         """The maximum of monomials that are not multiples of each other."""
         ...
 
-    def held(self, first: Scale, second: Scale, limit: int, whole: Callable[[], Scale]) -> Scale:
-        """The first scale that is not 0; see `Scale.held`."""
-        ...
-
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
         """Root and rest of a monomial that has no symbolic root; see `Scale.root`."""
         ...
@@ -255,20 +251,6 @@ class Scale:
     def maximum(self, other: Any) -> Scale:
         """The larger of two scales: that of a sum."""
         return join(self, as_operand(other))
-
-    def held(self, other: Scale, limit: int, whole: Callable[[], Scale]) -> Scale:
-        """Return this dynamic scale or, where it is 0 at run time, another one within `2**+-limit`.
-
-        A cast of the data to a narrow dtype takes the scale that `whole` makes: see `Atom`.
-        """
-        if self.is_nonzero or other.is_zero:
-            return self
-        return self.factors[0][0].table.held(self, other, limit, whole)
-
-    def holds(self, other: Scale) -> bool:
-        """Tell whether this scale is another one, wherever that is not 0."""
-        is_atom = len(self.factors) == 1 and self.factors[0][1] == 1 and self.exponent == 0
-        return self == other or (is_atom and self.factors[0][0].holds == other)
 
     def root(self, degree: int) -> tuple[Scale, Scale]:
         """Split into `(root, rest)` with `root**degree * rest == self` and `rest` small."""

@@ -264,30 +264,20 @@ class ScaleTable:
             array = lax.min(array, np.array(math.ldexp(1.0, limit), self.dtype))
         return self.atom(pin(array), **known)
 
-    def held(self, first: Scale, second: Scale, limit: int, whole: Callable[[], Scale]) -> Scale:
-        """Return `first`, or, where that is 0, `second` with its exponent within `+-limit`.
-
-        See `Scale.held`.
-        """
+    def held(self, first: Scale, second: Scale, limit: int, **known: Any) -> Scale:
+        """Return `first` or, where that is 0, `second` with its exponent within `+-limit`."""
 
         def make() -> Scale:
-            known: dict[str, Any] = dict(
-                nonzero=second.is_nonzero,
-                extent=int(max(first.span, min(limit, second.span))),
-                limit=max(first.limit, limit),
-                holds=first,
-            )
-            if self.narrow:
-                known["whole"] = functools.cache(whole)
+            known["nonzero"] = second.is_nonzero
+            known["extent"] = int(max(first.span, min(limit, second.span)))
+            known["limit"] = max(first.limit, limit)
             if together := self._together(first, second):
                 program, monomials = together
-                return self._computed(program.held(*monomials, limit), **known)
-            array = jnp.asarray(first.array, self.dtype)
-            other = jnp.asarray(second.bounded(limit)[0].array, self.dtype)
-            array, other = jnp.broadcast_arrays(array, other)
-            return self.atom(
-                pin(lax.select(lax.eq(array, jnp.zeros_like(array)), other, array)), **known
-            )
+                return self._computed(program.held(*monomials, limit), holds=first, **known)
+            arrays = (first.array, second.bounded(limit)[0].array)
+            a, b = jnp.broadcast_arrays(*(jnp.asarray(x, self.dtype) for x in arrays))
+            array = lax.select(lax.eq(a, jnp.zeros_like(a)), b, a)
+            return self.atom(pin(array), holds=first, **known)
 
         return self._memoised(("held", first, second, limit), make)
 

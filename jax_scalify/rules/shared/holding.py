@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -48,13 +49,31 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
 
     A moment `b * m + (1 - b) * g` has a sum of many terms in the end; a difference `g - m` has not.
     """
-    home = keeper.home
+    home, added = keeper.home, other.home
     assert home is not None
-    if other.home is not None and other.home.holds(home):  # x + c * (y - x) is nearly y in the end
-        return other.home
+    if added is not None and _holds(added, home):  # x + c * (y - x) is nearly y in the end
+        return added
     grown = other.scale * _growth(keeper, other, is_sum)
     limit = 2 * LARGEST_HOME if other.facts.nonneg else LARGEST_HOME
-    return home.held(grown, limit, lambda: algebra.join(keeper.scale, other.scale))
+    table = home.factors[0][0].table
+    if home.is_nonzero or grown.is_zero or (not table.narrow and _vanishes_with(grown, home)):
+        return home
+    # A cast to a narrow dtype does without the leaf's scale: it has no room for the values there.
+    whole = functools.cache(lambda: algebra.join(keeper.scale, other.scale))
+    return table.held(home, grown, limit, whole=whole if table.narrow else None)
+
+
+def _holds(scale: Scale, home: Scale) -> bool:
+    """Tell whether a scale is a home, wherever that is not 0."""
+    (atom, power), *others = scale.factors
+    is_atom = not others and power == 1 and scale.exponent == 0
+    return scale == home or (is_atom and atom.holds == home)
+
+
+def _vanishes_with(scale: Scale, home: Scale) -> bool:
+    """Tell whether a scale is 0 wherever a home is, as in `x + x @ w`."""
+    powers = dict(scale.factors)
+    return any(power > 0 and powers.get(atom, 0) > 0 for atom, power in home.factors)
 
 
 def _growth(keeper: Operand, other: Operand, is_sum: bool) -> Scale:
