@@ -227,10 +227,14 @@ def test_gradients_of_a_wrong_scale_do_not_move_that_of_a_weight(name, octaves):
     np.testing.assert_allclose(jsa.asarray(weight), plain[0], rtol=1e-5)
 
 
-def test_a_weight_of_zeros_gets_the_size_of_its_updates():
-    """However wrong the scale of the gradient is: one 2**9 too large flushed activations."""
-    for octaves in (-20, 0, 20, 40):
-        init, update = adamw_by_hand()
+@pytest.mark.parametrize("name", ["adamw by hand", "adamw of Keras", "momentum"])
+def test_a_weight_of_zeros_gets_the_size_of_its_updates(name):
+    """However wrong the scale of the gradient is: one 2**9 too large flushed activations.
+
+    The learning rate of Keras is a part of the state, of a scale of 1.
+    """
+    for octaves in (0,) if name == "momentum" else (-20, 0, 20, 40):
+        init, update = RULES[name]()
         weight = jnp.zeros((8, 8), jnp.float32)
         grad = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
         state = jsa.as_scaled_array((weight, init(weight)))

@@ -20,8 +20,8 @@ from jax_scalify.scales.algebra import ONE, Scale
 LARGEST_HOME = 16
 # A term that is a smaller part of a leaf is no leaf's next value: weight decay in a gradient.
 _SMALLEST_SHARE = -2
-# The log2 of a thousand steps, between those at random (2**5) and those in one direction (2**10).
-_WALK = 7
+# The log2 of how far a thousand steps at random lead.
+_WALK = 5
 
 
 def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
@@ -80,7 +80,7 @@ def _growth(keeper: Operand, other: Operand, is_sum: bool) -> Scale:
     """By how much x outgrows y in `x = b * x + y`.
 
     If no y is negative by `1 / (1 - b)`, else by the root of `1 / (1 - b**2)`; where b is 1, as for
-    a weight that starts from 0, by that of a thousand steps.
+    a weight that starts from 0, as a walk of a thousand steps at random does.
     """
     if not is_sum:
         return ONE
