@@ -8,14 +8,12 @@ several readers, which keeps the compiled program of a CPU linear in depth.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import is_var
 from jax_scalify.base.pins import pin
 from jax_scalify.interpreter.operand import Operand, with_scale
@@ -45,18 +43,4 @@ def cut(value: Value) -> Value:
     """Compute a value once, if it has come through too many alignments."""
     if not isinstance(value, Operand) or value.depth < _MAX_DEPTH:
         return value
-    return with_scale(value, value.scale, pin).as_result(value.facts)
-
-
-def factors(equations: Sequence[Any]) -> set[Any]:
-    """The variables of few bits that are multiplied by something."""
-    products = (eqn for eqn in equations if eqn.primitive.name == "mul")
-    found = {v for eqn in products for v in eqn.invars if is_var(v)}
-    return {v for v in found if dtypes.has_short_range(v.aval.dtype)}
-
-
-def reused(value: Value) -> Value:
-    """Take note that a factor of few bits has other readers: see `rules/shared/tails.py`."""
-    if not isinstance(value, Operand):
-        return value
-    return Operand.of(value, dataclasses.replace(value.facts, reused=True))
+    return with_scale(value, value.scale, pin).as_result(value.facts, home=value.home)

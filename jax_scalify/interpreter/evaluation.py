@@ -23,7 +23,7 @@ from jax_scalify.interpreter.constants import captured, promote
 from jax_scalify.interpreter.corrections import Corrections, Pending
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
-from jax_scalify.interpreter.homes import home_of, saturated_of
+from jax_scalify.interpreter.homes import home_of
 from jax_scalify.interpreter.multiplying import at_one_choice, in_reach
 from jax_scalify.interpreter.operand import Operand, with_scale
 from jax_scalify.interpreter.registry import (
@@ -59,11 +59,9 @@ def evaluate(
 
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
         env[var] = captured(const)
+    env.update(zip(jaxpr.invars, inputs, strict=True))
     equations = live_equations(jaxpr)
     uses = chains.count_uses(jaxpr, equations)
-    factors = {v for v in chains.factors(equations) if uses[v] > 1}
-    for var, value in zip(jaxpr.invars, inputs, strict=True):
-        env[var] = chains.reused(value) if var in factors else value
     made_by = makers(jaxpr) if observing.is_observing() else {}
     for eqn in equations:
         with _compat.equation_context(eqn):
@@ -79,10 +77,6 @@ def evaluate(
                 outputs = corrections.of_results(eqn, outputs, pending)
             outputs = [
                 chains.cut(value) if uses[var] > 1 else value
-                for var, value in zip(eqn.outvars, outputs, strict=True)
-            ]
-            outputs = [
-                chains.reused(value) if var in factors else value
                 for var, value in zip(eqn.outvars, outputs, strict=True)
             ]
             if made_by:
@@ -234,7 +228,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
         if not isinstance(o, Plain):
             if isinstance(o, ScaledArray):
                 o = in_reach(Operand.of(_with_symbolic_scale(eqn, o, inputs, table)))
-                o = o.marked(home=home_of(eqn, inputs, o), saturated=saturated_of(eqn, inputs, o))
+                o = o.at_home(home_of(eqn, inputs, o))
             o = value_of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
             _check_type(eqn, o, var.aval, inputs)
         values.append(o)

@@ -29,8 +29,6 @@ def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
         _count_sums(eqn, inputs),
         _one_sided_bound(eqn, inputs),
         _constant_among(eqn, inputs),
-        _squares(eqn, inputs),
-        _is_reused(eqn, inputs),
     )
 
 
@@ -144,43 +142,6 @@ def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
     numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
     beyond_zero = [n for n in numbers if (n < 0 if name == "max" else n > 0)]
     return beyond_zero[0] if beyond_zero else None
-
-
-def _squares(eqn: Any, inputs: list[Value]) -> int:
-    """The sign of the numbers that squares are multiplied by; 0 if these are no squares."""
-    if _is_square(eqn):
-        return int(jnp.issubdtype(_dtype(eqn.outvars[0]), jnp.floating))
-    x, factor = _multiple_of(eqn, inputs)
-    return 0 if x is None else x.facts.square * (int(factor > 0) - int(factor < 0))
-
-
-def _is_reused(eqn: Any, inputs: list[Value]) -> bool:
-    """Tell whether all arrays that an elementwise equation reads have other readers."""
-    name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
-    arrays = [v for v in inputs if v.is_scalable and v.number is None]
-    is_polynomial = traits.degree in ("sum", "product") or name in ("neg", "square", "integer_pow")
-    keeps = traits.is_given or (traits.elementwise and is_polynomial)
-    return keeps and bool(arrays) and all(v.facts.reused for v in arrays)
-
-
-def _is_square(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    is_product = name == "mul" and eqn.invars[0] is eqn.invars[1]
-    return is_product or name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
-
-
-def _multiple_of(eqn: Any, inputs: list[Value]) -> tuple[Value | None, float]:
-    """The operand of which the results are a multiple, and a number of the factor's sign."""
-    name, floats = eqn.primitive.name, [v for v in inputs if v.is_scalable]
-    if name == "mul" and len(floats) == 2 and floats[0].constant is not None:
-        floats = floats[::-1]
-    if name in ("mul", "div") and len(floats) == 2:
-        factor = floats[1].constant
-        known = factor is not None and factor.dtype.kind != "c"
-        return (floats[0], float(factor)) if known else (None, 0.0)
-    if len(floats) != 1 or not (name == "neg" or traits_of(name).is_given):
-        return None, 0.0
-    return floats[0], -1.0 if name == "neg" else 1.0
 
 
 def _rounded(bound: float, dtype: Any) -> float | None:

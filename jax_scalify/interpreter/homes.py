@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_scalify.interpreter.operand import Operand, Saturated, can_defer
+from jax_scalify.interpreter.operand import Operand, can_defer
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 from jax_scalify.scales.algebra import Scale
@@ -60,17 +60,3 @@ def _is_multiple(eqn: Any, x: Operand, inputs: list[Value], out: Operand) -> boo
     if traits.elements == "moved":
         return x.size == out.size
     return traits.elements in _IN_PLACE
-
-
-def saturated_of(eqn: Any, inputs: list[Value], out: Operand) -> Saturated | None:
-    """What is known of the saturation of a result: that of the operand or, in `1 - x`, of 1 - x."""
-    name = eqn.primitive.name
-    if name in ("tanh", "logistic"):
-        return out.saturated
-    if name == "sub" and inputs[0].constant == 1:
-        x = inputs[1]
-        known = x.saturated if isinstance(x, Operand) else None
-        return known and known._replace(falls=-known.falls)
-    x = inputs[0] if len(inputs) == 1 else None
-    is_same = traits_of(name).elements in ("same", "cast")
-    return x.saturated if is_same and isinstance(x, Operand) else None

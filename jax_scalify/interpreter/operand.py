@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,6 @@ class Facts:
             the first half of `clip`; else None.
         constant: `log2` of the largest constant that was put among them, whose data may be nearly
             as large as the dtype's; else None.
-        square: they are squares, times a positive number (1) or a negative one (-1); else 0.
-        reused: other equations multiply the arrays of few bits that they are a polynomial of.
     """
 
     nonneg: bool = False
@@ -56,8 +54,6 @@ class Facts:
     sums: int = 0
     bound: float | None = None
     constant: float | None = None
-    square: int = 0
-    reused: bool = False
 
     def join(self, other: Facts) -> Facts:
         """What is known of a value that may be either of two."""
@@ -68,8 +64,6 @@ class Facts:
             self.sums if self.sums == other.sums else 0,
             self.bound if self.bound == other.bound else None,
             largest([self.constant, other.constant]),
-            self.square if self.square == other.square else 0,
-            self.reused and other.reused,
         )
 
 
@@ -79,18 +73,6 @@ def largest(numbers: Iterable[float | None]) -> float | None:
 
 
 NOTHING = Facts()
-
-
-class Saturated(NamedTuple):
-    """A function that is constant far from 0 was applied to an argument of this scale.
-
-    Attributes:
-        argument: the scale of the argument.
-        falls: whether its values go to 0 for large arguments (1), small ones (-1) or neither (0).
-    """
-
-    argument: Scale
-    falls: int
 
 
 class Operand(ScaledArray):
@@ -106,8 +88,6 @@ class Operand(ScaledArray):
         mantissa, exponent: of the factor that the source is still to be multiplied by.
         home: the scale of the state's leaf that it is a multiple of, element by element: see
             `interpreter/homes.py`; None if it is of no leaf, or of several.
-        saturated: of a `tanh` or `logistic` of a reused array, or 1 minus it: see
-            `rules/shared/tails.py`.
         number: the value of every element, 0-d, where all are equal and of scale 1 in the program:
             a NumPy scalar for a constant, else a traced array; None for any other array.
         facts: what is known of the elements.
@@ -121,7 +101,6 @@ class Operand(ScaledArray):
     mantissa: float
     exponent: int
     home: Scale | None
-    saturated: Saturated | None
     number: Any
     facts: Facts
     depth: int
@@ -139,7 +118,7 @@ class Operand(ScaledArray):
         facts: Facts = NOTHING,
     ):
         fields = dict(source=source, mantissa=mantissa, exponent=exponent, scale=scale)
-        known = dict(home=home, saturated=None, number=number, facts=facts, depth=0)
+        known = dict(home=home, number=number, facts=facts, depth=0)
         vars(self).update(fields, **known, _products={})
 
     @classmethod
@@ -149,13 +128,13 @@ class Operand(ScaledArray):
             return cls(x.data, x.scale, facts=facts or NOTHING)
         return x if facts is None or facts is x.facts else x._with(facts=facts)
 
-    def as_result(self, facts: Facts, depth: int = 0) -> Operand:
+    def as_result(self, facts: Facts, depth: int = 0, home: Scale | None = None) -> Operand:
         """The same array, as the result of an equation: what was known of it holds no more."""
-        return self._with(facts=facts, number=None, depth=depth)
+        return self._with(facts=facts, number=None, depth=depth, home=home)
 
-    def marked(self, **known: Any) -> Operand:
-        """The same array, with another `home` or `saturated`."""
-        return self._with(**known)
+    def at_home(self, home: Scale | None) -> Operand:
+        """The same array, as a multiple of a leaf of a scale."""
+        return self if home is self.home else self._with(home=home)
 
     def _with(self, **fields: Any) -> Operand:
         x = Operand.__new__(Operand)

@@ -61,7 +61,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             terms = (lhs, rhs) if keeper == 0 else (rhs, lhs)
             scale = held_scale(*terms, is_sum=keeper == 0 or not negate_rhs)
             data = widened(ctx, brought_home((lhs, rhs), keeper, scale))
-            return rounded(ctx, operation(*data), scale).marked(home=scale)
+            return rounded(ctx, operation(*data), scale).at_home(scale)
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
         data, exponent = bring_together((lhs, rhs), scale)
         return rounded(ctx, operation(*widened(ctx, same_dtype(*data))), scale, exponent)

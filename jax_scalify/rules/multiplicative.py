@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.multiplying import at_scale, moved, multiply
+from jax_scalify.interpreter.multiplying import moved, multiply
 from jax_scalify.interpreter.operand import (
     Operand,
     defer,
@@ -22,7 +22,6 @@ from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.nonlinear import wide_rule
 from jax_scalify.rules.shared.products import bind_product, factors_in_range, rounded, widened
-from jax_scalify.rules.shared.tails import product_tail
 from jax_scalify.scales.algebra import ONE, Scale
 
 # Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
@@ -40,10 +39,7 @@ def _unit(x: Operand) -> int:
     lax.mul_p, elements="new", elementwise=True, nonnegative="keeps", degree="product"
 )
 def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
-    """`scale = lhs.scale * rhs.scale`, of `f * (1 - f)` as in `rules/shared/tails.py`.
-
-    A constant power of two costs nothing.
-    """
+    """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing."""
     lhs, rhs = factors_in_range(ctx, lhs, rhs)
     scale = lhs.scale * rhs.scale
     for x, other in ((rhs, lhs), (lhs, rhs)):
@@ -57,9 +53,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
             product = defer_constant(other, x.data, scale)
             if product is not None:
                 return product
-    product = bind_product(ctx, split_product(lhs, rhs), scale, params)
-    tail = product_tail(ctx, lhs, rhs)
-    return product if tail.is_one else at_scale(product, scale * tail)
+    return bind_product(ctx, split_product(lhs, rhs), scale, params)
 
 
 @register_scale_rule(

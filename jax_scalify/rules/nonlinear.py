@@ -9,11 +9,10 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.operand import Operand, Saturated
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.growth import finish
 from jax_scalify.rules.shared.products import rounded
-from jax_scalify.rules.shared.tails import bell_scale, tail_scale
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
@@ -32,17 +31,12 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
 
 @register_scale_rule(lax.exp_p, elements="new", elementwise=True, nonnegative="always")
 def exp_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = 1`, of `-x**2` in float16 as in `rules/shared/tails.py`, of dequantised values.
-
-    Data of float16 and bfloat16 is evaluated as that of float32.
+    """`scale = 1`, of dequantised values, evaluated in float16 and bfloat16 as in float32.
 
     What of the values leaves the range of float16 has 0, 1 or inf for a result in any dtype, and
     compilers widen where a device has no such exponential. Told to widen, some no longer keep a
     softmax in one kernel.
     """
-    scale = bell_scale(ctx, x)
-    if not scale.is_one:
-        return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
     if x.dtype in (jnp.float16, jnp.bfloat16) and not ctx.pending.exponent:
         return ScaledArray(ctx.bind(ctx.dequantise(x, x.dtype), **params), ONE)
     return wide_rule(ctx, x, **params)
@@ -86,10 +80,8 @@ def rounding_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 @register_scale_rule("one_minus_square", elements="new", elementwise=True)
 def one_minus_square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = max(1, scale**2)`, of `tanh` see `rules/shared/tails.py`; of dequantised values."""
+    """`scale = max(1, scale**2)`, of dequantised values."""
     scale = algebra.join(ONE, x.scale**2)
-    if x.saturated is not None:
-        scale = tail_scale(ctx, x.saturated.argument)
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
 
 
@@ -116,8 +108,7 @@ def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     A chain of gates, as in a recurrent network, would double the scale at every step with 1.
     """
     half = Scale(-1)
-    out = finish(ctx, evaluate_wide(ctx, (x,), params), ONE, half)
-    return out.marked(saturated=Saturated(x.scale, -1)) if x.facts.reused else out
+    return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, half)
 
 
 @register_scale_rule(
@@ -135,6 +126,5 @@ def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 def through_zero_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = min(1, scale)`: f(x) is near x for small x, which stays representable."""
     scale = algebra.meet(ONE, x.scale)
-    out = finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
-    saturates = ctx.primitive is lax.tanh_p and x.facts.reused
-    return out.marked(saturated=Saturated(x.scale, 0)) if saturates else out
+    out = evaluate_wide(ctx, (x,), params)
+    return finish(ctx, out, ONE, scale)

@@ -206,8 +206,8 @@ class Form:
             scale = table.atom(arrays[1], extent=self.extent, is_number=self._is_number)
         else:
             scale = self.scale.renamed(lambda number: atoms[number])
-        x = defer(arrays[0], self.exponent, scale).as_result(self.facts, self.depth)
-        return x.marked(home=scale) if self.is_home else x
+        home = scale if self.is_home else None
+        return defer(arrays[0], self.exponent, scale).as_result(self.facts, self.depth, home)
 
 
 def _varying_axes(value: Value) -> frozenset[Any]:
