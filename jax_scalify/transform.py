@@ -31,8 +31,9 @@ from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.corrections import Calibrated, Corrections
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.interpreter.evaluation import evaluate
+from jax_scalify.interpreter.homes import leaf_home
 from jax_scalify.interpreter.multiplying import at_scale, within_range
-from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.operand import Operand, can_defer
 from jax_scalify.interpreter.pruning import pruned
 from jax_scalify.interpreter.tracing import argument_name, trace
 from jax_scalify.interpreter.value import Plain, Value
@@ -321,8 +322,13 @@ def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
     )
     # A copy: JAX may keep the memory of a NumPy array, which the user writes to.
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
-    value = Operand(data, scale)
-    return value if calibrated is None else at_scale(value, calibrated)
+    if calibrated is not None:
+        return at_scale(Operand(data, scale), calibrated)
+    if not data.ndim and can_defer(data.dtype) and not scale.is_static:
+        # A learning rate in the state: the exponent of a number is its scale.
+        data, exponent = table.split(data)
+        return Operand(data, scale * exponent)
+    return Operand(data, scale, home=leaf_home(data, scale))
 
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:

@@ -43,4 +43,4 @@ def cut(value: Value) -> Value:
     """Compute a value once, if it has come through too many alignments."""
     if not isinstance(value, Operand) or value.depth < _MAX_DEPTH:
         return value
-    return with_scale(value, value.scale, pin).as_result(value.facts)
+    return with_scale(value, value.scale, pin).as_result(value.facts, home=value.home)

@@ -23,6 +23,7 @@ from jax_scalify.interpreter.constants import captured, promote
 from jax_scalify.interpreter.corrections import Corrections, Pending
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
+from jax_scalify.interpreter.homes import home_of
 from jax_scalify.interpreter.multiplying import in_reach
 from jax_scalify.interpreter.operand import Operand, with_scale
 from jax_scalify.interpreter.registry import (
@@ -231,6 +232,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
         if not isinstance(o, Plain):
             if isinstance(o, ScaledArray):
                 o = in_reach(Operand.of(_with_symbolic_scale(eqn, o, inputs, table)))
+                o = o.at_home(home_of(eqn, inputs, o))
             o = value_of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
             _check_type(eqn, o, var.aval, inputs)
         values.append(o)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import Interpretation, is_var
-from jax_scalify.interpreter.operand import Facts, largest
+from jax_scalify.interpreter.operand import Facts, Operand, largest
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Plain, Value
 
@@ -44,7 +44,7 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
         return False
     if traits_of(name).elements == "rescaled":
         return inputs[0].facts.nonneg
-    if _is_never_negative(eqn):
+    if _is_never_negative(eqn) or (name == "mul" and _are_multiples(inputs)):
         return True
     if traits_of(name).is_matmul:  # one factor may be of integers
         numbers = inputs[:2]
@@ -62,6 +62,15 @@ def _is_never_negative(eqn: Any) -> bool:
         return eqn.params["y"] % 2 == 0
     square = name == "mul" and eqn.invars[0] is eqn.invars[1]
     return square or traits_of(name).nonnegative == "always"
+
+
+def _are_multiples(inputs: list[Value]) -> bool:
+    """Tell whether two operands are multiples of one array, of one sign: `0.001 * g * g`."""
+    lhs, rhs = inputs
+    if not isinstance(lhs, Operand) or not isinstance(rhs, Operand):
+        return False
+    is_real = not jnp.issubdtype(lhs.dtype, jnp.complexfloating)
+    return is_real and lhs.source is rhs.source and lhs.mantissa * rhs.mantissa > 0
 
 
 def _keeps_nonnegative(eqn: Any) -> bool:

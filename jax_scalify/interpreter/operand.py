@@ -86,6 +86,8 @@ class Operand(ScaledArray):
         source: an array, or a number that stands for an array of equal elements.
         scale: a `Scale`.
         mantissa, exponent: of the factor that the source is still to be multiplied by.
+        home: the scale of the state's leaf that it is a multiple of, element by element: see
+            `interpreter/homes.py`; None if it is of no leaf, or of several.
         number: the value of every element, 0-d, where all are equal and of scale 1 in the program:
             a NumPy scalar for a constant, else a traced array; None for any other array.
         facts: what is known of the elements.
@@ -100,6 +102,7 @@ class Operand(ScaledArray):
     source: Any
     mantissa: float
     exponent: int
+    home: Scale | None
     number: Any
     facts: Facts
     depth: int
@@ -113,12 +116,13 @@ class Operand(ScaledArray):
         *,
         mantissa: float = 1.0,
         exponent: int = 0,
+        home: Scale | None = None,
         number: Any = None,
         facts: Facts = NOTHING,
         declared: Any = None,
     ):
         fields = dict(source=source, mantissa=mantissa, exponent=exponent, scale=scale)
-        known = dict(number=number, facts=facts, depth=0, declared=declared)
+        known = dict(home=home, number=number, facts=facts, depth=0, declared=declared)
         vars(self).update(fields, **known, _products={})
 
     @classmethod
@@ -128,9 +132,13 @@ class Operand(ScaledArray):
             return cls(x.data, x.scale, facts=facts or NOTHING)
         return x if facts is None or facts is x.facts else x._with(facts=facts)
 
-    def as_result(self, facts: Facts, depth: int = 0) -> Operand:
+    def as_result(self, facts: Facts, depth: int = 0, home: Scale | None = None) -> Operand:
         """The same array, as the result of an equation: what was known of it holds no more."""
-        return self._with(facts=facts, number=None, depth=depth)
+        return self._with(facts=facts, number=None, depth=depth, home=home)
+
+    def at_home(self, home: Scale | None) -> Operand:
+        """The same array, as a multiple of a leaf of a scale."""
+        return self if home is self.home else self._with(home=home)
 
     def _with(self, **fields: Any) -> Operand:
         x = Operand.__new__(Operand)

@@ -108,7 +108,8 @@ Value: TypeAlias = Plain | Operand
 def value_of(x: Any, *, facts: Facts = NOTHING, depth: int = 0) -> Value:
     """The value of an array, a number or a `ScaledArray`."""
     if isinstance(x, ScaledArray):
-        return Operand.of(x).as_result(facts, depth)
+        x = Operand.of(x)
+        return x.as_result(facts, depth, x.home)
     return Plain.of(x, facts=facts)
 
 

@@ -37,6 +37,7 @@ from jax_scalify.rules.shared.along_axes import (
     varying_axes,
     windowed_axes,
 )
+from jax_scalify.rules.shared.holding import brought_home, held_scale, keeper_of
 from jax_scalify.rules.shared.joining import align, bring_together, same_dtype, shared_scale
 from jax_scalify.rules.shared.products import rounded, widened
 from jax_scalify.scales import algebra
@@ -53,12 +54,21 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             data, exponent = split(rhs)
             data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data  # 0 - 0 is no -0
             return rounded(ctx, filled(data, out), rhs.scale, exponent)
+        operation = lax.sub if negate_rhs else lax.add
+        keeper = keeper_of(ctx, lhs, rhs)
+        if keeper is not None:
+            terms = (lhs, rhs) if keeper == 0 else (rhs, lhs)
+            scale = held_scale(*terms, is_sum=keeper == 0 or not negate_rhs)
+            data = widened(ctx, brought_home((lhs, rhs), keeper, scale))
+            return rounded(ctx, operation(*data), scale).at_home(scale)
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
         data, exponent = bring_together((lhs, rhs), scale)
-        operation = lax.sub if negate_rhs else lax.add
         return rounded(ctx, operation(*widened(ctx, same_dtype(*data))), scale, exponent)
 
-    rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant 0 changes nothing."
+    rule.__doc__ = (
+        "`scale = max(lhs.scale, rhs.scale)`, of a state's leaf in wide dtypes its own; a constant "
+        "0 changes nothing."
+    )
     return rule
 
 
@@ -376,6 +386,12 @@ def scatter_rule(
     if x.scale.ndim or updates.scale.ndim:
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
         return rounded(ctx, out, scale)
+    if sums and keeper_of(ctx, x, updates) == 0:
+        scale = held_scale(x, updates)
+        data = brought_home((x, updates), 0, scale)
+        data = [lax.convert_element_type(d, compute) for d in data]
+        out = scatter(ctx, data[0], indices, filled(data[1], ctx.in_avals[2]), params)
+        return rounded(ctx, out, scale).at_home(scale)
     data, scale, exponent = _brought_together(ctx, (x, updates), ctx.in_avals[::2], density)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
     out = scatter(ctx, data[0], indices, data[1], params)

@@ -81,6 +81,7 @@ class Atom:
         is_number: it is the exponent of a traced scalar, whose data is close to 1.
         limit: its exponent is within `+-limit`, whatever the values are.
         whole: makes the scale whose exponent was limited to make this one.
+        holds: the scale that it is, wherever that is not 0.
     """
 
     table: Table
@@ -93,6 +94,7 @@ class Atom:
     is_number: bool = False
     limit: float = MAX_EXPONENT
     whole: Callable[[], Scale] | None = None
+    holds: Scale | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

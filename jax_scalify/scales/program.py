@@ -44,13 +44,20 @@ class Computed:
 
     The exponent of a maximum is at most `limit`; that of a single monomial, unless it is a 0, is
     brought within `+-limit`. `root**degree * rest` is the monomial, with a rest between 1 and
-    `2**(degree - 1)`.
+    `2**(degree - 1)`. What is held is the first of two terms, where it is not 0; else the second,
+    within `+-limit`.
     """
 
     terms: tuple[Scale, ...]
     degree: int = 1
     is_rest: bool = False
     limit: float = MAX_EXPONENT
+    is_held: bool = False
+
+    @property
+    def is_maximum(self) -> bool:
+        """Whether it is the largest of several monomials."""
+        return self.degree == 1 and len(self.terms) > 1 and not self.is_held
 
     def operands(self) -> list[int]:
         """The numbers of the scales that it is made of."""
@@ -99,6 +106,10 @@ class ScaleProgram:
         """Define a monomial with its exponent brought within `+-limit`; return its number."""
         return self._define(Computed((of,), limit=limit))
 
+    def held(self, first: Scale, second: Scale, limit: float) -> int:
+        """Define `first`, or, where that is 0, `second` within `+-limit`; return its number."""
+        return self._define(Computed((first, second), limit=limit, is_held=True))
+
     def _chain(self, term: Scale) -> list[Scale]:
         """The monomials of which a term is the maximum, if it is one of too many to multiply."""
         (number, power), *others = term.factors or ((-1, 0),)
@@ -111,7 +122,7 @@ class ScaleProgram:
         choices = []
         for number, power in term.factors:
             scale = self._scales[number]
-            is_maximum = isinstance(scale, Computed) and scale.degree == 1 and scale.terms[1:]
+            is_maximum = isinstance(scale, Computed) and scale.is_maximum
             alone = [Scale.of_factor(number) ** power]
             choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
         return choices

@@ -30,6 +30,8 @@ from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
 # The exponent of the scale 0; what is below the limit is 0 still, a root or times other scales.
 _ZERO = -float(2**22)
 _ZERO_LIMIT = -float(2**18)
+# The first of two scales is this much larger than it is, and so the maximum, unless it is 0.
+_HELD = float(2**17)
 
 
 def resolve(program: ScaleProgram, closed: Any) -> Any:
@@ -306,11 +308,13 @@ class _Level:
 
     def __init__(self, scales: Sequence[Computed], positions: dict[int, int]):
         self._width = max(len(s.terms) for s in scales)
-        terms = [s.terms[min(i, len(s.terms) - 1)] for i in range(self._width) for s in scales]
+        columns = [_ranked(s) for s in scales]
+        terms = [terms[min(i, len(terms) - 1)] for i in range(self._width) for terms in columns]
         self._terms = _Sums(terms, positions)
         self._high = np.array([s.limit for s in scales], np.float32)
-        # A single monomial has a limit below as well, unless it is 0.
-        self._low = np.array([-np.inf if s.terms[1:] else -s.limit for s in scales], np.float32)
+        # A single monomial has a limit below as well, unless it is 0; so has what may be held.
+        self._low = np.array([-np.inf if s.is_maximum else -s.limit for s in scales], np.float32)
+        self._holds = any(s.is_held for s in scales)
         self._degree = np.array([s.degree for s in scales], np.float32)
         self._is_rest = np.array([s.is_rest for s in scales])
 
@@ -326,11 +330,22 @@ class _Level:
         low, high = (np.where(is_root, b * np.inf, b) for b in (self._low, self._high))
         within = found if is_root.all() else lax.clamp(low, found, high)
         within = lax.select(found < np.float32(_ZERO_LIMIT), found, within)
+        if self._holds:
+            first = found - np.float32(_HELD)
+            within = lax.select(first > np.float32(-_HELD / 2), first, within)
         if not is_root.any():
             return within
         root = lax.floor(found * (1 / self._degree))
         root = lax.select(self._is_rest, found - root * self._degree, root)
         return lax.select(is_root, root, within)
+
+
+def _ranked(scale: Computed) -> tuple[Scale, ...]:
+    """The monomials of which the maximum is taken."""
+    if not scale.is_held:
+        return scale.terms
+    first, second = scale.terms
+    return Scale(first.exponent + _HELD, first.factors), second
 
 
 def _times(exponents: Any, power: np.ndarray) -> Any:

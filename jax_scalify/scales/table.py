@@ -261,6 +261,23 @@ class ScaleTable:
             array = lax.min(array, np.array(math.ldexp(1.0, limit), self.dtype))
         return self.atom(pin(array), **known)
 
+    def held(self, first: Scale, second: Scale, limit: int, **known: Any) -> Scale:
+        """Return `first` or, where that is 0, `second` with its exponent within `+-limit`."""
+
+        def make() -> Scale:
+            known["nonzero"] = second.is_nonzero
+            known["extent"] = int(max(first.span, min(limit, second.span)))
+            known["limit"] = max(first.limit, limit)
+            if together := self._together(first, second):
+                program, monomials = together
+                return self._computed(program.held(*monomials, limit), holds=first, **known)
+            arrays = (first.array, second.bounded(limit)[0].array)
+            a, b = jnp.broadcast_arrays(*(jnp.asarray(x, self.dtype) for x in arrays))
+            array = lax.select(lax.eq(a, jnp.zeros_like(a)), b, a)
+            return self.atom(pin(array), holds=first, **known)
+
+        return self._memoised(("held", first, second, limit), make)
+
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
         """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
         extent = math.ceil(scale.span / degree)

@@ -50,6 +50,7 @@ class Form:
             static scale into what is rematerialised.
         depth: of an `Operand`, across a call.
         facts: about the elements.
+        is_home: whether it is at home in its scale: see `interpreter/homes.py`.
         sharding: if it is explicit, a part of types.
         is_wide: whether the data is float32 in place of the dtype, across a call.
         varying: axes of a mesh along which it may differ, inside a `shard_map`; a part of types.
@@ -65,6 +66,7 @@ class Form:
     exponent: int = 0
     depth: int = 0
     facts: Facts = NOTHING
+    is_home: bool = False
     sharding: Any = None
     is_wide: bool = False
     varying: frozenset[Any] = frozenset()
@@ -82,7 +84,7 @@ class Form:
                 if scale.is_static
                 else {"scale_shape": scale.shape, "extent": min(LARGEST_EXTENT, int(scale.span))}
             )
-            known |= {"facts": value.facts} | types
+            known |= {"facts": value.facts, "is_home": value.home == scale} | types
             return cls(value.shape, value.dtype, "scaled", **known)
         kind = "plain"
         if value.constant is not None:
@@ -114,7 +116,15 @@ class Form:
     def key(self) -> tuple[Any, ...]:
         """What tells a form from others, hashable."""
         number = None if self.constant is None else self.constant.tobytes()
-        known = self.shape, self.dtype, self.kind, number, self.facts, self.scale_shape
+        known = (
+            self.shape,
+            self.dtype,
+            self.kind,
+            number,
+            self.facts,
+            self.is_home,
+            self.scale_shape,
+        )
         return *known, self.scale, self.exponent, self.sharding, self.is_wide, self.varying
 
     def scaled(self) -> Form:
@@ -202,7 +212,8 @@ class Form:
             scale = self.scale.renamed(lambda number: atoms[number])
         if self.is_wide:
             return kept_wide(arrays[0], scale, self.dtype).as_result(self.facts, self.depth)
-        return defer(arrays[0], self.exponent, scale).as_result(self.facts, self.depth)
+        home = scale if self.is_home else None
+        return defer(arrays[0], self.exponent, scale).as_result(self.facts, self.depth, home)
 
 
 def _varying_axes(value: Value) -> frozenset[Any]:

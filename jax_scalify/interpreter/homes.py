@@ -1,0 +1,62 @@
+"""Homes: the scales that the leaves of a state come back to.
+
+Scales feed back from step to step: a weight's into its gradient's, into the moments', into the
+update's, and from there into the weight's again. Were the scale of `w + u` the larger one of both,
+an estimate that is one octave too large would be 50 octaves too large after 50 steps. Data of
+float32 or bfloat16 has room for any value beside any scale. There a sum keeps the scale of the
+leaf that it replaces, its *home*, and no estimate gets into the next step.
+
+Example: a weight `0.5 * 2**0` and an update `2**-9 * 2**6`, whose scale is 9 octaves too large.
+The larger scale would give `0.0098 * 2**6`, which the next update finds. At home the sum is
+`0.625 * 2**0`, whatever the update's scale is.
+
+A leaf of scale 0, as moments have before the first step, has no home yet. It takes that of what is
+added to it: see `rules/shared/holding.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax_scalify.interpreter.operand import Operand, can_defer
+from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.interpreter.value import Value
+from jax_scalify.scales.algebra import Scale
+
+_IN_PLACE = ("same", "cast", "negated", "rescaled")
+
+
+def leaf_home(data: Any, scale: Scale) -> Scale | None:
+    """The home of an argument: its dynamic scale, where data has the range of float32."""
+    return scale if can_defer(data.dtype) and not scale.is_static else None
+
+
+def home_of(eqn: Any, inputs: list[Value], out: Operand) -> Scale | None:
+    """The home of an equation's result: that of the operand that it is a multiple of.
+
+    A rule gives that of a sum.
+    """
+    if not can_defer(out.dtype):
+        return None
+    traits = traits_of(eqn.primitive.name)
+    if traits.degree == "sum":
+        return out.home
+    owners = [v for v in inputs if isinstance(v, Operand) and v.home is not None]
+    if len(owners) != 1 or not _is_multiple(eqn, owners[0], inputs, out):
+        return None
+    (x,) = owners
+    assert x.home is not None
+    if x.home == x.scale and traits.degree not in ("product", "quotient"):
+        return out.scale
+    return None if x.home.ndim else x.home
+
+
+def _is_multiple(eqn: Any, x: Operand, inputs: list[Value], out: Operand) -> bool:
+    """Tell whether a result has the elements of an operand, times a number."""
+    traits = traits_of(eqn.primitive.name)
+    if traits.degree in ("product", "quotient") and traits.elementwise:
+        is_dividend = traits.degree == "product" or x is inputs[0]
+        return is_dividend and all(v is x or v.number is not None or not v.shape for v in inputs)
+    if traits.elements == "moved":
+        return x.size == out.size
+    return traits.elements in _IN_PLACE
