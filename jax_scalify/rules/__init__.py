@@ -2,6 +2,7 @@
 
 from jax_scalify.rules import (
     aligning,
+    choosing,
     collective,
     dequantised,
     fused_attention,
@@ -17,6 +18,7 @@ from jax_scalify.rules.bodies import calls, control_flow, custom_scale, sharded
 
 __all__ = [
     "aligning",
+    "choosing",
     "calls",
     "collective",
     "control_flow",

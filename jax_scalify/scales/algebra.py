@@ -197,7 +197,8 @@ class Scale:
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """`()`, or a shape of the data's rank whose dims are 1 or the data's."""
-        return jnp.broadcast_shapes(*(atom.shape for atom, _ in self.factors))
+        shapes = (atom.shape for atom, _ in self.factors)
+        return jnp.broadcast_shapes(*shapes)  # pyright: ignore[reportReturnType]
 
     @property
     def ndim(self) -> int:

@@ -269,8 +269,8 @@ class ScaleTable:
             known["extent"] = int(max(first.span, min(limit, second.span)))
             known["limit"] = max(first.limit, limit)
             if together := self._together(first, second):
-                program, monomials = together
-                return self._computed(program.held(*monomials, limit), holds=first, **known)
+                program, (a, b) = together
+                return self._computed(program.held(a, b, limit), holds=first, **known)
             arrays = (first.array, second.bounded(limit)[0].array)
             a, b = jnp.broadcast_arrays(*(jnp.asarray(x, self.dtype) for x in arrays))
             array = lax.select(lax.eq(a, jnp.zeros_like(a)), b, a)

@@ -20,8 +20,10 @@ from jax_scalify.interpreter.constants import (
 )
 from jax_scalify.interpreter.multiplying import moved
 from jax_scalify.interpreter.operand import LARGEST_EXPONENT, Operand, can_defer
+from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.interpreter.value import filled
 from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ZERO, Scale
+from jax_scalify.scales.algebra import ONE, ZERO, Scale
 
 
 def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
@@ -136,3 +138,21 @@ def same_dtype(*arrays: Any) -> list[Any]:
         return list(arrays)
     wide = dtypes.compute_dtype(arrays[0].dtype)
     return [lax.convert_element_type(a, wide) for a in arrays]
+
+
+def brought_together(
+    ctx: RuleContext, operands: Sequence[Operand], avals: Sequence[Any], factor: Scale = ONE
+) -> tuple[list[Any], Scale, int]:
+    """Align operands in the result's dtype, at a multiple of the largest vote, in given shapes.
+
+    The result has yet to be multiplied by `2**exponent`: the last of what is returned.
+    """
+    scale = shared_scale(*operands) * factor
+    if factor.exponent < 0:  # constants have to fit still
+        numbers = [(x.constant, x.dtype) for x in operands]
+        floors = [constant_floor(abs(n), dtype) for n, dtype in numbers if n and np.isfinite(n)]
+        scale = algebra.join(scale, *floors) if floors else scale
+    keeps = ctx.stays_wide or any(x.is_wide for x in operands)
+    data, exponent = bring_together(operands, scale, None if keeps else ctx.out_dtype)
+    data = [filled(d, aval) for d, aval in zip(same_dtype(*data), avals, strict=True)]
+    return data, scale, exponent
