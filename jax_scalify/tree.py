@@ -121,8 +121,9 @@ def shardings(tree: Any, data_shardings: Any) -> Any:
     Block scales are cut as their elements are, so that each device has whole blocks.
 
     Args:
-        tree: state with `ScaledArray` leaves.
-        data_shardings: a `NamedSharding` for all leaves, or a tree of them, one a leaf.
+        tree: state with `ScaledArray` leaves; or its shapes, as `jax.eval_shape` returns them.
+        data_shardings: a `NamedSharding` or `PartitionSpec` for all leaves, or a tree of them, one
+            a leaf or for a part of the tree: that of the plain state will do.
 
     Returns:
         What the `in_shardings`, `out_shardings` of `jax.jit` and `jax.device_put` take.
@@ -136,30 +137,37 @@ def shardings(tree: Any, data_shardings: Any) -> Any:
         >>> found = jsa.tree.shardings({"w": jsa.as_scaled_array(jnp.ones(2))}, rows)
         >>> print(found["w"].data.spec, found["w"].scale.spec)
         P('data',) P()
+
+        A state that is made under `jit`, where JAX refuses the shardings of a plain one, as a scale
+        has no axes that they could cut:
+
+        >>> import optax
+        >>> params = {"w": jnp.ones(2)}
+        >>> plain, opt = optax.sgd(0.1, 0.9), jsa.optim.low_precision(optax.sgd(0.1, 0.9))
+        >>> layout = jax.tree.map(lambda _: rows, jax.eval_shape(plain.init, params))
+        >>> layout = jsa.tree.shardings(jax.eval_shape(opt.init, params), layout)
+        >>> state = jax.jit(opt.init, out_shardings=layout)(params)
     """
-    flat, treedef = flatten(tree)
-    if isinstance(data_shardings, jax.sharding.Sharding):
-        specs = [data_shardings] * len(flat)
-    else:
-        specs = treedef.flatten_up_to(data_shardings)
 
     def replicated(sharding: Any) -> Any:
         if isinstance(sharding, jax.sharding.NamedSharding):
             return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-        return sharding
+        is_spec = isinstance(sharding, jax.sharding.PartitionSpec)
+        return jax.sharding.PartitionSpec() if is_spec else sharding
 
-    out = []
-    for leaf, spec in zip(flat, specs, strict=True):
-        if is_block_scaled(leaf):
-            scale = leaf.scale if leaf.is_static else replicated(spec)
-            check_blocks_fit(leaf, spec)
-            out.append(dataclasses.replace(leaf, data=spec, block_scales=spec, scale=scale))
-        elif not array_lib.is_scaled(leaf):
-            out.append(spec)
-        else:
-            scale = leaf.scale if leaf.is_static else replicated(spec)
-            out.append(ScaledArray(spec, scale))
-    return jax.tree.unflatten(treedef, out)
+    def of_leaf(leaf: Any, sharding: Any) -> Any:
+        if not is_array_of_ours(leaf):
+            return sharding
+        scale = leaf.scale if leaf.is_static else replicated(sharding)
+        if not is_block_scaled(leaf):
+            return ScaledArray(sharding, scale)
+        check_blocks_fit(leaf, sharding)
+        return dataclasses.replace(leaf, data=sharding, block_scales=sharding, scale=scale)
+
+    def of_part(sharding: Any, part: Any) -> Any:
+        return map(lambda leaf: of_leaf(leaf, sharding), part)
+
+    return jax.tree.map(of_part, data_shardings, tree, is_leaf=lambda x: x is None)
 
 
 def check_same_structure(new: Any, like: Any) -> Any:

@@ -169,6 +169,27 @@ def in_and_out_shardings():
 
 
 @case
+def a_state_made_under_jit_from_the_shardings_of_a_plain_one():
+    """As trainers set their state up: from the shapes of the plain optimizer's."""
+    params = {"w": jnp.ones((8, 16), jnp.float16), "gain": jnp.ones(8, jnp.float16)}
+    plain = jax.eval_shape(optax.adamw(1e-2).init, params)
+    names = {0: (), 1: ("data",), 2: ("data", "model")}
+    for kinds in ({}, dict(dtype=jnp.bfloat16), dict(second_moment_dtype=jnp.float8_e4m3fn)):
+        init = jsa.optim.low_precision(optax.adamw(1e-2), **kinds).init
+        shapes = jax.eval_shape(init, params)
+        for make in (lambda *spec: P(*spec), sharding):
+            layout = jax.tree.map(lambda x, make=make: make(*names[x.ndim]), plain)
+            layout = jsa.tree.shardings(shapes, layout)
+            assert jax.tree.structure(layout) == jax.tree.structure(shapes)
+            with jax.set_mesh(mesh()):
+                state = jax.jit(init, out_shardings=layout)(params)
+            assert_same(state, init(params))
+            for leaf in jsa.tree.leaves(state):
+                if isinstance(leaf, jsa.ScaledArray):
+                    assert_sharded(leaf, *names[leaf.ndim])
+
+
+@case
 def shardings_of_an_inner_jit():
     inner = jax.jit(
         layer,

@@ -90,7 +90,8 @@ def low_precision(
             on the counts of steps in the state, too.
 
     Returns:
-        An optimizer of the same type. `init(params)` makes `ScaledArray` leaves, which
+        An optimizer of the same type. `init(params)` makes `ScaledArray` leaves, whose
+        `out_shardings` under `jit` `jsa.tree.shardings` makes, and which
         `as_scaled_array` leaves as they are; what a wrapper around this one adds to the state is
         for you to scale, by that function. `update` returns updates in float32, inside `scalify`
         at the parameters' scales: see `apply_updates`. Wrappers that compare dtypes

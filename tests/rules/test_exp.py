@@ -1,12 +1,18 @@
 """`exp` of float16 and bfloat16 data is evaluated in their own dtype: what that must not lose."""
 
+import functools
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from jax_scalify.interpreter import registry
+from tests.helpers import assert_close, in_float64, scaled, values
 
 VALUES = [0, -0.0, 1e-8, -1e-8, 6e-5, 1, -1, 11, 11.09, 12, -12, -17.5, 88, -88, -104, 1e4, -1e4]
 SCALES = [1.0, *(2.0**k for k in (-40, 40, -10, 10)), *(jnp.float32(2.0**k) for k in (-40, 40))]
@@ -25,3 +31,59 @@ def test_of_what_leaves_the_range_of_the_dtype(dtype):
         eps = float(jnp.finfo(dtype).eps)
         tiny = max(float(jnp.finfo(dtype).smallest_subnormal), 2.0**-126)
         np.testing.assert_allclose(got, want, rtol=eps, atol=tiny, err_msg=str(scale))
+
+
+# `exp(-x**2)` of JAX 0.12, in the derivative of erf, reads the bits of float32.
+
+GELU = functools.partial(jax.nn.gelu, approximate=False)
+OF_GELU = {
+    "value": GELU,
+    "gradient": jax.grad(lambda x: jnp.sum(GELU(x))),
+    "mapped": jax.grad(lambda x: jnp.sum(lax.map(GELU, x))),
+    "remat": jax.grad(lambda x: jnp.sum(jax.checkpoint(GELU)(x))),
+    "second derivative": jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(GELU(x)))(x))),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("name", OF_GELU)
+def test_exact_gelu(name, dtype, kind, monkeypatch):
+    """No warning, and the results of float64, in the dtype and where the model computes wider."""
+    monkeypatch.setattr(registry, "_warned", set())
+    numbers = np.concatenate([np.linspace(-8, 8, 41), [0, 1e-6, -1e-4, 20, -20]])
+    for exponent in (-2, 0, 3):
+        x = jsa.as_scaled_array(jnp.asarray(numbers, dtype), scale=2.0**exponent)
+        x = jsa.freeze_scales(x) if kind == "static" else x
+        want = in_float64(OF_GELU[name], values(x))
+        tolerance = 8 * float(jnp.finfo(dtype).eps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_close(jax.jit(jsa.scalify(OF_GELU[name]))(x), want, tolerance)
+            wide = jsa.scalify(lambda x: OF_GELU[name](x.astype(jnp.float32)).astype(dtype))
+            assert_close(jax.jit(wide)(x), want, tolerance)
+
+
+def test_functions_that_read_bits_are_called_on_values(monkeypatch):
+    """In dtypes of the range of float32; what reads those of float16 is reported."""
+    monkeypatch.setattr(registry, "_warned", set())
+
+    @jax.custom_jvp
+    def truncated(x):
+        bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(bits >> 8 << 8, x.dtype) * 2
+
+    truncated.defjvps(lambda tangent, out, x: tangent)
+
+    def fun(x):
+        return truncated(x), jnp.sum(x)
+
+    numbers = np.float32([1.2345, -300.7, 0.0])
+    got, total = jax.jit(jsa.scalify(fun))(scaled(numbers / 4, 4.0))
+    np.testing.assert_array_equal(values(got), values(truncated(jnp.asarray(numbers))))
+    assert np.isclose(values(total), numbers.sum())
+    plain = jax.make_jaxpr(jsa.scalify(fun))(numbers)
+    assert str(plain) == str(jax.make_jaxpr(fun)(numbers))
+    with pytest.warns(jsa.DequantisedWarning, match="bitcast_convert_type"):
+        jsa.scalify(truncated)(scaled(numbers, 4.0, jnp.float16))

@@ -25,6 +25,7 @@ from jax_scalify.interpreter.registry import (
     rules_version,
 )
 from jax_scalify.interpreter.value import Plain, Value
+from jax_scalify.rules.bodies.bits import call_in_place
 from jax_scalify.rules.bodies.form import Form, numbered, pack, unpack
 from jax_scalify.scales.algebra import Atom, Scale
 from jax_scalify.scales.rounds import round_p
@@ -211,7 +212,7 @@ def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list
     """The body, in place: inside `scalify` derivatives have been taken already."""
     if not hasattr(call_jaxpr, "consts"):
         call_jaxpr = _compat.close_jaxpr(call_jaxpr, ())
-    return ctx.scale_jaxpr(call_jaxpr, list(args), wide=ctx.wide)
+    return call_in_place(ctx, call_jaxpr, list(args))
 
 
 @register_body_rule("eval_jaxpr", "composite")
@@ -225,7 +226,7 @@ def body_rule(
 @register_body_rule("call_hi_primitive")
 def call_hi_primitive_rule(ctx: RuleContext, *args: Value, _prim: Any) -> list[Value]:
     """What it expands to, in place: inside `scalify` derivatives have been taken already."""
-    return ctx.scale_jaxpr(_compat.expanded_jaxpr(_prim), list(args))
+    return call_in_place(ctx, _compat.expanded_jaxpr(_prim), list(args))
 
 
 @register_body_rule(observe_p)
