@@ -93,7 +93,7 @@ def rebalance_scale(x: Any, factor: Any) -> Any:
 
     Example:
         >>> f = jsa.scalify(lambda x: jsa.rebalance_scale(x, 8.0))
-        >>> print(f(jsa.as_scaled_array(jnp.float32(2.0))).scale)
+        >>> print(f(jsa.as_scaled_array(jnp.ones(3))).scale)
         8.0
     """
     if isinstance(x, ScaledArray):

@@ -29,7 +29,7 @@ from jax_scalify.rules.shared.joining import (
 )
 from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import NARROW_EXTENT, Scale
+from jax_scalify.scales.algebra import NARROW_EXTENT, ZERO, Scale
 
 
 def _extremum_rule(sign: int) -> Rule:
@@ -136,12 +136,13 @@ def _chosen_scale(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Sca
     """The scale that a predicate of rank 0 chooses; None where one scale is as good.
 
     `where(norm < 1, g, g / norm)` has gradients of 1e-9 on one side and of 1 on the other. It is
-    as good in a step of wide dtypes that keeps its scales. A zero takes any scale.
+    as good in a step of wide dtypes that keeps its scales. A zero that is chosen has the scale 0.
     """
     numbers = [None if x.constant is None else np.complex128(x.constant) for x in cases]
     scales = [x.scale for x, n in zip(cases, numbers) if n is None or (n != 0 and np.isfinite(n))]
     scales = [s for s in scales if not s.is_zero]
-    if not ctx.table.splits_scalars or len(set(scales)) < 2:
+    has_zero = any(n == 0 for n in numbers) and not all(s.is_static for s in scales)
+    if not ctx.table.splits_scalars or len(set(scales)) + has_zero < 2:
         return None
     if all(s.is_static for s in scales):
         exponents = [s.exponent for s in scales]
@@ -149,7 +150,7 @@ def _chosen_scale(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Sca
             return None
 
     each = [
-        scales[0] if x.scale.is_zero or n == 0 else x.scale
+        ZERO if n == 0 else scales[0] if x.scale.is_zero else x.scale
         for x, n in zip(cases, numbers, strict=True)
     ]
     shape = np.broadcast_shapes(*(s.shape for s in each))

@@ -140,7 +140,7 @@ class TestScales:
 
     @pytest.mark.parametrize("bad", ["text", None, [1.0]])
     def test_what_is_not_an_array(self, bad):
-        for function in (jsa.stop_scaling, jsa.get_data_and_scale, jsa.ops.dynamic_rescale_l2):
+        for function in (jsa.get_data_and_scale, jsa.ops.dynamic_rescale_l2):
             with pytest.raises(TypeError, match="`x` must be an array or a ScaledArray"):
                 function(bad)
 

@@ -131,7 +131,8 @@ def bind_product(
     """Bind an equation whose result is a product of powers, given what `split_product` returns."""
     *data, exponent = parts
     arrays = [x for x in data if np.ndim(x)]
-    if dtypes.has_short_range(ctx.out_dtype) and (len(data) == 1 or len(arrays) > 1):
+    overflows = not scale.is_static or scale.exponent < 0  # where the value does not
+    if dtypes.has_short_range(ctx.out_dtype) and overflows and (len(data) == 1 or len(arrays) > 1):
         data = [lax.convert_element_type(x, dtypes.compute_dtype(x.dtype)) for x in data]
     raw = ctx.bind(*widened(ctx, data), **params)
     if raw.dtype == ctx.out_dtype or ctx.stays_wide:
