@@ -233,7 +233,8 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
             if isinstance(o, ScaledArray):
                 o = in_reach(Operand.of(_with_symbolic_scale(eqn, o, inputs, table)))
                 o = o.at_home(home_of(eqn, inputs, o))
-                o = _of_its_own_scale(o, table)
+                if eqn.primitive.name == "sqrt":
+                    o = _of_its_own_scale(o, table)
             o = value_of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
             _check_type(eqn, o, var.aval, inputs)
         values.append(o)
@@ -241,7 +242,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
 
 
 def _of_its_own_scale(x: Operand, table: ScaleTable | None) -> Operand:
-    """Give a number its exponent as its scale, where data has what a limit took of the scale.
+    """Give a norm its exponent as its scale, where data has what a limit took of the scale.
 
     A norm of 2**40 at a limit of 2**16 has data of 2**24. What is divided by it would have a scale
     2**24 too large.
