@@ -17,14 +17,8 @@ from jax_scalify import (
     unit_scaling,
 )
 from jax_scalify.arrays.block_scaled_array import BlockScaledArray
-from jax_scalify.arrays.conversions import (
-    as_scaled_array,
-    asarray,
-    freeze_scales,
-    scaled_array,
-    thaw_scales,
-    to_numbers,
-)
+from jax_scalify.arrays.conversions import as_scaled_array, asarray, scaled_array, to_numbers
+from jax_scalify.arrays.freezing import freeze_scales, thaw_scales
 from jax_scalify.arrays.packing import pack_scales, unpack_scales
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base.block_formats import BlockFormat

@@ -15,6 +15,7 @@ from jax import lax
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
 from jax_scalify.arrays.scaled_array import align_scale
+from tests.helpers import assert_close, values
 
 pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 
@@ -567,3 +568,76 @@ def test_a_complex_dtype_makes_all_leaves_complex():
     for out in (jsa.as_scaled_array(tree, dtype=jnp.complex64), jsa.asarray(tree, jnp.complex64)):
         assert {x.dtype for x in jsa.tree.leaves(out)} == {np.dtype(np.complex64)}
     assert jsa.scaled_array([1.0, 2.0], 2.0, jnp.complex64).dtype == jnp.complex64
+
+
+def _scanned_loss(params, x):
+    def layer(h, w):
+        return jnp.tanh(h @ w["kernel"] + w["bias"]), None
+
+    h, _ = lax.scan(layer, x, params["layers"])
+    return jnp.mean((h @ params["out"]).astype(jnp.float32) ** 2)
+
+
+def _scanned_params(dtype):
+    numbers = np.random.default_rng(0)
+    kernel, out = numbers.normal(size=(3, 8, 8)) / 3, numbers.normal(size=(8, 2))
+    layers = {"kernel": jnp.asarray(kernel, dtype), "bias": jnp.zeros((3, 8), dtype)}
+    return {"layers": layers, "out": jnp.asarray(out, dtype)}
+
+
+OPTIMIZERS_OF_STEPS = {
+    "sgd": optax.sgd(0.1),
+    "adamw": optax.adamw(1e-2),
+    "skipping": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "low_precision": jsa.optim.low_precision(optax.adamw(1e-2)),
+    "by gradient": jsa.optim.low_precision(optax.adamw(1e-2), policy="gradient"),
+}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.filterwarnings("ignore:An average at")
+@pytest.mark.parametrize("apply", [optax.apply_updates, jsa.optim.apply_updates])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", OPTIMIZERS_OF_STEPS)
+def test_a_compiled_step_over_scanned_layers_takes_its_own_result(name, dtype, apply):
+    optimizer = OPTIMIZERS_OF_STEPS[name]
+
+    def step(state, x):
+        params, moments = state
+        loss, grads = jax.value_and_grad(_scanned_loss)(params, x)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (apply(params, updates), moments), loss
+
+    plain = _scanned_params(dtype)
+    params = jsa.as_scaled_array(plain, scale="rms")
+    given = params if name in ("low_precision", "by gradient") else plain
+    state = params, jsa.as_scaled_array(optimizer.init(given))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8)), dtype)
+    jitted = jax.jit(jsa.scalify(step))
+    compiled = jitted.lower(state, x).compile()
+    losses = []
+    for _ in range(4):
+        new, loss = compiled(state, x)
+        jsa.tree.check_same_structure(new, state)
+        state, losses = new, [*losses, float(loss)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_only_what_an_argument_becomes_gets_the_shape_of_its_scale(dtype):
+    """Its value stays; gradients, and what has arguments with a scale a row, keep their scales."""
+    params = jsa.as_scaled_array(_scanned_params(dtype), scale="rms")
+    x = jnp.ones((4, 8), dtype)
+
+    def step(params, x):
+        grads = jax.grad(_scanned_loss)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads), grads
+
+    new, grads = jax.jit(jsa.scalify(step))(params, x)
+    assert new["layers"]["kernel"].scale.shape == () == new["layers"]["bias"].scale.shape
+    assert grads["layers"]["kernel"].scale.shape == (3, 1, 1)
+    want, _ = step(jsa.asarray(params, jnp.float32), x.astype(jnp.float32))
+    assert_close(new, values(want), 8 * float(jnp.finfo(dtype).eps))
+    rows = jsa.as_scaled_array(jnp.asarray([[1e-3, 2e-3], [1e3, 2e3]], dtype), "rms", axis=0)
+    ones = jsa.as_scaled_array(jnp.ones((2, 2), dtype))
+    assert jax.jit(jsa.scalify(lambda x, y: x + y))(rows, ones).scale.shape == (2, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -253,12 +252,12 @@ def as_scaled_array(
             paths.append(tree_util.keystr(path))
         return found
 
-    out = _map_leaves(convert, tree)
+    out = map_leaves(convert, tree)
     options.check_matches(paths)
     return out
 
 
-def _map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
+def map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
     """Convert each leaf, given with its path."""
 
     def of_pytree(tree: Any) -> Any:
@@ -298,7 +297,7 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
             return leaf.to_array(wanted)
         return leaf if wanted is None else dtypes.cast(jnp.asarray(leaf), wanted)
 
-    return _map_leaves(convert, tree)
+    return map_leaves(convert, tree)
 
 
 def to_numbers(tree: Any) -> Any:
@@ -338,56 +337,4 @@ def to_numbers(tree: Any) -> Any:
         values = leaf.__array__(wide) if is_array_of_ours(leaf) else np.asarray(leaf).astype(wide)
         return values if values.ndim else values.item()
 
-    return _map_leaves(convert, jax.device_get(_map_leaves(check, tree)))
-
-
-def freeze_scales(tree: Any) -> Any:
-    """Make every scalar scale of concrete state static: a Python float in the tree's structure.
-
-    A step that is traced with static scales has no scale arithmetic left for them. Scales that
-    are not scalar stay dynamic; a step of both gives back dynamic ones, unless it has a
-    `calibration`. A leaf of scale 0 has none to keep: it takes that of its first value, so freeze a
-    state of zeros after its first steps, or the step compiles once more. The arrays of data are
-    those of `tree`, not copies.
-
-    Raises:
-        TypeError: for a scale that is traced or packed for storage.
-        ValueError: for a scale that is no power of two or does not fit its data.
-
-    Example:
-        >>> state = jsa.as_scaled_array({"w": jnp.ones(2)}, scale=4.0)
-        >>> print(jsa.freeze_scales(state)["w"].scale)
-        4.0
-    """
-    check_scaled(tree)
-
-    def freeze(leaf: Any, path: tuple) -> Any:
-        if not is_array_of_ours(leaf) or leaf.is_static or np.ndim(leaf.scale):
-            return leaf
-        if _compat.is_traced(leaf.scale):
-            raise TypeError(
-                f"`tree{tree_util.keystr(path)}.scale` must be concrete: what is traced has no "
-                "value yet. Call `freeze_scales` outside of `jit`, on the state between two steps."
-            )
-        return dataclasses.replace(leaf, scale=float(leaf.scale))
-
-    return _map_leaves(freeze, tree)
-
-
-def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:
-    """Make every static scale dynamic again: an array, a leaf of the tree.
-
-    Example:
-        >>> state = jsa.freeze_scales(jsa.as_scaled_array({"w": jnp.ones(2)}, scale=4.0))
-        >>> jsa.thaw_scales(state)["w"].scale
-        Array(4., dtype=float32)
-    """
-    check_scaled(tree)
-
-    def thaw(leaf: Any, path: tuple) -> Any:
-        if is_array_of_ours(leaf) and leaf.is_static:
-            scale = jnp.array(leaf.scale, scale_dtype or jnp.float32)
-            return dataclasses.replace(leaf, scale=scale)
-        return leaf
-
-    return _map_leaves(thaw, tree)
+    return map_leaves(convert, jax.device_get(map_leaves(check, tree)))

@@ -29,6 +29,7 @@ def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
         _count_sums(eqn, inputs),
         _one_sided_bound(eqn, inputs),
         _constant_among(eqn, inputs),
+        _is_gate(eqn, inputs),
     )
 
 
@@ -188,6 +189,12 @@ def _constant_of_sum(value: Value, axes: Sequence[int]) -> float | None:
     if value.facts.constant is None or not isinstance(terms, int):  # of a symbolic shape
         return None
     return value.facts.constant + math.log2(max(terms, 1))
+
+
+def _is_gate(eqn: Any, inputs: list[Value]) -> bool:
+    """Tell whether an equation moves, casts or shifts a gate: `1 - sigmoid(x)` is one too."""
+    keeps = traits_of(eqn.primitive.name).is_given or eqn.primitive.name in ("add", "sub")
+    return keeps and [v.facts.gate for v in inputs if v.constant is None] == [True]
 
 
 def _log2_of_constant(value: Value) -> float | None:

@@ -12,13 +12,18 @@ The larger scale would give `0.0098 * 2**6`, which the next update finds. At hom
 
 A leaf of scale 0, as moments have before the first step, has no home yet. It takes that of what is
 added to it: see `rules/shared/holding.py`.
+
+In float16 a sum has the larger scale, since its data has no such room. But where the leaf has one
+scale, the sum has one too: a scan over layers gives the update of stacked weights a scale for each
+layer, and a step whose result has other shapes than its argument would be compiled twice.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from jax_scalify.interpreter.operand import Operand, can_defer
+from jax_scalify.base import dtypes
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 from jax_scalify.scales.algebra import Scale
@@ -27,8 +32,8 @@ _IN_PLACE = ("same", "cast", "negated", "rescaled")
 
 
 def leaf_home(data: Any, scale: Scale) -> Scale | None:
-    """The home of an argument: its dynamic scale, where data has the range of float32."""
-    return scale if can_defer(data.dtype) and not scale.is_static else None
+    """The home of an argument: its dynamic scale, if its data has 16 bits or more."""
+    return None if scale.is_static or dtypes.is_narrow_float(data.dtype) else scale
 
 
 def home_of(eqn: Any, inputs: list[Value], out: Operand) -> Scale | None:
@@ -36,7 +41,7 @@ def home_of(eqn: Any, inputs: list[Value], out: Operand) -> Scale | None:
 
     A rule gives that of a sum.
     """
-    if not can_defer(out.dtype):
+    if dtypes.is_narrow_float(out.dtype):
         return None
     traits = traits_of(eqn.primitive.name)
     if traits.degree == "sum":

@@ -46,6 +46,7 @@ class Facts:
             the first half of `clip`; else None.
         constant: `log2` of the largest constant that was put among them, whose data may be nearly
             as large as the dtype's; else None.
+        gate: a bounded function of what they multiply: see `interpreter/gates.py`.
     """
 
     nonneg: bool = False
@@ -54,6 +55,7 @@ class Facts:
     sums: int = 0
     bound: float | None = None
     constant: float | None = None
+    gate: bool = False
 
     def join(self, other: Facts) -> Facts:
         """What is known of a value that may be either of two."""
@@ -64,6 +66,7 @@ class Facts:
             self.sums if self.sums == other.sums else 0,
             self.bound if self.bound == other.bound else None,
             largest([self.constant, other.constant]),
+            self.gate and other.gate,
         )
 
 

@@ -1,9 +1,11 @@
 """Activation functions and gated linear units.
 
-The scale of the result is the input's times the RMS of the function of a unit Gaussian, rounded to
-a power of two (Blake et al., "Unit Scaling", 2023, table A.2); that of the gradient is the
-cotangent's times the RMS of the derivative. Both are estimates that move powers of two between
-data and scale, and no value. Without `scalify` each is the function of `jax.nn`.
+What is `x` for large `x` keeps the input's scale, and that of the cotangent, so that outliers stay
+in range (Balanca et al., "Scalify", 2024, section 3.2.1). Of others the scale of the result is the
+input's times the RMS of the function of a unit Gaussian, rounded to a power of two (Blake et al.,
+"Unit Scaling", 2023, table A.2); that of the gradient is the cotangent's times the RMS of the
+derivative. These are estimates that move powers of two between data and scale, and no value.
+Without `scalify` each is the function of `jax.nn`.
 """
 
 from __future__ import annotations
@@ -39,20 +41,20 @@ def leaky_relu(x: jax.Array, negative_slope: float = 1e-2) -> jax.Array:
     return jax.nn.leaky_relu(x, negative_slope)
 
 
-@elementwise(of_input(-1), fixed(-1))
+@elementwise(of_input(0), fixed(0))
 def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
     """`x * Phi(x)`, or its approximation by tanh, as `jax.nn.gelu`.
 
-    Scales: half of that of `x` (RMS 0.65), and half of the cotangent's (0.68).
+    Scales: that of `x` (RMS 0.65), and the cotangent's (0.68), so that outliers stay in range.
     """
     return jax.nn.gelu(x, approximate)
 
 
-@elementwise(of_input(-1), fixed(-1))
+@elementwise(of_input(0), fixed(0))
 def silu(x: jax.Array) -> jax.Array:
     """`x * sigmoid(x)`, as `jax.nn.silu`.
 
-    Scales: half of that of `x` (RMS 0.60), and half of the cotangent's (0.62).
+    Scales: that of `x` (RMS 0.60), and the cotangent's (0.62), so that outliers stay in range.
     """
     return jax.nn.silu(x)
 
@@ -96,11 +98,11 @@ def tanh(x: jax.Array) -> jax.Array:
     return jnp.tanh(x)
 
 
-@elementwise(lambda s: join(ONE, s), fixed(-1))
+@elementwise(lambda s: join(ONE, s), fixed(0))
 def softplus(x: jax.Array) -> jax.Array:
     """`log(1 + exp(x))`, as `jax.nn.softplus`.
 
-    Scales: `max(1, scale of x)` (RMS 0.96), as it is `log(2)` at 0; half of the cotangent's (0.54).
+    Scales: `max(1, scale of x)` (RMS 0.96), as it is `log(2)` at 0; the cotangent's (0.54).
     """
     return jax.nn.softplus(x)
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.arrays.conversions import thaw_scales
+from jax_scalify.arrays.freezing import thaw_scales
 from jax_scalify.arrays.nnx_objects import PureCall
 from jax_scalify.arrays.scaled_array import check_scaled, is_scaled
 from jax_scalify.config import ScalifyConfig

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_scalify.arrays.freezing import octaves_too_high
 from jax_scalify.base import dtypes
 from jax_scalify.base.pow2 import MAX_EXPONENT
 from jax_scalify.numerics import device_statistics
@@ -29,7 +30,6 @@ _DIGITS = 4  # octaves by which the RMS is above the smallest normal number, for
 _STEPS = 256  # of loops that are told apart; of more, neighbours are taken together
 _TOGETHER = 2**20  # elements of several values that are looked at together
 _STACKED = 32  # values that are: of more, XLA makes one kernel that takes the longer to compile
-_ROOM = {8: 3, 16: 10}  # octaves that state may grow by when its scale is frozen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,11 +115,8 @@ def at_frozen_scale(m: Measured) -> Measured:
     range it would saturate, and be divided by.
     """
     exponent = excess_of_state(m.log2_rms, m.log2_max, m.dtype)
-    dtype = jnp.dtype(m.dtype)
-    if dtypes.has_short_range(dtype) and math.isfinite(m.log2_max):
-        finfo = jnp.finfo(dtype)
-        highest = math.log2(float(finfo.max)) - _ROOM[finfo.bits]
-        exponent = max(exponent, math.ceil(m.log2_max - highest))
+    if above := octaves_too_high(m.log2_max, jnp.dtype(m.dtype)):
+        exponent = max(exponent, above)
     if m.scale is None or not exponent:
         return m
     exponent = max(-MAX_EXPONENT, min(MAX_EXPONENT, m.scale + exponent)) - m.scale

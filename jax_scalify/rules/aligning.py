@@ -36,7 +36,7 @@ from jax_scalify.rules.shared.along_axes import (
     varying_axes,
     windowed_axes,
 )
-from jax_scalify.rules.shared.holding import brought_home, held_scale, keeper_of
+from jax_scalify.rules.shared.holding import brought_home, held_scale, keeper_of, of_leaf_shape
 from jax_scalify.rules.shared.joining import (
     align,
     bring_together,
@@ -67,6 +67,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             data = widened(ctx, brought_home((lhs, rhs), keeper, scale))
             return rounded(ctx, operation(*data), scale).at_home(scale)
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
+        scale = of_leaf_shape(scale, lhs, rhs)
         data, exponent = bring_together((lhs, rhs), scale)
         return rounded(ctx, operation(*widened(ctx, same_dtype(*data))), scale, exponent)
 

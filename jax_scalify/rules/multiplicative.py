@@ -41,9 +41,15 @@ def _unit(x: Operand) -> int:
     lax.mul_p, elements="new", elementwise=True, nonnegative="keeps", degree="product"
 )
 def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
-    """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing."""
+    """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing.
+
+    Of a gate, as in `x * sigmoid(x)`, the scale is twice that: the result keeps that of `x`.
+    """
     lhs, rhs = factors_in_range(ctx, lhs, rhs)
     scale = lhs.scale * rhs.scale
+    if lhs.facts.gate != rhs.facts.gate and lhs.number is None and rhs.number is None:
+        *data, exponent = split_product(lhs, rhs)
+        return bind_product(ctx, (*data, exponent - 1), scale * Scale(1), params)
     for x, other in ((rhs, lhs), (lhs, rhs)):
         if x.constant is None or ctx.out_dtype != other.dtype:
             continue

@@ -163,6 +163,14 @@ class Scale:
             return 0
         return abs(self.exponent) + sum(a.limit * abs(power) for a, power in self.factors)
 
+    @functools.cached_property
+    def most(self) -> float:
+        """The exponent is no larger; inf if no such number is known. Known of `min(1, s)`."""
+        least = [dict(a.members).get(()) if power == -1 else None for a, power in self.factors]
+        if None in least:
+            return math.inf
+        return self.exponent - sum(e for e in least if e is not None)
+
     @property
     def may_leave_range(self) -> bool:
         """Whether the exponent may be beyond that of a scale: a product, power or multiple."""
@@ -352,8 +360,9 @@ def _order(factor: tuple[Any, int]) -> int:
 def join(*scales: Scale, narrow: bool | None = None) -> Scale:
     """Return the maximum: the power of two that `sqrt(a**2 + b**2)` rounds down to.
 
-    Monomials that differ by a static factor are compared while tracing, and the maximum of the
-    same set is the same atom, so that it is computed once. If it is known that the data is not
+    Monomials that differ by a static factor are compared while tracing, as are those with a static
+    bound: `max(1, min(1, s))` is 1. The maximum of the same set is the same atom, so that it is
+    computed once. If it is known that the data is not
     narrow, an exponent that is computed at run time is at most `LARGEST_EXTENT`: float32 data takes
     what is more.
     """
@@ -361,7 +370,9 @@ def join(*scales: Scale, narrow: bool | None = None) -> Scale:
     for scale in scales:
         if not scale.is_zero:
             largest[scale.factors] = max(scale.exponent, largest.get(scale.factors, -math.inf))
+    static = largest.get((), -math.inf)
     terms = [Scale(exponent, factors) for factors, exponent in largest.items()]
+    terms = [t for t in terms if t.is_static or t.most > static]
     if not terms:
         return ZERO
     if len(terms) == 1:

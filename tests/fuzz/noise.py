@@ -50,8 +50,8 @@ _JOINS = frozenset(
 )
 _SUMS = frozenset("add add_any cumsum reduce_sum scatter_add scatter_sub sub".split())
 _UNSCALED = frozenset(
-    "Frexp acos acosh asin asinh atan atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
-    "cos cosh cumlogsumexp cumprod digamma erf erf_inv erfc exp exp2 expm1 floor igamma "
+    "Frexp Ldexp acos acosh asin asinh atan atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt "
+    "ceil cos cosh cumlogsumexp cumprod digamma erf erf_inv erfc exp exp2 expm1 floor igamma "
     "igamma_grad_a igammac lgamma log log1p logistic lu nextafter polygamma pow random_gamma_grad "
     "reduce reduce_prod regularized_incomplete_beta rem round scatter_mul sin sinh tan tanh "
     "zeta".split()

@@ -169,7 +169,7 @@ def test_a_correction_is_applied_before_a_result_is_rounded(primitive, scales, u
     fun, in_float64 = BEFORE_ROUNDING[primitive]
     size, exponent = (2.0**-9, -12) if up else (2.0**15, 30)  # of products beyond float16
     values = np.float16([[1, -0.5, 0.733, 1.1], [1, 0.5, -0.25, 1]]) * np.float16(size)
-    x, y = jsa.freeze_scales(tuple(map(scaled, values, scales)))
+    x, y = map(jsa.ScaledArray, jnp.asarray(values), scales)
     names = names_of(fun, *values)
     name = [name for name in names if name.partition("#")[0] == primitive][-1]
     c = corrected_by(dict.fromkeys(names, 0) | {name: exponent})

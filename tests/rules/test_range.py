@@ -107,3 +107,18 @@ def test_every_exported_primitive_has_a_rule():
     for module in (primitives, lax, lax.linalg):
         for name, p in vars(module).items():
             assert not isinstance(p, Primitive) or find_rule(p), name
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("exponent", [0, 6, 12, 18])
+def test_the_gradient_of_an_angle_of_what_is_almost_zero(exponent, static):
+    """`softplus(-6682)` is 0, beside 4011: its gradient is 0, and not nan."""
+
+    def loss(x):
+        w = lax.cond(True, lambda x: x - 1, lambda x: 2 * x, x)
+        return jnp.sum(jnp.arctan2(jax.nn.softplus(w), 1))
+
+    data = jnp.asarray(np.array([-6682, 4011]) / 2.0**exponent, jnp.float16)
+    scale = 2.0**exponent if static else jnp.float32(2.0**exponent)
+    found = jsa.scalify(jax.grad(loss))(jsa.ScaledArray(data, scale))
+    np.testing.assert_allclose(np.asarray(found), [0, 6.2e-8], atol=1e-8)

@@ -11,6 +11,7 @@ from jax_scalify.base import pow2
 from jax_scalify.interpreter.multiplying import moved
 from jax_scalify.interpreter.operand import Operand, can_defer
 from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.rules.shared.along_axes import largest
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
@@ -44,6 +45,14 @@ def _may_keep(x: Operand, aval: Any) -> bool:
     return not share.is_static or _SMALLEST_SHARE <= share.exponent <= -_SMALLEST_SHARE
 
 
+def of_leaf_shape(scale: Scale, *terms: Operand) -> Scale:
+    """The scale of a sum: one for all elements, where each leaf among the terms has one."""
+    leaves = [x for x in terms if x.home is not None and x.home == x.scale]
+    if scale.ndim and leaves and not any(x.scale.ndim for x in leaves):
+        return largest(scale)
+    return scale
+
+
 def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
     """The scale of a sum: the keeper's home or, where that is 0, what the leaf will grow to be.
 
@@ -54,6 +63,8 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
     if added is not None and _holds(added, home):  # x + c * (y - x) is nearly y in the end
         return added
     grown = other.scale * _growth(keeper, other, is_sum)
+    if not home.ndim:
+        grown = largest(grown)
     limit = 2 * LARGEST_HOME if other.facts.nonneg else LARGEST_HOME
     table = home.factors[0][0].table
     if home.is_nonzero or grown.is_zero or (not table.narrow and _vanishes_with(grown, home)):

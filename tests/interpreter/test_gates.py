@@ -1,0 +1,89 @@
+"""Gates: an activation `x * gate(x)` keeps the scales of `x` and of the cotangent."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_scalify as jsa
+from jax_scalify.interpreter.gates import gates
+from tests.helpers import assert_close, values
+
+GATED = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "exact gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "swish with a number": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "by hand": lambda x: 0.5 * x * (1 + jnp.tanh(0.79788456 * (x + 0.044715 * x**3))),
+    "by erf": lambda x: x * 0.5 * (1 + jax.lax.erf(x * 0.70710678)),
+    "jsa.nn.silu": jsa.nn.silu,
+    "jsa.nn.gelu": jsa.nn.gelu,
+}
+OTHER = {
+    "a gate of another array": lambda x: jnp.tanh(x[:2]) * jax.nn.sigmoid(x[2:]),
+    "a gate of a sum": lambda x: jax.nn.sigmoid(x + x[::-1]) * x[0],
+    "no factor": lambda x: 2 * jax.nn.sigmoid(x),
+    "not bounded": lambda x: x * (x + 1),
+    "both signs": lambda x: x * jnp.tanh(x),
+}
+
+
+def _both_passes(fun, x, cotangent):
+    y, pull = jax.vjp(fun, x)
+    return y, pull(cotangent)[0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", GATED)
+def test_an_activation_keeps_the_scale(name, frozen, dtype):
+    numbers = np.random.default_rng(0)
+    # The cube of gelu has a scale of its own where `x` has a large one.
+    for exponent in (0, -3, -20):
+        x, cotangent = (
+            jsa.ScaledArray(jnp.asarray(numbers.normal(size=(8, 16)), dtype), 2.0**e)
+            for e in (exponent, exponent + 2)
+        )
+        given = (x, cotangent) if frozen else jsa.thaw_scales((x, cotangent))
+        both = functools.partial(_both_passes, GATED[name])
+        found = jax.jit(jsa.scalify(both))(*given)
+        assert float(found[0].scale) == x.scale
+        assert float(found[1].scale) == cotangent.scale
+        want = both(*(jnp.asarray(v, jnp.float32) for v in values((x, cotangent))))
+        assert_close(found, values(want), 8 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_an_outlier_stays_in_range(name):
+    x = jnp.asarray([40000.0, -40000.0, 0.5, 60000.0], jnp.float16)
+    both = jsa.scalify(functools.partial(_both_passes, GATED[name]))
+    y, gradient = both(*(jsa.as_scaled_array(v, scale=1.0) for v in (x, x)))
+    small = float(GATED[name](jnp.float32(0.5)))
+    np.testing.assert_allclose(np.asarray(y), [40000, 0, small, 60000], rtol=2e-3)
+    plain = _both_passes(GATED[name], x, x)[1]
+    known = np.isfinite(plain) | (np.asarray(x) > 0)  # the cube in gelu is inf in plain float16
+    want = np.where(x == 0.5, np.asarray(gradient), np.maximum(x, 0))
+    np.testing.assert_allclose(np.asarray(gradient)[known], want[known], rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_is_no_gate(name):
+    assert not gates(jax.make_jaxpr(OTHER[name])(jnp.ones((4, 2))).jaxpr)
+
+
+def test_the_gates_of_an_lstm_halve():
+    """A gradient that has come through 32 of them is smaller, and so is its scale."""
+
+    def chain(cell, inputs):
+        for x in inputs:
+            cell = cell * jax.nn.sigmoid(x)
+        return cell
+
+    cell, inputs = jnp.ones((4,)), jnp.zeros((32, 4))
+    given = jsa.as_scaled_array((cell, inputs), scale=1.0)
+    gradient = jsa.scalify(jax.grad(lambda *args: chain(*args).sum()))(*given)
+    np.testing.assert_array_equal(np.asarray(gradient), np.full(4, 2.0**-32, np.float32))
+    assert abs(math.log2(float(gradient.scale)) + 32) <= 2
