@@ -18,11 +18,12 @@ from jax_scalify.arrays.scaled_array import (
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import is_var, live_equations, makers, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
-from jax_scalify.interpreter import chains, gates, observing
+from jax_scalify.interpreter import chains, observing
 from jax_scalify.interpreter.constants import captured, promote
 from jax_scalify.interpreter.corrections import Corrections, Pending
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
+from jax_scalify.interpreter.gates import Gates
 from jax_scalify.interpreter.homes import home_of
 from jax_scalify.interpreter.multiplying import in_reach
 from jax_scalify.interpreter.operand import Operand, with_scale
@@ -68,7 +69,7 @@ def evaluate(
     equations = live_equations(jaxpr)
     uses = chains.count_uses(jaxpr, equations)
     wide = wide_variables(jaxpr, equations, leaving)
-    self_gates = gates.gates(jaxpr)
+    gates = Gates.of(jaxpr)
     made_by = makers(jaxpr) if observing.is_observing() else {}
     for eqn in equations:
         with _compat.equation_context(eqn):
@@ -87,9 +88,7 @@ def evaluate(
                 chains.cut(value) if uses[var] > 1 else value
                 for var, value in zip(eqn.outvars, outputs, strict=True)
             ]
-            if self_gates:
-                pairs = zip(eqn.outvars, outputs, strict=True)
-                outputs = [gates.as_gate(x) if v in self_gates else x for v, x in pairs]
+            outputs = list(map(gates.marked, eqn.outvars, outputs))
             if made_by:
                 outputs = observing.observed(eqn, operands, outputs, table, made_by, names)
         env.update(zip(eqn.outvars, outputs, strict=True))

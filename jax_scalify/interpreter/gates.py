@@ -5,41 +5,122 @@ steps of an LSTM is half as large after each. An activation is another matter. W
 `silu(x)` and `gelu(x)` are `x`, and their derivatives are 1: at half of the scale of `x` the data
 of an outlier would leave the range of float16. A product with such a gate keeps the scale of the
 other factor, in both passes (Balanca et al., "Scalify", 2024, section 3.2.1).
+
+The derivative is `gate(x) + x * gate'(x)`, where the second term is the smaller one, since a gate
+does not change where `x` is large. Its scale does not tell: that of gelu has `x**3`. So the first
+term *leads*: the cotangent of `x` keeps its scale.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
-from jax_scalify.base.jaxprs import applied, is_var, makers
+from jax_scalify.base.jaxprs import all_equations, applied, is_var, makers
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 
 # Functions with results from 0 to twice their scale; and those that have them if 1 is added.
 _BOUNDED, _FROM_MINUS_ONE = ("logistic", "erfc"), ("tanh", "erf")
-_MULTIPLES = ("mul", "div", "neg", "convert_element_type")
-_MAX_LENGTH = 32  # equations of an activation
+_TELLING = {*_BOUNDED, *_FROM_MINUS_ONE, "exp"}
+_MULTIPLES = ("mul", "div", "neg", "convert_element_type", "copy")
+_OF_BITS = ("bitcast_convert_type", "polynomial")  # in the derivative of `erf` in float32
+_MAX_LENGTH = 64  # equations of an activation and its derivative
 
 
-def gates(jaxpr: Any) -> set[Any]:
-    """Return the variables of a jaxpr that are bounded by twice their scale, and gate a factor."""
-    made, found = makers(jaxpr), set()
+@dataclasses.dataclass(frozen=True)
+class Gates:
+    """The variables of a jaxpr that belong to gated activations.
+
+    Attributes:
+        gates: factors that are bounded by twice their scale, and functions of what they multiply.
+        leading: terms of a sum whose scale the sum has, whatever that of the other term is.
+    """
+
+    gates: frozenset
+    leading: frozenset
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> Gates:
+        """Find the gates of a jaxpr, those in the jaxprs of its equations excepted."""
+        made = makers(jaxpr)
+        sources = _sources(jaxpr, made)
+        return cls(frozenset(sources), frozenset(_leading(jaxpr, made, sources)))
+
+    def marked(self, var: Any, x: Value) -> Value:
+        """The value of a variable, with what is known of it."""
+        if not isinstance(x, Operand) or var not in self.gates and var not in self.leading:
+            return x
+        known = dict(gate=var in self.gates, leads=var in self.leading)
+        return Operand.of(x, dataclasses.replace(x.facts, **known))
+
+
+def _sources(jaxpr: Any, made: dict[Any, Any]) -> dict[Any, Any]:
+    """The gates of a jaxpr, each with the variable that it is a function of."""
+    found = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "mul" or not all(map(is_var, eqn.invars)):
             continue
         for factor, gate in (eqn.invars, eqn.invars[::-1]):
-            if _is_bounded(gate, made) and _is_function_of(gate, _multiplied(factor, made), made):
-                found.add(gate)
+            source = _multiplied(factor, made)
+            if gate is not source and _is_bounded(gate, made):
+                if _passed(gate, {source}, made) is not None:
+                    found[gate] = source
     return found
 
 
-def as_gate(x: Value) -> Value:
-    """The same value, known as a gate."""
-    if not isinstance(x, Operand):
-        return x
-    return Operand.of(x, dataclasses.replace(x.facts, gate=True))
+def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> list[Any]:
+    """The terms `cotangent * gate` of cotangents, and sums that they are in already."""
+    if not sources:
+        return []
+    count = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v))
+    count.update(v for v in jaxpr.outvars if is_var(v))
+    led: dict[Any, tuple[Any, Any]] = {}  # the gate's source and the cotangent, by variable
+    leading = []
+    for eqn in jaxpr.eqns:
+        for x, gate in (eqn.invars, eqn.invars[::-1]) if eqn.primitive.name == "mul" else ():
+            if is_var(x) and is_var(gate) and gate in sources:
+                led[eqn.outvars[0]] = sources[gate], _multiplied(x, made)
+        if eqn.primitive.name != "add_any":
+            continue
+        for x, other in (eqn.invars, eqn.invars[::-1]):
+            start = x if x in led else _multiplied(x, made)
+            if count[x] > 1 or start not in led:
+                continue
+            source, cotangent = led[start]
+            passed = _passed(other, {source, cotangent}, made)
+            if source is not cotangent and passed and _tells(passed, made):
+                leading.append(x)
+                led[eqn.outvars[0]] = source, cotangent
+                break
+    return leading
+
+
+def _passed(var: Any, sources: set[Any], made: dict[Any, Any]) -> set[Any] | None:
+    """What a variable is computed of, if from all of some variables alone, by element."""
+    to_do, seen = [var], set()
+    while to_do:
+        var = to_do.pop()
+        if var in seen:
+            continue
+        seen.add(var)
+        eqn = made.get(var)
+        if var in sources:
+            continue
+        if eqn is None or len(seen) > _MAX_LENGTH or not _is_elementwise(eqn):
+            return None
+        to_do += _variables(eqn)
+    return seen if sources <= seen else None
+
+
+def _tells(variables: set[Any], made: dict[Any, Any]) -> bool:
+    """Tell whether a function that ends, as a gate does, is among those that made variables."""
+    equations = [made[v] for v in variables if v in made]
+    bodies = [getattr(body, "jaxpr", body) for body in map(applied, equations) if body is not None]
+    inside = [inner for body in bodies for inner in all_equations(body)]
+    return any(eqn.primitive.name in _TELLING for eqn in [*equations, *inside])
 
 
 def _is_bounded(var: Any, made: dict[Any, Any]) -> bool:
@@ -69,27 +150,12 @@ def _multiplied(var: Any, made: dict[Any, Any]) -> Any:
     return var
 
 
-def _is_function_of(var: Any, source: Any, made: dict[Any, Any]) -> bool:
-    """Tell whether a variable is computed from another one alone, element by element."""
-    to_do, seen = [var], set()
-    while to_do:
-        var = to_do.pop()
-        if var is source or var in seen:
-            continue
-        seen.add(var)
-        eqn = made.get(var)
-        if eqn is None or len(seen) > _MAX_LENGTH or not _is_elementwise(eqn):
-            return False
-        to_do += _variables(eqn)
-    return source not in seen and bool(seen)
-
-
 def _is_elementwise(eqn: Any) -> bool:
     body = applied(eqn)
     if body is not None:
         return all(map(_is_elementwise, getattr(body, "jaxpr", body).eqns))
-    traits = traits_of(eqn.primitive.name)
-    return traits.elementwise or traits.elements == "cast"
+    name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
+    return traits.elementwise or traits.elements in ("same", "cast") or name in _OF_BITS
 
 
 def _variables(eqn: Any) -> list[Any]:

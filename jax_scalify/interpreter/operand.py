@@ -46,7 +46,8 @@ class Facts:
             the first half of `clip`; else None.
         constant: `log2` of the largest constant that was put among them, whose data may be nearly
             as large as the dtype's; else None.
-        gate: a bounded function of what they multiply: see `interpreter/gates.py`.
+        gate, leads: a bounded function of what they multiply, and the larger term of its
+            derivative: see `interpreter/gates.py`.
     """
 
     nonneg: bool = False
@@ -56,6 +57,7 @@ class Facts:
     bound: float | None = None
     constant: float | None = None
     gate: bool = False
+    leads: bool = False
 
     def join(self, other: Facts) -> Facts:
         """What is known of a value that may be either of two."""
@@ -67,6 +69,7 @@ class Facts:
             self.bound if self.bound == other.bound else None,
             largest([self.constant, other.constant]),
             self.gate and other.gate,
+            self.leads and other.leads,
         )
 
 

@@ -66,8 +66,12 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             scale = held_scale(*terms, is_sum=keeper == 0 or not negate_rhs)
             data = widened(ctx, brought_home((lhs, rhs), keeper, scale))
             return rounded(ctx, operation(*data), scale).at_home(scale)
-        scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
-        scale = of_leaf_shape(scale, lhs, rhs)
+        leading = [x for x in (lhs, rhs) if x.facts.leads]
+        if len(leading) == 1:
+            scale = leading[0].scale
+        else:
+            scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
+            scale = of_leaf_shape(scale, lhs, rhs)
         data, exponent = bring_together((lhs, rhs), scale)
         return rounded(ctx, operation(*widened(ctx, same_dtype(*data))), scale, exponent)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify.interpreter.gates import gates
+from jax_scalify.interpreter.gates import Gates
 from tests.helpers import assert_close, values
 
 GATED = {
@@ -41,8 +41,9 @@ def _both_passes(fun, x, cotangent):
 @pytest.mark.parametrize("name", GATED)
 def test_an_activation_keeps_the_scale(name, frozen, dtype):
     numbers = np.random.default_rng(0)
-    # The cube of gelu has a scale of its own where `x` has a large one.
-    for exponent in (0, -3, -20):
+    # In a silu that is compiled as a whole, the second term of the derivative has the scale of `x`.
+    exponents = (0, -3, -20, 4, 10) if "gelu" in name or "by hand" in name else (0, -3, -20)
+    for exponent in exponents:
         x, cotangent = (
             jsa.ScaledArray(jnp.asarray(numbers.normal(size=(8, 16)), dtype), 2.0**e)
             for e in (exponent, exponent + 2)
@@ -53,7 +54,7 @@ def test_an_activation_keeps_the_scale(name, frozen, dtype):
         assert float(found[0].scale) == x.scale
         assert float(found[1].scale) == cotangent.scale
         want = both(*(jnp.asarray(v, jnp.float32) for v in values((x, cotangent))))
-        assert_close(found, values(want), 8 * float(jnp.finfo(dtype).eps))
+        assert_close(found, values(want), max(1e-5, 8 * float(jnp.finfo(dtype).eps)))
 
 
 @pytest.mark.parametrize("name", GATED)
@@ -71,7 +72,7 @@ def test_an_outlier_stays_in_range(name):
 
 @pytest.mark.parametrize("name", OTHER)
 def test_what_is_no_gate(name):
-    assert not gates(jax.make_jaxpr(OTHER[name])(jnp.ones((4, 2))).jaxpr)
+    assert not Gates.of(jax.make_jaxpr(OTHER[name])(jnp.ones((4, 2))).jaxpr).gates
 
 
 def test_the_gates_of_an_lstm_halve():
