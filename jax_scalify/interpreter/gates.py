@@ -17,16 +17,15 @@ import collections
 import dataclasses
 from typing import Any
 
-from jax_scalify.base.jaxprs import all_equations, applied, is_var, makers
+from jax_scalify.base.jaxprs import applied, is_var, makers
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 
 # Functions with results from 0 to twice their scale; and those that have them if 1 is added.
 _BOUNDED, _FROM_MINUS_ONE = ("logistic", "erfc"), ("tanh", "erf")
-_TELLING = {*_BOUNDED, *_FROM_MINUS_ONE, "exp"}
 _MULTIPLES = ("mul", "div", "neg", "convert_element_type", "copy")
-_OF_BITS = ("bitcast_convert_type", "polynomial")  # in the derivative of `erf` in float32
+_LARGEST = 8  # number of an activation: its other term is a fraction of the first one
 _MAX_LENGTH = 64  # equations of an activation and its derivative
 
 
@@ -91,7 +90,7 @@ def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> list[
                 continue
             source, cotangent = led[start]
             passed = _passed(other, {source, cotangent}, made)
-            if source is not cotangent and passed and _tells(passed, made):
+            if source is not cotangent and passed and _is_of_gate(passed, made):
                 leading.append(x)
                 led[eqn.outvars[0]] = source, cotangent
                 break
@@ -115,12 +114,41 @@ def _passed(var: Any, sources: set[Any], made: dict[Any, Any]) -> set[Any] | Non
     return seen if sources <= seen else None
 
 
-def _tells(variables: set[Any], made: dict[Any, Any]) -> bool:
-    """Tell whether a function that ends, as a gate does, is among those that made variables."""
+def _is_of_gate(variables: set[Any], made: dict[Any, Any]) -> bool:
+    """Tell whether variables were made by a bounded function, and by no large number.
+
+    The second term of a user's `x * gate(x) + 1e6 * gate(x)` is the larger one.
+    """
     equations = [made[v] for v in variables if v in made]
-    bodies = [getattr(body, "jaxpr", body) for body in map(applied, equations) if body is not None]
-    inside = [inner for body in bodies for inner in all_equations(body)]
-    return any(eqn.primitive.name in _TELLING for eqn in [*equations, *inside])
+    if not all(map(_has_small_numbers, equations)):
+        return False
+    return any(_ends(eqn, made) for eqn in equations)
+
+
+def _ends(eqn: Any, made: dict[Any, Any]) -> bool:
+    """Tell whether an equation is a function that is constant for large arguments."""
+    body = applied(eqn)
+    if body is not None:
+        body = getattr(body, "jaxpr", body)
+        return any(_ends(inner, makers(body)) for inner in body.eqns)
+    if eqn.primitive.name != "exp":
+        return eqn.primitive.name in (*_BOUNDED, *_FROM_MINUS_ONE)
+    negative = made.get(eqn.invars[0])  # exp(-x**2), in the derivative of `erf`
+    if negative is None or negative.primitive.name != "neg":
+        return False
+    square = made.get(negative.invars[0])
+    return square is not None and square.primitive.name in ("square", "integer_pow")
+
+
+def _has_small_numbers(eqn: Any) -> bool:
+    """Tell whether the numbers that an equation multiplies by are known, and small."""
+    if eqn.primitive.name not in ("mul", "div"):
+        return True
+    numbers = [v for v in eqn.invars if not v.aval.shape]
+    known = [abs(float(v.val)) for v in numbers if not is_var(v)]
+    is_divided = eqn.primitive.name == "div" and numbers == [eqn.invars[1]]
+    small = [n > 1 / _LARGEST if is_divided else n < _LARGEST for n in known]
+    return len(known) == len(numbers) and all(small)
 
 
 def _is_bounded(var: Any, made: dict[Any, Any]) -> bool:
@@ -154,8 +182,8 @@ def _is_elementwise(eqn: Any) -> bool:
     body = applied(eqn)
     if body is not None:
         return all(map(_is_elementwise, getattr(body, "jaxpr", body).eqns))
-    name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
-    return traits.elementwise or traits.elements in ("same", "cast") or name in _OF_BITS
+    traits = traits_of(eqn.primitive.name)
+    return traits.elementwise or traits.elements in ("same", "cast")
 
 
 def _variables(eqn: Any) -> list[Any]:
