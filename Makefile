@@ -36,7 +36,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: environments other-checks ci docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradient-errors gradients optimizers soak tracking numerics umup fuzz fuzz-steps fuzz-lowest accelerators scale-out kept clean
+	scale-quality golden golden-accelerators float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradient-errors gradients optimizers soak tracking numerics umup fuzz fuzz-steps fuzz-lowest accelerators scale-out kept clean
 
 demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
 	@echo "A GPT learns English in nine precisions: about three minutes on two free CPU cores. Stopped, it goes on."
@@ -116,6 +116,12 @@ bench-cost: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## compile time, size,
 
 scale-quality: $(VENV)/.installed  ## RMS of every activation and gradient's data, for eight models
 	$(VENV)/bin/python -m benchmarks.accuracy.scale_quality
+
+golden: $(VENV)/.installed  ## what has moved since the golden file: scales, losses and sizes of eight models
+	$(VENV)/bin/python -m benchmarks.golden
+
+golden-accelerators: $(VENV_ACCELERATORS)/.installed
+	$(VENV_ACCELERATORS)/bin/python -m benchmarks.golden --parts accelerators
 
 float16-training: $(VENV)/.installed  ## a GPT, a Llama and a BERT with everything in float16, and with FP8
 	$(VENV)/bin/python -m benchmarks.accuracy.float16_training
