@@ -22,15 +22,15 @@ from jax_scalify.base import dtypes, pow2
 _ROOM = {8: 3, 16: 10}
 
 
-def octaves_too_high(log2_max: float, dtype: Any) -> int:
+def octaves_too_high(log2_max: float, dtype: Any) -> float:
     """By how many octaves the largest element of state is too near the top of its dtype.
 
-    0 if its scale can be frozen as it is.
+    Negative if there is more room than state needs; -inf for dtypes of the range of float32.
     """
     if not dtypes.has_short_range(dtype) or not math.isfinite(log2_max):
-        return 0
+        return -math.inf
     finfo = jnp.finfo(dtype)
-    return max(0, math.ceil(log2_max - math.log2(float(finfo.max)) + _ROOM[finfo.bits]))
+    return math.ceil(log2_max - math.log2(float(finfo.max)) + _ROOM[finfo.bits])
 
 
 def freeze_scales(tree: Any) -> Any:
@@ -78,10 +78,11 @@ def _with_room(leaf: ScaledArray, scale: float) -> ScaledArray:
     if _compat.is_traced(leaf.data):
         return ScaledArray(leaf.data, scale)
     largest = float(_largest(leaf.data))
-    exponent = octaves_too_high(math.log2(largest), leaf.dtype) if largest else 0
-    exponent = min(exponent, pow2.MAX_EXPONENT - pow2.floor_exponent(scale))
-    if exponent <= 0:
+    above = octaves_too_high(math.log2(largest), leaf.dtype) if largest else -math.inf
+    above = min(above, pow2.MAX_EXPONENT - pow2.floor_exponent(scale))
+    if above <= 0:
         return ScaledArray(leaf.data, scale)
+    exponent = int(above)
     return ScaledArray(_moved_down(leaf.data, 2.0**exponent), math.ldexp(scale, exponent))
 
 

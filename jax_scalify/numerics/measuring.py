@@ -115,8 +115,7 @@ def at_frozen_scale(m: Measured) -> Measured:
     range it would saturate, and be divided by.
     """
     exponent = excess_of_state(m.log2_rms, m.log2_max, m.dtype)
-    if above := octaves_too_high(m.log2_max, jnp.dtype(m.dtype)):
-        exponent = max(exponent, above)
+    exponent = int(max(exponent, octaves_too_high(m.log2_max, jnp.dtype(m.dtype))))
     if m.scale is None or not exponent:
         return m
     exponent = max(-MAX_EXPONENT, min(MAX_EXPONENT, m.scale + exponent)) - m.scale

@@ -166,10 +166,13 @@ class Scale:
     @functools.cached_property
     def most(self) -> float:
         """The exponent is no larger; inf if no such number is known. Known of `min(1, s)`."""
-        least = [dict(a.members).get(()) if power == -1 else None for a, power in self.factors]
-        if None in least:
-            return math.inf
-        return self.exponent - sum(e for e in least if e is not None)
+        most = self.exponent
+        for atom, power in self.factors:
+            least = dict(atom.members).get(())
+            if power != -1 or least is None:
+                return math.inf
+            most -= min(least, atom.limit)
+        return most
 
     @property
     def may_leave_range(self) -> bool:
