@@ -26,6 +26,7 @@ from jax_scalify.base.jaxprs import applied, is_var
 # does not: some compilers no longer make one kernel of a softmax.
 _KEEPS = frozenset(
     "mul div square integer_pow sqrt rsqrt cbrt add sub add_any neg abs max min clamp select_n "
+    "convert_element_type "
     "reduce_sum tanh logistic erf erfc broadcast_in_dim reshape squeeze".split()
 )
 _TAKES = _KEEPS | frozenset(

@@ -18,7 +18,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
-from jax_scalify.interpreter.multiplying import moved
+from jax_scalify.interpreter.multiplying import kept_wide, moved
 from jax_scalify.interpreter.operand import Operand, can_defer, defer, split, with_scale
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
@@ -344,5 +344,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
         constant = x.facts.constant
         if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
             whole = algebra.join(whole, Scale(math.floor(constant)) * room(dtype), narrow=True)
+        if ctx.stays_wide and dtype == jnp.float16:
+            return kept_wide(moved(x, x.scale / whole), whole, dtype)
         return ScaledArray(moved(x, x.scale / whole, dtype), whole)
     return ScaledArray(dtypes.cast(x.data, dtype), x.scale)

@@ -438,7 +438,7 @@ LAX = [
     "lax.select_n({b}, {x}, {e})",
     "lax.igamma(1 + jnp.abs({x}), jnp.abs({e}))",
     "lax.igammac(1 + jnp.abs({x}), jnp.abs({e}))",
-    "lax.igamma_grad_a(1 + jnp.abs({x}), jnp.abs({e}))",
+    "lax.igamma_grad_a(1 + jnp.minimum(jnp.abs({x}), 8), jnp.minimum(jnp.abs({e}), 8))",
     "lax.random_gamma_grad(1 + jnp.minimum(jnp.abs({x}), 8), jnp.minimum(jnp.abs({e}), 8))",
     "lax.betainc(1 + jnp.abs({x}), 1 + jnp.abs({e}), 0.5 * jnp.ones_like({x}))",
     "lax.polygamma(jnp.ones_like({x}), 1 + jnp.abs({x}))",

@@ -18,6 +18,10 @@ in units of their input. What is further off is looked at again:
 - Powers of data that lies beside its scale may lie beyond float16 where the value does not: the
   fourth power of `2**8` at `2**-8` is data of `2**32`. Such programs are not compared.
 
+- `jnp.poly` multiplies arrays in which a constant, 1, lies beside the elements of another, again
+  and again. In float16 the constants lie up to 13 octaves above their arrays' scales, and so their
+  products beyond float16. A wrong result of it in float16 is not compared either.
+
 The stored data is what counts: an input is its data times its scale.
 """
 
@@ -153,6 +157,8 @@ def _compare(program: Program, got: list[np.ndarray], avals: tuple[Any, ...]) ->
     if not any(np.any(w) for w in wrong):
         return None
     if any(i.shift for i in program.inputs) and _leaves_float16(program):
+        raise Discarded
+    if "float16" in program.dtypes() and any("jnp.poly(" in s.source for s in program.statements):
         raise Discarded
     plain = [run_plain(program, "float32")]
     if all(np.array_equal(i.value(), i.value().astype(i.dtype)) for i in program.inputs):
