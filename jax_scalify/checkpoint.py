@@ -23,11 +23,6 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
-from jax_scalify.arrays import block_storage
-from jax_scalify.arrays import packing as storage
-from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
-from jax_scalify.arrays.finite import check_finite as refuse_nonfinite
-from jax_scalify.arrays.placement import placed_like, sharding_like
 from jax_scalify.arrays.scaled_array import (
     PACKED,
     ScaledArray,
@@ -36,7 +31,13 @@ from jax_scalify.arrays.scaled_array import (
     is_packed,
     is_scaled,
 )
-from jax_scalify.arrays.stored_names import (
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.statistics import statistic
+from jax_scalify.blocks import storage as block_storage
+from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
+from jax_scalify.storage import packing as storage
+from jax_scalify.storage.finite import check_finite as refuse_nonfinite
+from jax_scalify.storage.names import (
     flatten,
     full_shape,
     is_key,
@@ -47,8 +48,7 @@ from jax_scalify.arrays.stored_names import (
     stored_data,
     stored_shape,
 )
-from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.statistics import statistic
+from jax_scalify.storage.placement import placed_like, sharding_like
 
 __all__ = ["from_storable", "restore", "save", "to_storable"]
 

@@ -17,11 +17,11 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations, evaluate, scan_operands, while_operands
-from jax_scalify.interpreter.recomputing import with_recomputed_activations
 from jax_scalify.interpreter.tracing import trace
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.nn._patches import Patches, patches_of
 from jax_scalify.nn.fp8_dot import DotGeneral
+from jax_scalify.passes.recomputing import with_recomputed_activations
 
 __all__ = [
     "Matmul",

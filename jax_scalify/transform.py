@@ -26,7 +26,6 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.interpreter import observing
-from jax_scalify.interpreter.averages import report_lost_averages
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.corrections import Calibrated, Corrections
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
@@ -34,9 +33,10 @@ from jax_scalify.interpreter.evaluation import evaluate
 from jax_scalify.interpreter.homes import leaf_home
 from jax_scalify.interpreter.multiplying import at_scale, within_range
 from jax_scalify.interpreter.operand import Operand, can_defer
-from jax_scalify.interpreter.pruning import pruned
 from jax_scalify.interpreter.tracing import argument_name, trace
 from jax_scalify.interpreter.value import Plain, Value
+from jax_scalify.passes.averages import report_lost_averages
+from jax_scalify.passes.pruning import pruned
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jax_scalify.arrays import conversions
 from jax_scalify.arrays import scaled_array as array_lib
-from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
-from jax_scalify.arrays.placement import check_blocks_fit, check_shardings
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
+from jax_scalify.storage.placement import check_blocks_fit, check_shardings
 
 __all__ = [
     "all",

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_scalify as jsa
-from tests import blocks as reference
+from tests import block_values as reference
 
 CASES = {}
 

@@ -13,12 +13,6 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
-from jax_scalify.arrays.block_scaled_array import (
-    BlockScaledArray,
-    block_scaled_array,
-    is_array_of_ours,
-    is_block_scaled,
-)
 from jax_scalify.arrays.leaf_rules import Options
 from jax_scalify.arrays.nnx_objects import map_states
 from jax_scalify.arrays.scaled_array import (
@@ -30,9 +24,16 @@ from jax_scalify.arrays.scaled_array import (
     is_scaled,
     rescale_data,
 )
-from jax_scalify.arrays.stored_names import is_key
-from jax_scalify.base import block_rounding, dtypes, pow2
+from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
+from jax_scalify.blocks import rounding
+from jax_scalify.blocks.array import (
+    BlockScaledArray,
+    block_scaled_array,
+    is_array_of_ours,
+    is_block_scaled,
+)
+from jax_scalify.storage.names import is_key
 
 
 def _keepdims_axes(own: tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -166,7 +167,7 @@ def _in_blocks(
         return block_scaled_array(data, format, **types)
     if scale is None:
         axes = _keepdims_axes(axis, data.ndim)
-        exponent = block_rounding.tensor_exponent(data.astype(jnp.float32), axes)
+        exponent = rounding.tensor_exponent(data.astype(jnp.float32), axes)
         exponent = exponent if len(axes) < data.ndim else jnp.squeeze(exponent)
         power = pow2.power(exponent, scale_dtype)
     else:

@@ -12,10 +12,10 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
-from jax_scalify.arrays.block_scaled_array import is_array_of_ours
 from jax_scalify.arrays.conversions import map_leaves
 from jax_scalify.arrays.scaled_array import ScaledArray, check_scaled, is_scaled
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.blocks.array import is_array_of_ours
 
 # By how many octaves state may grow when its scale is frozen, by the bits of its dtype. A second
 # moment is a hundred times as large after a thousand steps as after ten.

@@ -15,7 +15,7 @@ from jax import tree_util
 
 from jax_scalify.arrays.scaled_array import check_scale, check_scale_dtype, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.block_formats import NAMES, BlockFormat, block_format
+from jax_scalify.blocks.formats import NAMES, BlockFormat, block_format
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
 from jax_scalify.arrays.nnx_objects import PureCall, pure_call
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.widening import cast_late, wider_dtype
+from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
+from jax_scalify.passes.widening import cast_late, wider_dtype
 
 _CLOSED_OVER = (
     "jax_scalify: inside a transformed function every value is a plain array. Pass a ScaledArray "

@@ -18,10 +18,10 @@ from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
-from jax_scalify.base.block_formats import BlockFormat
+from jax_scalify.blocks.dot import block_dot_general, block_round
+from jax_scalify.blocks.formats import BlockFormat
+from jax_scalify.blocks.quantising import Quantiser
 from jax_scalify.ops.scaling import cast
-from jax_scalify.primitives.block_dot import block_dot_general, block_round
-from jax_scalify.primitives.quantising import Quantiser
 from jax_scalify.primitives.straight_through import straight_through
 
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
-from jax_scalify.base.block_formats import BlockFormat
+from jax_scalify.blocks.formats import BlockFormat
 from jax_scalify.nn.fp8_dot import DotGeneral
 from jax_scalify.nn.layers import dropout
 from jax_scalify.nn.softmax import softmax

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify.base import dtypes
-from jax_scalify.base.block_formats import BlockFormat
+from jax_scalify.blocks.formats import BlockFormat
 from jax_scalify.nn._patches import patches_of
 from jax_scalify.nn.fp8_dot import DotGeneral
 from jax_scalify.ops.cast import reduce_precision_on_backward, reduce_precision_on_forward

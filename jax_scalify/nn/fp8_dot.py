@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import _compat
-from jax_scalify.arrays.block_scaled_array import is_block_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.block_formats import BlockFormat, as_format
+from jax_scalify.blocks.array import is_block_scaled
+from jax_scalify.blocks.formats import BlockFormat, as_format
 from jax_scalify.nn._products import Form, Matmul, Operand, multiply, sharding_of
 
 

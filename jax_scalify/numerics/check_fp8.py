@@ -13,12 +13,12 @@ from jax.extend.core import JaxprEqn
 
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import nested_equations
+from jax_scalify.blocks.dot import has_kernel
 from jax_scalify.numerics import hlo
 from jax_scalify.numerics.compiling import CompiledProgram, compile_traced, find_target, trace
 from jax_scalify.numerics.fp8_report import Fp8Report, Matmul
 from jax_scalify.numerics.hlo import Sizes
 from jax_scalify.numerics.scopes import clean_name, phase_of, scopes
-from jax_scalify.primitives.block_dot import has_kernel
 
 # What cuBLASLt takes, as XLA rewrites a dot of FP8 operands into a call of it.
 _FORMATS = ("f8e4m3fn", "f8e5m2")

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify.arrays import scaled_array as array_lib
-from jax_scalify.arrays.block_scaled_array import is_array_of_ours
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import check_statistic
+from jax_scalify.blocks.array import is_array_of_ours
 from jax_scalify.config import current_config
 from jax_scalify.primitives.definitions import (
     cast_p,

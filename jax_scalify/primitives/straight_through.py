@@ -3,7 +3,7 @@
 JAX gives a tangent the dtype of its value: a float8 array has float8 tangents, which vanish. Here
 a value that was computed of narrow arrays gets the derivative of a function of wide ones. Where
 nobody differentiates, it is the value and nothing else, and the wide arrays are dead: XLA drops
-them, from loops too, and `scalify` does so before (`interpreter/pruning.py`).
+them, from loops too, and `scalify` does so before (`passes/pruning.py`).
 
 It is a primitive since JAX 0.10 forgets the rule of a `jax.custom_jvp` function inside of a `scan`
 that is differentiated in reverse mode.

@@ -13,13 +13,13 @@ from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
+from jax_scalify.blocks.dot import block_round_p
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.interpreter.multiplying import keep_infinity
 from jax_scalify.interpreter.operand import Facts, Operand, defer, settled, split
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, register_value_rule
 from jax_scalify.interpreter.value import Plain, Value, filled
 from jax_scalify.primitives import definitions as primitives
-from jax_scalify.primitives.block_dot import block_round_p
 from jax_scalify.primitives.straight_through import straight_through_p
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.products import times

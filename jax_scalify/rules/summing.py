@@ -15,17 +15,17 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.blocks.dot import block_dot_p
+from jax_scalify.blocks.quantising import Quantiser
 from jax_scalify.interpreter.multiplying import largest_held, multiply
 from jax_scalify.interpreter.operand import Facts, Operand, split, split_product, with_scale
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import Value, filled
-from jax_scalify.primitives.block_dot import block_dot_p
 from jax_scalify.primitives.narrow_dot import (
     SMALLEST_EXPONENT,
     narrow_dot_general,
     narrow_dot_p,
 )
-from jax_scalify.primitives.quantising import Quantiser
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
 from jax_scalify.rules.shared.products import factors_in_range, for_constants

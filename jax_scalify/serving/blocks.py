@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.arrays import block_storage
-from jax_scalify.arrays.block_scaled_array import BlockScaledArray
+from jax_scalify.blocks import storage as block_storage
+from jax_scalify.blocks.array import BlockScaledArray
 from jax_scalify.serving.names import Place
 
 

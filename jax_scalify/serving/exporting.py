@@ -16,7 +16,6 @@ import numpy as np
 
 from jax_scalify import _compat
 from jax_scalify import tree as tree_lib
-from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
 from jax_scalify.arrays.conversions import as_scaled_array
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
@@ -25,11 +24,12 @@ from jax_scalify.arrays.scaled_array import (
     check_scaled,
     is_scaled,
 )
-from jax_scalify.arrays.stored_names import is_key
 from jax_scalify.base import dtypes
+from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
 from jax_scalify.serving import safetensors
 from jax_scalify.serving.blocks import block_tensors
 from jax_scalify.serving.names import LAYOUTS, Layout, Place, input_scale_name, path_of, place_of
+from jax_scalify.storage.names import is_key
 
 FORMATS = ("float32", "bfloat16", "float16", "fp8", "scaled")
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)

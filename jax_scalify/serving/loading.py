@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.arrays.block_scaled_array import is_array_of_ours
 from jax_scalify.arrays.conversions import asarray
 from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.arrays.stored_names import name_of
 from jax_scalify.base import dtypes
+from jax_scalify.blocks.array import is_array_of_ours
 from jax_scalify.checkpoint import from_storable
 from jax_scalify.serving import safetensors
 from jax_scalify.serving.blocks import block_array
 from jax_scalify.serving.exporting import CARD
 from jax_scalify.serving.names import Place, input_scale_name, path_of
+from jax_scalify.storage.names import name_of
 
 
 def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.tree_util import GetAttrKey
 
-from jax_scalify.arrays.stored_names import name_of
+from jax_scalify.storage.names import name_of
 
 Layout = Literal["jax", "torch"]
 LAYOUTS = ("jax", "torch")

@@ -14,9 +14,9 @@ from jax.extend.core import Primitive
 import jax_scalify as jsa
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.blocks.dot import block_round
+from jax_scalify.blocks.quantising import Quantiser
 from jax_scalify.interpreter.observing import observing
-from jax_scalify.primitives.block_dot import block_round
-from jax_scalify.primitives.quantising import Quantiser
 from jax_scalify.primitives.straight_through import straight_through
 from jax_scalify.scales.program import placeholder_p
 from tests.helpers import assert_close, values

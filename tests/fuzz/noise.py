@@ -303,8 +303,10 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _size(x: Any) -> Any:
-    """The largest ordinary magnitude."""
+    """The largest ordinary magnitude. What was computed beyond float32 has the largest scale."""
     if not _is_inexact(x):
         return np.float64(0)
     size = jnp.abs(jnp.asarray(x))
-    return jnp.max(jnp.where(size < _LARGEST, size, 0))
+    is_computed = (size > 1.01 * _LARGEST) & jnp.isfinite(size)
+    beyond = jnp.where(is_computed, 2.0**126, 0)
+    return jnp.max(jnp.where(size < _LARGEST, size, beyond))

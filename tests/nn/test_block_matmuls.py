@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify.base.block_formats import NAMES
-from tests import blocks as reference
+from jax_scalify.blocks.formats import NAMES
+from tests import block_values as reference
 
 FORMS = [jsa.BlockFormat(name) for name in NAMES]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify.interpreter.pruning import pruned
+from jax_scalify.passes.pruning import pruned
 from jax_scalify.primitives.straight_through import straight_through
 
 X = jnp.float32([0.3, 1.7, -2.6])

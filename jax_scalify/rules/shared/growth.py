@@ -87,4 +87,7 @@ def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale, exponent: 
         data = multiply(total, Scale(exponent) / factor * ratio)
         return Operand(narrowed(data, holds, ctx.out_dtype), holds)
     factor = factor / ratio
+    if ctx.out_dtype == jnp.float16:
+        data = multiply(total, Scale(exponent) / factor)
+        return Operand(narrowed(data, scale * factor, ctx.out_dtype), scale * factor)
     return times(total, Scale(exponent) / factor, scale * factor, ctx.out_dtype)

@@ -82,7 +82,7 @@ def times(raw: Any, factor: Scale, scale: Scale, dtype: Any) -> Operand:
         # Exact in bfloat16; on GPUs a constant behind a matmul is a parameter of its kernel.
         number = np.asarray(factor.value, dtype)
         return Operand(raw if factor.is_one else lax.mul(raw, number), scale)
-    return Operand(narrowed(multiply(raw, factor), scale, dtype), scale)
+    return Operand(multiply(raw, factor, dtype), scale)
 
 
 def rounded(ctx: RuleContext, raw: Any, scale: Scale, exponent: int = 0) -> Operand:

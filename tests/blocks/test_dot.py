@@ -9,10 +9,10 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify._compat import JAX_VERSION
-from jax_scalify.primitives import block_dot
-from jax_scalify.primitives.block_dot import block_dot_p, hadamard_matrix, has_kernel
-from jax_scalify.primitives.quantising import Quantiser
-from tests import blocks as reference
+from jax_scalify.blocks import dot
+from jax_scalify.blocks.dot import block_dot_p, hadamard_matrix, has_kernel
+from jax_scalify.blocks.quantising import Quantiser
+from tests import block_values as reference
 
 
 def params_of(names, dims, hadamard=0, dtype=np.float32, examples=((), ())):
@@ -45,8 +45,8 @@ def test_a_kernel_computes_the_same(request):
     cases = cases if request.config.getoption("--full") else cases[1:4]
 
     def pair(own, lhs, rhs):
-        written = block_dot._written_out(lhs, rhs, dtype=jnp.float32, **own)
-        return written, block_dot._kernel(lhs, rhs, **own)
+        written = dot._written_out(lhs, rhs, dtype=jnp.float32, **own)
+        return written, dot._kernel(lhs, rhs, **own)
 
     operands = [(reference.normal(*lhs), reference.normal(*rhs, seed=1)) for _, lhs, rhs in cases]
     results = jax.jit(lambda x: [pair(c[0], *own) for c, own in zip(cases, x)])(operands)

@@ -12,7 +12,7 @@ from jax import lax
 import jax_scalify as jsa
 from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.interpreter.tracing import trace
-from jax_scalify.interpreter.widening import wider_dtype
+from jax_scalify.passes.widening import wider_dtype
 
 pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
 

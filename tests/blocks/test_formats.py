@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify.base import block_rounding
-from jax_scalify.base.block_formats import NAMES, as_format
-from tests import blocks as reference
+from jax_scalify.blocks import rounding
+from jax_scalify.blocks.formats import NAMES, as_format
+from tests import block_values as reference
 
 
 def forms():
@@ -25,13 +25,13 @@ def rounded(x, form, bits=None):
 
     @jax.jit
     def function(x):
-        split = block_rounding.split_into_blocks(x, (1, form.block_size))
+        split = rounding.split_into_blocks(x, (1, form.block_size))
         own = None if bits is None else bits.reshape(split.shape)
         if form.rounding == "stochastic" and bits is None:
-            own = block_rounding.hashed_bits(split)
-        elements, codes = block_rounding.round_blocks(split, form, own)
-        values = block_rounding.times_scales(elements, codes, form)
-        return elements[:, 0, 0], codes[:, 0, 0], block_rounding.join_blocks(values, x.shape)
+            own = rounding.hashed_bits(split)
+        elements, codes = rounding.round_blocks(split, form, own)
+        values = rounding.times_scales(elements, codes, form)
+        return elements[:, 0, 0], codes[:, 0, 0], rounding.join_blocks(values, x.shape)
 
     elements, codes, values = map(np.asarray, function(jnp.asarray(x, jnp.float32)))
     return elements, codes.view(form.scale_dtype).astype(np.float64), values
@@ -102,7 +102,7 @@ def test_rounding_up_saturates_nothing_and_the_floor_does():
 def test_the_scale_of_all_is_the_smallest_power_of_two_in_range():
     sizes = (0, 1e-30, 0.1, 2688, 2689, 1.5e38)
     x = jnp.float32([[n, -n / 3, np.nan, np.inf] for n in sizes])
-    exponents = jax.jit(lambda x: block_rounding.tensor_exponent(x, (1,)))(x)
+    exponents = jax.jit(lambda x: rounding.tensor_exponent(x, (1,)))(x)
     for largest, exponent in zip(sizes, exponents[:, 0].tolist(), strict=True):
         power = 2.0**exponent
         assert exponent == 0 if largest == 0 else largest <= 2688 * power < 2 * largest * 1.0001

@@ -24,10 +24,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_scalify import _compat
-from jax_scalify.base.block_formats import E5M2
-from jax_scalify.base.block_rounding import times_power
 from jax_scalify.base.eager import compiled
-from jax_scalify.primitives.quantising import Quantised, Quantiser, Rows
+from jax_scalify.blocks.formats import E5M2
+from jax_scalify.blocks.quantising import Quantised, Quantiser, Rows
+from jax_scalify.blocks.rounding import times_power
 
 
 def _quantised_operands(lhs: Any, rhs: Any, params: Any) -> tuple[list[Quantised], Any]:

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jax_scalify as jsa
-from jax_scalify.interpreter import averages
+from jax_scalify.passes import averages
 
 optax = pytest.importorskip("optax")
 

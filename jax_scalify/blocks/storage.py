@@ -13,15 +13,15 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import _compat
-from jax_scalify.arrays.block_scaled_array import (
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.blocks import rounding
+from jax_scalify.blocks.array import (
     BlockScaledArray,
     block_scaled_array,
     is_block_scaled,
 )
-from jax_scalify.arrays.placement import placed_like
-from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.base import block_rounding
-from jax_scalify.base.block_formats import NAMES, BlockFormat
+from jax_scalify.blocks.formats import NAMES, BlockFormat
+from jax_scalify.storage.placement import placed_like
 
 _DATA, _SCALES = "block_data", "block_scales"
 
@@ -111,9 +111,7 @@ def load_like(parts: Mapping[str, Any], like: BlockScaledArray) -> BlockScaledAr
 def _quantised_like(values: jax.Array, like: BlockScaledArray) -> BlockScaledArray:
     own = [a for a, size in enumerate(like.block_shape) if size > 1]
     axis = own[0] - len(like.block_shape) if own else None
-    exponent = (
-        0 if like.format.is_mx else block_rounding.tensor_exponent(values, range(values.ndim))
-    )
+    exponent = 0 if like.format.is_mx else rounding.tensor_exponent(values, range(values.ndim))
     power = 2.0 ** int(np.squeeze(exponent))
     return block_scaled_array(values / power, like.format, axis=axis, scale=power)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jax_scalify.arrays.block_scaled_array import BlockScaledArray
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.blocks.array import BlockScaledArray
 
 _REMEDY = "`jax.device_put(state, jsa.tree.shardings(state, …))` places data and scales."
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.base import block_rounding
-from jax_scalify.base.block_formats import BlockFormat
-from jax_scalify.base.block_rounding import join_blocks, split_into_blocks, times_power
+from jax_scalify.blocks import rounding
+from jax_scalify.blocks.formats import BlockFormat
+from jax_scalify.blocks.rounding import join_blocks, split_into_blocks, times_power
 
 # Data of unit RMS divided by this has block scales in the middle of what E4M3 can hold: a block of
 # NVFP4 may be 80 times as large as is usual, or 300 times as small, and loses nothing.
@@ -63,7 +63,7 @@ class Quantiser:
         exponent: Any = self.exponent
         if exponent is None:
             shared = tuple(a for a in range(x.ndim) if a not in own)
-            exponent = block_rounding.tensor_exponent(x, shared)
+            exponent = rounding.tensor_exponent(x, shared)
         if self.exponent != 0:
             x = times_power(x, -exponent)
         sizes = [1] * x.ndim
@@ -72,8 +72,8 @@ class Quantiser:
         if format.square and free:
             sizes[free[-1]] = format.block_size
         blocks = split_into_blocks(x, sizes)
-        bits = block_rounding.hashed_bits(blocks) if format.rounding == "stochastic" else None
-        elements, codes = block_rounding.round_blocks(blocks, format, bits)
+        bits = rounding.hashed_bits(blocks) if format.rounding == "stochastic" else None
+        elements, codes = rounding.round_blocks(blocks, format, bits)
         return Quantised(format, x.shape, axis, elements, codes, exponent)
 
 
@@ -90,7 +90,7 @@ class Quantised:
 
     def values(self, dtype: Any) -> jax.Array:
         """The numbers that it stands for."""
-        values = block_rounding.times_scales(self.elements, self.codes, self.format)
+        values = rounding.times_scales(self.elements, self.codes, self.format)
         values = join_blocks(values, self.shape)
         if not isinstance(self.exponent, int) or self.exponent:
             values = times_power(values, self.exponent)

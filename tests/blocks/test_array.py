@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify.arrays.block_storage import pack_elements, unpack_elements
-from tests import blocks as reference
+from jax_scalify.blocks.storage import pack_elements, unpack_elements
+from tests import block_values as reference
 
 FORMS = {name: jsa.BlockFormat(name) for name in ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")}
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from jax_scalify.arrays import block_storage
-from jax_scalify.arrays.block_scaled_array import is_array_of_ours, is_block_scaled
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.blocks import storage as block_storage
+from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
 
 
 def name_of(path: tuple) -> str:

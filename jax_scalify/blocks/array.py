@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax, tree_util
 
 from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.base import block_rounding, dtypes
-from jax_scalify.base.block_formats import BlockFormat
+from jax_scalify.base import dtypes
+from jax_scalify.blocks import rounding
+from jax_scalify.blocks.formats import BlockFormat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -199,10 +200,10 @@ def block_scaled_array(
 
 @functools.partial(jax.jit, static_argnames=("format", "sizes"), inline=True)
 def _quantised(data: Any, format: BlockFormat, sizes: tuple[int, ...], bits: Any) -> Any:
-    blocks = block_rounding.split_into_blocks(data.astype(jnp.float32), sizes)
+    blocks = rounding.split_into_blocks(data.astype(jnp.float32), sizes)
     bits = None if bits is None else bits.reshape(blocks.shape)
-    elements, codes = block_rounding.round_blocks(blocks, format, bits)
-    elements = block_rounding.join_blocks(elements, data.shape).astype(format.dtype)
+    elements, codes = rounding.round_blocks(blocks, format, bits)
+    elements = rounding.join_blocks(elements, data.shape).astype(format.dtype)
     scales = lax.bitcast_convert_type(codes.reshape(codes.shape[::2]), format.scale_dtype)
     return elements, scales
 
@@ -211,11 +212,11 @@ def _quantised(data: Any, format: BlockFormat, sizes: tuple[int, ...], bits: Any
 def _values(
     data: Any, scales: Any, format: BlockFormat, sizes: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    elements = block_rounding.split_into_blocks(data.astype(jnp.float32), sizes)
+    elements = rounding.split_into_blocks(data.astype(jnp.float32), sizes)
     codes = lax.bitcast_convert_type(scales, jnp.uint8)
     codes = codes.reshape([n for length in codes.shape for n in (length, 1)])
-    values = block_rounding.times_scales(elements, codes, format)
-    return block_rounding.join_blocks(values, data.shape).astype(dtype)
+    values = rounding.times_scales(elements, codes, format)
+    return rounding.join_blocks(values, data.shape).astype(dtype)
 
 
 def _aux(array: BlockScaledArray) -> tuple:

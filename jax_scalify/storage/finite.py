@@ -10,8 +10,8 @@ import numpy as np
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import is_scaled
-from jax_scalify.arrays.stored_names import name_of
 from jax_scalify.base import dtypes
+from jax_scalify.storage.names import name_of
 
 
 def check_finite(tree: Any, name: str, after: str) -> None:

@@ -1,0 +1,1 @@
+"""Passes over a jaxpr before it is interpreted, or beside that."""

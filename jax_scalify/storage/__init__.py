@@ -1,0 +1,1 @@
+"""How state is stored: names, scales in one byte, placement on devices."""
