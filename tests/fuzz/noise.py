@@ -34,6 +34,7 @@ from jax_scalify import _compat
 _SMALL = 2.0**-14
 _TINY = 2.0**-100
 _LEAST = 2.0**-120
+_FLUSHED = 2.0**-158  # the smallest number of float32, at the scale of a square: 2**-32 or more
 _NARROW = 2.0**-20  # an epsilon that is less is of float32
 _LARGEST = 3.4e38  # what is beyond is a mask
 _TOP = 2.0**13  # float16 at scale 1 has 65504
@@ -56,6 +57,7 @@ _UNSCALED = frozenset(
     "reduce reduce_prod regularized_incomplete_beta rem round scatter_mul sin sinh tan tanh "
     "zeta".split()
 )
+_ROUNDINGS = frozenset("ceil floor round".split())  # of scale 1 at least, all 0 or not
 _INLINED = frozenset(
     "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr".split()
@@ -165,6 +167,8 @@ class _Noise:
         elif name in _MOVES | _JOINS | _SUMS:
             largest = functools.reduce(jnp.maximum, sizes, np.float64(0))
             own = [jnp.maximum(size, largest) for size in own]
+        elif name in _ROUNDINGS:
+            own = [jnp.maximum(size, 1.0) for size in own]
         elif name in ("mul", "dot_general"):
             own = [jnp.maximum(size, sizes[0] * sizes[1]) for size in own]
         is_exact = name in _MOVES or name in _JOINS and self._eps < _NARROW
@@ -243,7 +247,7 @@ class _Noise:
         if not _is_inexact(x):
             return changed
         if not self._is_short:
-            lost = (run % 2 == 1) & (jnp.abs(x) < _TINY * largest)
+            lost = (run % 2 == 1) & (jnp.abs(x) < jnp.maximum(_TINY * largest, _FLUSHED))
             changed = jnp.where((run < 2) & (jnp.abs(x) > _LARGEST), x * jnp.inf, changed)
             # A constant that is not 0 stays so: it is cut off at the smallest number at the scale.
             least = jnp.where(run == 3, jnp.sign(x) * _LEAST * largest, 0)
