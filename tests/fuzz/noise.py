@@ -175,7 +175,7 @@ class _Noise:
         if not is_exact:
             rounded = [self._rounded(x, size, run) for x, size in zip(results, own)]
             # The derivative of a maximum asks which operand it is equal to.
-            exact = (run >= 5) & (name in _JOINS) & (not self._is_short)
+            exact = (run >= (7 if self._is_short else 5)) & (name in _JOINS)
             results = [jnp.where(exact, x, r) for x, r in zip(results, rounded)]
         if name in _UNSCALED:
             results = [self._cut(x, run) for x in results]

@@ -13,11 +13,11 @@ in units of their input. What is further off is looked at again:
   indices of a sort) is so found to be, element by element. Integers and bools may be what noise
   makes of them. Results whose elements are only moved (`catalogue.MOVES`) hold what they held.
 - An element of a loop's result that noise changes by more than itself is not compared.
-- Where plain JAX or noise is not finite, inf is right, and so is the true number; nan is right
-  where one of them is nan. A wrong finite number is not, unless noise always makes it nan or inf.
+- Where plain JAX or noise is not finite, inf is right, so is what float16 saturates at, and so is
+  the true number; nan is right where one of them is nan. A wrong finite number is not, unless noise
+  always makes it nan or inf.
 - Powers of data that lies beside its scale may lie beyond float16 where the value does not: the
   fourth power of `2**8` at `2**-8` is data of `2**32`. Such programs are not compared.
-
 - `jnp.poly` multiplies arrays in which a constant, 1, lies beside the elements of another, again
   and again. In float16 the constants lie up to 13 octaves above their arrays' scales, and so their
   products beyond float16. A wrong result of it in float16 is not compared either.
@@ -223,6 +223,11 @@ def _off(got: np.ndarray, want: np.ndarray, limit: float) -> np.ndarray:
     return ~(same | near)
 
 
+def _is_saturated(x: np.ndarray) -> Any:
+    """Where numbers are the largest one of float16, times a power of two."""
+    return np.abs(np.frexp(np.where(np.isfinite(x), x, 0))[0]) == 65504 / 65536
+
+
 def _excused(got: np.ndarray, want: np.ndarray, others: list[np.ndarray], limit: float) -> Any:
     """Where other ways to compute it are as far off."""
     excused = np.zeros(got.shape, bool)
@@ -233,7 +238,8 @@ def _excused(got: np.ndarray, want: np.ndarray, others: list[np.ndarray], limit:
         reach = [np.where(np.isfinite(o), np.abs(o - want), 0) for o in others]
         spread = _FACTOR * np.max(np.stack(reach), axis=0) + limit
         excused |= np.isfinite(got) & np.isfinite(want) & (np.abs(got - want) <= spread)
-        excused |= np.isinf(got) & np.any(~np.isfinite(np.stack(others)), axis=0)
+        is_infinite = np.isinf(got) | _is_saturated(got)
+        excused |= is_infinite & np.any(~np.isfinite(np.stack(others)), axis=0)
         # The infinity of one way, as of 1 / 0, is the nan of another, as of 0 / 0.
         excused |= np.isnan(got) & np.any(~np.isfinite(np.stack(others)), axis=0)
         # Where the reference is not finite, a number that noise comes to is as good.
