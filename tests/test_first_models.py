@@ -258,8 +258,8 @@ def _told(cell, mode):
 
 
 CELLS = [(a, n, f) for a in ARCHITECTURES for n in NORMS for f in ACTIVATIONS]
-# Its loss rises above that of no model at all, and a gradient by 2**11 from where it began, more
-# than float16 has above its scale; the gradient saturates. Plain float16 comes to 2.754.
+# Its loss rises above that of no model at all, and a gradient by 2**11 from where it began, which
+# float16 does not have above its scale: it is infinite (docs/limits.md). Plain float16 has 2.754.
 GROWS = ("LSTM", "no norm", "squared relu")
 PARAMETERS = [
     pytest.param(c, marks=[pytest.mark.xfail(strict=True)] if c == GROWS else []) for c in CELLS
@@ -277,10 +277,6 @@ def test_a_first_model_trains(cell):
 @pytest.mark.parametrize("cell", PARAMETERS, ids=", ".join)
 def test_a_calibrated_first_model_trains(cell):
     _check(cell, MODES[2:])
-
-
-def test_a_model_whose_gradients_leave_float16_ends_in_numbers():
-    assert np.isfinite(_scalified(GROWS, "dynamic"))
 
 
 def _check(cell, modes):

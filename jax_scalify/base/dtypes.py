@@ -114,16 +114,6 @@ def cast(data: Any, dtype: Any, *, key: Any = None) -> Any:
     return lax.convert_element_type(data, dtype)
 
 
-def cast_within(data: jax.Array, dtype: Any, top: Any = None) -> jax.Array:
-    """Cast float32 to float16; what is beyond float16 and not beyond `top` saturates."""
-    if top is None:
-        return lax.convert_element_type(data, dtype)
-    largest = np.float32(jnp.finfo(dtype).max)
-    inside = lax.le(lax.abs(data), jnp.broadcast_to(top, data.shape))
-    data = lax.select(inside, lax.clamp(-largest, data, largest), data)
-    return lax.convert_element_type(data, dtype)
-
-
 def _saturate(data: jax.Array, dtype: np.dtype) -> jax.Array:
     wide = compute_dtype(data.dtype) if jnp.issubdtype(data.dtype, jnp.floating) else np.float32
     data = lax.convert_element_type(data, wide)

@@ -66,21 +66,20 @@ def kept_wide(data: Any, scale: Scale, dtype: Any) -> Operand:
 
 
 def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
-    """Cast data to a dtype; what float16 holds of `data * scale` is no infinity.
+    """Cast data of float32 to a dtype; what float16 holds of `data * scale` is no infinity.
 
     Data of `2**17` at a scale of `2**-10` is 128, which plain float16 holds: it saturates. At a
     scale of 1 it is an infinity in plain float16 too.
     """
-    if data.dtype == dtype or dtype != jnp.float16:
+    if data.dtype == dtype or dtype != jnp.float16 or scale.is_zero:
         return dtypes.cast(data, dtype)
-    return dtypes.cast_within(data, dtype, largest_held(scale))
-
-
-def largest_held(scale: Scale) -> Any:
-    """The data at which the value leaves float16, if that is beyond float16; else None."""
-    if scale.is_zero or (scale.is_static and scale.exponent >= 0):
-        return None
-    return multiply(jnp.asarray(np.float32(jnp.finfo(jnp.float16).max)), scale**-1)
+    if scale.is_static and scale.exponent >= 0:
+        return dtypes.cast(data, dtype)
+    largest = np.float32(jnp.finfo(dtype).max)
+    top = multiply(jnp.asarray(largest), scale**-1)
+    inside = lax.le(lax.abs(data), jnp.broadcast_to(top, data.shape))
+    data = lax.select(inside, lax.clamp(-largest, data, largest), data)
+    return lax.convert_element_type(data, dtype)
 
 
 def moved(

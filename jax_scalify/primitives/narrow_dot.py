@@ -18,7 +18,6 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_scalify.base import dtypes
 from jax_scalify.base.eager import compiled
 from jax_scalify.base.pins import pin_constant
 
@@ -32,35 +31,27 @@ SMALLEST_EXPONENT = _SMALLEST_BEHIND - 10
 narrow_dot_p = Primitive("narrow_dot_general")
 
 
-def narrow_dot_general(
-    lhs: jax.Array, rhs: jax.Array, exponent: int, top: jax.Array | None = None, **params: Any
-) -> jax.Array:
+def narrow_dot_general(lhs: jax.Array, rhs: jax.Array, exponent: int, **params: Any) -> jax.Array:
     """`dot_general(lhs, rhs) * 2**exponent` in float16, for an exponent from -16 to 0.
 
     Args:
         lhs: array of float16.
         rhs: array of float16.
         exponent: of the factor.
-        top: array of float32 that broadcasts to the result, or None. What is beyond float16 and not
-            beyond `top` saturates, where sums are float32; on GPUs it is infinite, as it is
-            without `top`.
         **params: of `lax.dot_general_p`, without `preferred_element_type`.
     """
-    tops = () if top is None else (top,)
-    return narrow_dot_p.bind(lhs, rhs, *tops, exponent=exponent, **params)
+    return narrow_dot_p.bind(lhs, rhs, exponent=exponent, **params)
 
 
-def _wide(
-    lhs: Any, rhs: Any, *tops: Any, exponent: int, pinned: bool = False, **params: Any
-) -> Any:
+def _wide(lhs: Any, rhs: Any, *, exponent: int, pinned: bool = False, **params: Any) -> Any:
     total = lax.dot_general_p.bind(lhs, rhs, preferred_element_type=np.dtype("float32"), **params)
     if exponent:
         factor = np.float32(math.ldexp(1.0, exponent))
         total = lax.mul(pin_constant(factor) if pinned else factor, total)
-    return dtypes.cast_within(total, jnp.float16, *tops)
+    return lax.convert_element_type(total, jnp.float16)
 
 
-def _narrow(lhs: Any, rhs: Any, *_: Any, exponent: int, **params: Any) -> Any:
+def _narrow(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
     behind = max(exponent, _SMALLEST_BEHIND)
     if exponent < behind:
         factor = np.float16(math.ldexp(1.0, exponent - behind))
@@ -80,20 +71,20 @@ for _platform, _function in (
 
 
 @narrow_dot_p.def_abstract_eval
-def _aval(lhs: Any, rhs: Any, *_: Any, exponent: int, **params: Any) -> Any:
+def _aval(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
     dtype = np.dtype("float16")
     return lax.dot_general_p.abstract_eval(lhs, rhs, preferred_element_type=dtype, **params)[0]
 
 
-@functools.partial(jax.jit, static_argnames="params")
-def _jitted(*args: Any, params: tuple[tuple[str, Any], ...]) -> Any:
-    return narrow_dot_p.bind(*args, **dict(params))
+@functools.partial(jax.jit, static_argnames=("exponent", "params"))
+def _jitted(lhs: Any, rhs: Any, exponent: int, params: tuple[tuple[str, Any], ...]) -> Any:
+    return narrow_dot_p.bind(lhs, rhs, exponent=exponent, **dict(params))
 
 
 @narrow_dot_p.def_impl
 @compiled
-def _impl(*args: Any, **params: Any) -> Any:
-    return _jitted(*args, params=tuple(sorted(params.items())))
+def _impl(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
+    return _jitted(lhs, rhs, exponent, tuple(sorted(params.items())))
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:

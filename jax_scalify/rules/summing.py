@@ -17,7 +17,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.blocks.dot import block_dot_p
 from jax_scalify.blocks.quantising import Quantiser
-from jax_scalify.interpreter.multiplying import largest_held, multiply
+from jax_scalify.interpreter.multiplying import multiply
 from jax_scalify.interpreter.operand import Facts, Operand, split, split_product, with_scale
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import Value, filled
@@ -148,7 +148,7 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
 
 @register_scale_rule(narrow_dot_p, elements="summed", degree="product")
 def narrow_dot_rule(
-    ctx: RuleContext, lhs: Operand, rhs: Operand, *_: Any, exponent: int, **params: Any
+    ctx: RuleContext, lhs: Operand, rhs: Operand, *, exponent: int, **params: Any
 ) -> ScaledArray:
     """The rule of `dot_general`, and the factor: of a `scalify` inside this one."""
     out = _product(ctx, lhs, rhs, params)
@@ -167,8 +167,7 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     narrow &= for_constants(ctx, scale * factor) == scale * factor
     if narrow and SMALLEST_EXPONENT <= by <= 0 and not _compat.is_partial_sum(ctx.out_avals[0]):
         scale = scale * factor * Scale(ctx.pending.take())
-        top = largest_held(scale)
-        return Operand(narrow_dot_general(*data, exponent=int(by), top=top, **params), scale)
+        return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale)
     preferred = _preferred(ctx, kinds)
     total = lax.dot_general_p.bind(*data, preferred_element_type=preferred, **params)
     return finish(ctx, total, scale, factor, exponent)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.interpreter.multiplying import kept_wide, multiply, narrowed
+from jax_scalify.interpreter.multiplying import kept_wide, multiply
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.products import for_constants, times
@@ -84,10 +84,6 @@ def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale, exponent: 
     holds = for_constants(ctx, scale * factor)
     ratio = scale * factor / holds
     if not ratio.is_static:
-        data = multiply(total, Scale(exponent) / factor * ratio)
-        return Operand(narrowed(data, holds, ctx.out_dtype), holds)
+        return Operand(multiply(total, Scale(exponent) / factor * ratio, ctx.out_dtype), holds)
     factor = factor / ratio
-    if ctx.out_dtype == jnp.float16:
-        data = multiply(total, Scale(exponent) / factor)
-        return Operand(narrowed(data, scale * factor, ctx.out_dtype), scale * factor)
     return times(total, Scale(exponent) / factor, scale * factor, ctx.out_dtype)
