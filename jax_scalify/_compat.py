@@ -250,25 +250,6 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def bind_jit(
-    primitive: jex_core.Primitive, closed: Any, args: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
-    """Call a jaxpr as an equation of `jit` did, with other arguments and results."""
-    count = len(closed.jaxpr.outvars)
-    return primitive.bind(
-        *args,
-        **{
-            **params,
-            "jaxpr": closed,
-            "in_shardings": (UNSPECIFIED,) * len(args),
-            "out_shardings": (UNSPECIFIED,) * count,
-            "in_layouts": (None,) * len(args),
-            "out_layouts": (None,) * count,
-            "donated_invars": (False,) * len(args),
-        },
-    )
-
-
 def bind_longer_jit(eqn: jex_core.JaxprEqn, closed: Any, args: Sequence[Any]) -> list[Any]:
     """Call what an equation of `jit` called, with more results; those it had keep shardings."""
     params, consts = eqn.params, list(closed.consts)

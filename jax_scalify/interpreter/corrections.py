@@ -11,7 +11,6 @@ Without a correction nothing is added.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -44,12 +43,6 @@ class Place:
     exponents: tuple[int, ...] = ()
     inside: Mapping[int, Place] = dataclasses.field(default_factory=dict)
 
-    @functools.cached_property
-    def key(self) -> tuple[Any, ...]:
-        """What tells it from another place of the same equation, hashable."""
-        inside = tuple(place.key for place in self.inside.values())
-        return id(self.eqn), self.names, self.exponents, inside
-
 
 @dataclasses.dataclass
 class Pending:
@@ -80,11 +73,6 @@ class Corrections:
 
     places: Mapping[int, Place]
     choose: Chooser | None = None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What an interpretation depends on, hashable."""
-        return self.choose, tuple(place.key for place in self.places.values())
 
     def inside(self, eqn: Any) -> Corrections | None:
         """The corrections of what an equation holds, if there are any."""

@@ -53,7 +53,6 @@ _rules: dict[Primitive | str, Rule] = {}
 _infos: dict[str, RuleInfo] = {}
 _takes_values: set[Rule] = set()
 _gives_values: set[Rule] = set()
-_registrations = 0
 
 
 def register_scale_rule(
@@ -108,8 +107,6 @@ def register_scale_rule(
     )
 
     def register(rule: Rule) -> Rule:
-        global _registrations
-        _registrations += 1
         module = rule.__module__ or ""
         own = module.rpartition(".")[2] if module.startswith("jax_scalify.") else "custom"
         law = (rule.__doc__ or "").strip().partition("\n")[0]
@@ -162,14 +159,6 @@ def gives_values(rule: Rule) -> bool:
 def registered_rules() -> list[RuleInfo]:
     """Return what is registered, sorted by family and name."""
     return sorted(_infos.values())
-
-
-def rules_version() -> int:
-    """Return how often a rule was registered.
-
-    Interpretations are kept with this number: those of an earlier one used other rules.
-    """
-    return _registrations
 
 
 def find_rule(primitive: Primitive) -> Rule | None:

@@ -38,7 +38,6 @@ def wrong_sin(monkeypatch):
         return ScaledArray(data.astype(x.dtype), 1.0)
 
     monkeypatch.setitem(registry._rules, lax.sin_p, rule)
-    monkeypatch.setattr(registry, "_registrations", registry._registrations + 1)
 
 
 @pytest.mark.sampled(32)
@@ -185,7 +184,6 @@ def test_a_scale_that_grows_is_found_and_its_cause(monkeypatch):
         return ScaledArray(data / scale, scale)
 
     monkeypatch.setitem(registry._rules, lax.sub_p, rule)
-    monkeypatch.setattr(registry, "_registrations", registry._registrations + 1)
     training = _training(
         m="0.9 * m + 0.1 * g", w="0.999 * w - 0.01 * u", g="jnp.clip(g, -1.0, 1.0)"
     )

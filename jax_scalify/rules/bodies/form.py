@@ -1,9 +1,8 @@
-"""How values cross into a sub-trace and out of it: the body of a loop, a branch, a call.
+"""How values cross into a sub-trace and out of it: the body of a loop or a branch.
 
 A body is interpreted once, on arrays, with a scale table of its own. A `Form` says which arrays
-stand for a value, and what is known of it on the other side. The scale of a loop's value crosses as
-an array beside its data. The scales of a call's values cross as the atoms that they are made of:
-`data * (a * b)` and `data * (a / b)` are two forms, with the numbers 0 and 1 for a and b.
+stand for a value, and what is known of it on the other side. A scale crosses as an array beside
+its data, unless it is static.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import align_scale
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import promote
-from jax_scalify.interpreter.multiplying import kept_wide, moved, within_range
+from jax_scalify.interpreter.multiplying import moved, within_range
 from jax_scalify.interpreter.operand import NOTHING, Facts, Operand, defer
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.value import Plain, Value, in_dtype
-from jax_scalify.scales.algebra import LARGEST_EXTENT, Atom, Scale
+from jax_scalify.scales.algebra import LARGEST_EXTENT, Scale
 from jax_scalify.scales.table import ScaleTable
 
 
@@ -42,17 +41,14 @@ class Form:
         kind: "constant": no array, the number is known; "uniform": a 0-d array that every element
             equals; "plain": the array; "scaled": data and, unless it is static, its scale.
         constant: the number, of a constant.
-        scale: the scale that is known on the other side: a static one or, across a call, one of
-            the numbers of atoms; None if it crosses as an array.
+        scale: a static scale; None if the scale crosses as an array.
         scale_shape: of a scale that crosses: `()`, or the rank of the value with dims 1 or its own.
         extent: of a scale that crosses, as of an `Atom`.
-        exponent: of the factor that the data is still to be multiplied by, across a call, and of a
-            static scale into what is rematerialised.
-        depth: of an `Operand`, across a call.
+        exponent: of the factor that the data is still to be multiplied by, of a static scale into
+            what is rematerialised.
         facts: about the elements.
         is_home: whether it is at home in its scale: see `interpreter/homes.py`.
         sharding: if it is explicit, a part of types.
-        is_wide: whether the data is float32 in place of the dtype, across a call.
         varying: axes of a mesh along which it may differ, inside a `shard_map`; a part of types.
     """
 
@@ -64,11 +60,9 @@ class Form:
     scale_shape: tuple[int, ...] = ()
     extent: int = 0
     exponent: int = 0
-    depth: int = 0
     facts: Facts = NOTHING
     is_home: bool = False
     sharding: Any = None
-    is_wide: bool = False
     varying: frozenset[Any] = frozenset()
 
     @classmethod
@@ -102,31 +96,6 @@ class Form:
             return form
         return dataclasses.replace(form, exponent=value.exponent)
 
-    @classmethod
-    def of_call(cls, value: Value, numbers: dict[Atom, int], depth: int = 0) -> Form:
-        """The form of a call's value; `numbers` takes in the atoms of its scale."""
-        form = cls.of(value)
-        if not isinstance(value, Operand):
-            return form
-        scale = numbered(value.scale, numbers)
-        known: dict[str, Any] = dict(scale=scale, exponent=value.exponent, depth=depth)
-        known["is_wide"] = value.is_wide
-        return dataclasses.replace(form, scale_shape=(), extent=0, **known)
-
-    def key(self) -> tuple[Any, ...]:
-        """What tells a form from others, hashable."""
-        number = None if self.constant is None else self.constant.tobytes()
-        known = (
-            self.shape,
-            self.dtype,
-            self.kind,
-            number,
-            self.facts,
-            self.is_home,
-            self.scale_shape,
-        )
-        return *known, self.scale, self.exponent, self.sharding, self.is_wide, self.varying
-
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
         known: dict[str, Any] = dict(
@@ -151,8 +120,7 @@ class Form:
             return []
         if self.kind == "uniform":
             return [_compat.varying_struct((), self.dtype, None, self.varying)]
-        dtype = dtypes.compute_dtype(self.dtype) if self.is_wide else self.dtype
-        return [_compat.varying_struct(self.shape, dtype, self.sharding, self.varying)]
+        return [_compat.varying_struct(self.shape, self.dtype, self.sharding, self.varying)]
 
     @property
     def has_scale(self) -> bool:
@@ -195,10 +163,8 @@ class Form:
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
         return [jnp.asarray(x.data), jnp.broadcast_to(scale, self.scale_shape)]
 
-    def unpack(
-        self, arrays: Sequence[Any], table: ScaleTable, atoms: Sequence[Scale] = ()
-    ) -> Value:
-        """The value that arrays in this form stand for; `atoms` are those that have numbers."""
+    def unpack(self, arrays: Sequence[Any], table: ScaleTable) -> Value:
+        """The value that arrays in this form stand for."""
         if self.kind == "constant":
             held = not self.shape and self.constant.dtype == self.dtype
             return Plain.of(self.constant) if held else Plain.filled(self, self.constant)
@@ -206,14 +172,11 @@ class Form:
             return Plain.filled(self, arrays[0], facts=self.facts)
         if self.kind == "plain":
             return Plain.of(arrays[0], facts=self.facts)
-        if self.scale is None:
+        scale = self.scale
+        if scale is None:
             scale = table.atom(arrays[1], extent=self.extent, is_number=self._is_number)
-        else:
-            scale = self.scale.renamed(lambda number: atoms[number])
-        if self.is_wide:
-            return kept_wide(arrays[0], scale, self.dtype).as_result(self.facts, self.depth)
         home = scale if self.is_home else None
-        return defer(arrays[0], self.exponent, scale).as_result(self.facts, self.depth, home)
+        return defer(arrays[0], self.exponent, scale).as_result(self.facts, home=home)
 
 
 def _varying_axes(value: Value) -> frozenset[Any]:
@@ -221,11 +184,6 @@ def _varying_axes(value: Value) -> frozenset[Any]:
         return _compat.varying_axes(value.source)
     array = value.number if value.array is None else value.array
     return _compat.varying_axes(array)
-
-
-def numbered(scale: Scale, numbers: dict[Atom, int]) -> Scale:
-    """A scale with numbers for its atoms; a new atom gets the next number."""
-    return scale.renamed(lambda atom: Scale.of_factor(numbers.setdefault(atom, len(numbers))))
 
 
 def join(a: Form, b: Form) -> Form:
@@ -272,12 +230,10 @@ def pack(forms: Sequence[Form], values: Sequence[Value], table: ScaleTable) -> l
     return [a for f, v in zip(forms, values, strict=True) for a in f.pack(v, table)]
 
 
-def unpack(
-    forms: Sequence[Form], arrays: Sequence[Any], table: ScaleTable, atoms: Sequence[Scale] = ()
-) -> list[Value]:
-    """The values that a sequence of arrays stands for; `atoms` are those that have numbers."""
+def unpack(forms: Sequence[Form], arrays: Sequence[Any], table: ScaleTable) -> list[Value]:
+    """The values that a sequence of arrays stands for."""
     rest = iter(arrays)
-    return [f.unpack([next(rest) for _ in range(f.array_count)], table, atoms) for f in forms]
+    return [f.unpack([next(rest) for _ in range(f.array_count)], table) for f in forms]
 
 
 @dataclasses.dataclass(frozen=True)
