@@ -16,12 +16,13 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.constants import align_constant, room
-from jax_scalify.interpreter.multiplying import multiply, within_range
+from jax_scalify.interpreter.multiplying import within_range
 from jax_scalify.interpreter.operand import Operand, split
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import scale_array
 from jax_scalify.rules.shared.joining import (
+    align,
     bring_together,
     brought_together,
     same_dtype,
@@ -50,12 +51,14 @@ def _extremum_rule(sign: int) -> Rule:
                 scale = algebra.meet(scale, algebra.join(limit, own))
         else:
             scale = shared_scale(lhs, rhs)
+        if _is_own_number(ctx, args):
+            return _number(ctx, args, scale, params)
         data, exponent = bring_together(args, scale)
         out = ctx.bind(*same_dtype(*data), **params)
         if bound is not None:  # at the scale of the first half it may have been too small to write
             again = align_constant(bound, out.dtype, scale * Scale(exponent))
             out = lax.max(out, again) if sign < 0 else lax.min(out, again)
-        return _of_number(ctx, out, scale, exponent, args)
+        return rounded(ctx, out, scale, exponent)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant on the far side of 0: no vote."
     return rule
@@ -86,29 +89,40 @@ def clamp_rule(
         scale = algebra.meet(x.scale, algebra.join(*bounds))
         if low.constant > 0 or high.constant < 0:
             scale = algebra.join(scale, algebra.meet(*bounds))
+    if _is_own_number(ctx, (low, x, high)):
+        return _number(ctx, (low, x, high), scale, params)
     args, exponent = bring_together((low, x, high), scale)
     out = ctx.out_avals[0]
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
-    out = ctx.bind(*same_dtype(*args), **params)
-    return _of_number(ctx, out, scale, exponent, (low, x, high))
+    return rounded(ctx, ctx.bind(*same_dtype(*args), **params), scale, exponent)
 
 
-def _of_number(
-    ctx: RuleContext, out: Any, scale: Scale, exponent: int, operands: Sequence[Operand]
+def _is_own_number(ctx: RuleContext, operands: Sequence[Operand]) -> bool:
+    """Whether a result of rank 0 is chosen among numbers of several scales."""
+    numbers = [x.constant for x in operands]
+    zeros = [n is not None and (n == 0 or not np.isfinite(np.float64(n))) for n in numbers]
+    scales = {x.scale for x, zero in zip(operands, zeros) if not (zero or x.scale.is_zero)}
+    is_number = not ctx.out_avals[0].shape and jnp.issubdtype(ctx.out_dtype, jnp.floating)
+    return is_number and len(scales) > 1 and ctx.table.narrow and ctx.table.splits_scalars
+
+
+def _number(
+    ctx: RuleContext, operands: Sequence[Operand], scale: Scale, params: dict[str, Any]
 ) -> Operand:
-    """A result that was chosen among others: of rank 0, its scale is its own exponent.
+    """A result of rank 0 that was chosen among others: its scale is its own exponent.
 
     The smaller of a norm of 1e-9 and of 1 has data of 1e-9 at the scale that both share, and would
     make zeros of the float16 that it multiplies.
     """
-    table, dtype = ctx.table, ctx.out_dtype
-    scales = {x.scale for x in operands if x.constant is None and not x.scale.is_zero}
-    is_number = not ctx.out_avals[0].shape and jnp.issubdtype(dtype, jnp.floating)
-    if not (is_number and len(scales) > 1 and table.narrow and table.splits_scalars):
-        return rounded(ctx, out, scale, exponent)
-    wide = multiply(lax.convert_element_type(out, dtypes.compute_dtype(dtype)), Scale(exponent))
-    data, own = table.split(wide)
-    return Operand(dtypes.cast(data, dtype), scale * own)
+    wide = dtypes.compute_dtype(ctx.out_dtype)
+    data = [
+        align(x, scale, wide)
+        if x.constant is None or x.constant == 0 or not np.isfinite(np.float64(x.constant))
+        else align_constant(x.constant, wide, scale)
+        for x in operands
+    ]
+    data, own = ctx.table.split(ctx.bind(*data, **params))
+    return Operand(dtypes.cast(data, ctx.out_dtype), scale * own)
 
 
 def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:

@@ -156,7 +156,7 @@ def test_invariants(dtype, way):
     (lambda f: lambda x: lax.scan(lambda c, v: (c + f(v), c), x[0], x)[0], 2),
     (lambda f: (lambda g: lambda x: g(x * 2) + g(x * 2))(jax.jit(f)), 1),
 ], ids=["while", "scan", "jit-twice"])  # fmt: skip
-def test_a_body_is_interpreted_once_or_until_its_scales_are_known(call, most):
+def test_how_often_a_body_is_interpreted(call, most):
     calls = []
     assert_same(jsa.scalify(call(with_scale(silu, 16.0, calls)))(scaled(X)), call(silu)(X))
     assert 1 <= len(calls) <= most

@@ -363,6 +363,8 @@ def test_extremes_of_two_numbers_are_exact(name, dtype, kind):
 CONSTANTS = {
     "at least 2**-20": lambda a: jnp.maximum(a, 2.0**-20),
     "at most 1": lambda a: jnp.minimum(1.0, a),
+    "at most 0.7": lambda a: jnp.minimum(a, 0.7),
+    "at least 0.7": lambda a: jnp.maximum(a, 0.7),
     "at most 1, of an inverse": lambda a: jnp.minimum(1.0, 1.0 / a),
     "not negative": lambda a: jnp.maximum(a, 0.0),
     "between": lambda a: jnp.clip(a, -1.0, 1.0),
