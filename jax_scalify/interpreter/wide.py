@@ -26,12 +26,10 @@ from jax_scalify.base.jaxprs import applied, is_var
 # does not: some compilers no longer make one kernel of a softmax.
 _KEEPS = frozenset(
     "mul div square integer_pow sqrt rsqrt cbrt add sub add_any neg abs max min clamp select_n "
-    "convert_element_type "
-    "reduce_sum tanh logistic erf erfc broadcast_in_dim reshape squeeze".split()
+    "reduce_sum tanh logistic erf erfc broadcast_in_dim reshape squeeze "
+    "convert_element_type".split()
 )
-_TAKES = _KEEPS | frozenset(
-    "eq ne lt le gt ge is_finite sign log log1p expm1 sin cos convert_element_type".split()
-)
+_TAKES = _KEEPS | frozenset("eq ne lt le gt ge is_finite sign log log1p expm1 sin cos".split())
 _CHEAP = _KEEPS - frozenset("div sqrt rsqrt cbrt add sub add_any reduce_sum tanh logistic".split())
 # Calls whose bodies are interpreted as if they stood in place.
 _CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call core_call call".split())

@@ -115,12 +115,7 @@ def _number(
     make zeros of the float16 that it multiplies.
     """
     wide = dtypes.compute_dtype(ctx.out_dtype)
-    data = [
-        align(x, scale, wide)
-        if x.constant is None or x.constant == 0 or not np.isfinite(np.float64(x.constant))
-        else align_constant(x.constant, wide, scale)
-        for x in operands
-    ]
+    data = [align(x, scale, wide) for x in operands]
     data, own = ctx.table.split(ctx.bind(*data, **params))
     return Operand(dtypes.cast(data, ctx.out_dtype), scale * own)
 

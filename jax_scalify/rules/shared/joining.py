@@ -85,8 +85,7 @@ def align(x: Operand, scale: Scale, dtype: Any = None) -> Any:
         return moved(x, algebra.alignment(x.scale, scale), dtype, trusted=math.inf)
     if number == 0 or not np.isfinite(np.float64(number)):
         return x.data if dtype is None else dtypes.cast(x.data, dtype)
-    constant = align_constant(number, x.dtype, scale)
-    return constant if dtype is None else dtypes.cast(constant, dtype)
+    return align_constant(number, x.dtype if dtype is None else dtype, scale)
 
 
 def bring_together(
