@@ -4,8 +4,8 @@ A computed array is off by up to the epsilon of a dtype, element by element. One
 absolute error also, `2**-14` of its largest magnitude: all its elements may get one scale. What is
 less is 0 in every second run. Where arrays are added (`_SUMS`) or put together (`_JOINS`), the
 largest operand counts. What is only put together has an error in the narrow dtypes, which XLA may
-round there or not (that of bfloat16 in the first five runs); where elements are only moved
-(`_MOVES`) they stay as they are. What float16 has at scale 1 by law (`_UNSCALED`: exponentials,
+round there or not (that of bfloat16 in the first five runs), and so do both operands of a scattered
+sum; where elements are only moved (`_MOVES`) they stay as they are. What float16 has at scale 1 by law (`_UNSCALED`: exponentials,
 bits, ...) is 0 below `2**-24` and inf above `2**13` in the first two runs, operands and results
 (65504 it holds, but not multiplied by a mask of scale `2**-3`); so is what no scale reaches, and a
 quotient or negative power that is `2**13` times that of the largest magnitudes. The other dtypes
@@ -155,6 +155,8 @@ class _Noise:
             return results, list(map(_size, results))
         if name in _UNSCALED:
             operands = [self._cut(x, run) for x in operands]
+        if name in ("scatter_add", "scatter_sub") and self._eps > _NARROW:  # rounded there, or not
+            operands = [self._rounded(x, size, run) for x, size in zip(operands, sizes)]
         if name == "mul":  # XLA would make 0 of 0 * inf, where the 0 is a cast mask
             operands = lax.optimization_barrier(operands)
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
