@@ -258,10 +258,10 @@ def _told(cell, mode):
 
 
 CELLS = [(a, n, f) for a in ARCHITECTURES for n in NORMS for f in ACTIVATIONS]
-# An LSTM of squared ReLUs: h is a square of a sum of squares, whose gradients, products of h, lie far
-# above their scales and grow. A gradient of w2 leaves float16: with batch norm at step 97, calibrated
-# at step 82, and sooner without a norm, where the loss rises above that of no model at all
-# (docs/limits.md). Plain float16 has 2.028 and 2.754.
+# An LSTM of squared ReLUs: h is a square of a sum of squares, whose gradients, products of h, lie
+# far above their scales and grow. A gradient of w2 leaves float16: with batch norm at step 97,
+# calibrated at step 82, and sooner without a norm, where the loss rises above that of no model at
+# all (docs/limits.md). Plain float16 has 2.028 and 2.754.
 GROWS = {("LSTM", norm, "squared relu") for norm in ("batch norm", "no norm")}
 PARAMETERS = [
     pytest.param(c, marks=[pytest.mark.xfail(strict=True)] if c in GROWS else []) for c in CELLS

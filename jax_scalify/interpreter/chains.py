@@ -16,7 +16,7 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base.jaxprs import is_var
 from jax_scalify.base.pins import pin
-from jax_scalify.interpreter.operand import Operand, with_scale
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 
@@ -43,4 +43,5 @@ def cut(value: Value) -> Value:
     """Compute a value once, if it has come through too many alignments."""
     if not isinstance(value, Operand) or value.depth < _MAX_DEPTH:
         return value
-    return with_scale(value, value.scale, pin).as_result(value.facts, home=value.home)
+    pinned = value.moved(pin(value.source), value.scale)
+    return pinned.as_result(value.facts, home=value.home)

@@ -11,9 +11,10 @@ from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.filling import filled
 from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Facts, Operand
-from jax_scalify.interpreter.value import Plain, Value, filled
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.table import ScaleTable
@@ -169,6 +170,8 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
         return value
     if value.number is None:
         return Operand(value.array, ONE, facts=value.facts)
+    if not dtypes.has_short_range(value.dtype):
+        return _promoted(value, table, full)
     number = value.constant
     if number is None:
         if jnp.issubdtype(value.dtype, jnp.complexfloating):
@@ -180,11 +183,25 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
     elif number.dtype.kind == "c" or not np.isfinite(np.float64(number)):
         data, scale = number, ONE
     else:
-        mantissa, exponent = pow2.split_constant(number)
-        if abs(mantissa) != 1 and not dtypes.has_short_range(value.dtype):
-            exponent = max(-_LARGEST_SCALE, min(_LARGEST_SCALE, exponent))
+        exponent = pow2.split_constant(number)[1]
         mantissa = math.ldexp(float(number), -exponent)
         data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
     if full and value.shape:
         data = filled(data, value)
     return Operand(data, scale, number=value.number, facts=value.facts)
+
+
+def _promoted(value: Value, table: ScaleTable, full: bool) -> Operand:
+    """A number of a wide dtype, and the scale that it would have in a narrow one."""
+    number, scale = value.number, ONE
+    if value.constant is None:
+        is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
+        scale = ONE if is_complex else table.split(number)[1]
+    elif number == 0:
+        scale = ZERO
+    elif number.dtype.kind != "c" and np.isfinite(np.float64(number)):
+        mantissa, exponent = pow2.split_constant(number)
+        limit = pow2.MAX_EXPONENT if abs(mantissa) == 1 else _LARGEST_SCALE
+        scale = Scale(max(-limit, min(limit, exponent)))
+    array = filled(number, value) if full and value.shape else number
+    return Operand.of_value(array, scale, number=number, facts=value.facts)

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.multiplying import moved
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
@@ -110,8 +109,7 @@ class Corrections:
                 continue
             found = Scale(place.exponents[i]) if choose is None else choose(place.names[i], value)
             if not found.is_one:
-                data = moved(value, found**-1, value.dtype)
-                out[i] = value.as_pair(data, value.scale * found)
+                out[i] = value.with_scale(value.scale * found)
         return out
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.base.filling import filled
 from jax_scalify.base.jaxprs import sub_jaxprs
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.value import filled
 from jax_scalify.scales.algebra import ONE
 
 

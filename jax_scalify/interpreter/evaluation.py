@@ -16,6 +16,7 @@ from jax_scalify.arrays.scaled_array import (
     may_be_powers_of_two,
 )
 from jax_scalify.base import dtypes
+from jax_scalify.base.filling import filled
 from jax_scalify.base.jaxprs import is_var, live_equations, makers, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter import chains, observing
@@ -24,9 +25,9 @@ from jax_scalify.interpreter.corrections import Corrections, Pending
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.gates import Gates
-from jax_scalify.interpreter.homes import home_of
+from jax_scalify.interpreter.homes import with_home
 from jax_scalify.interpreter.multiplying import in_reach
-from jax_scalify.interpreter.operand import Operand, with_scale
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import (
     RuleContext,
     describe,
@@ -39,7 +40,7 @@ from jax_scalify.interpreter.registry import (
 )
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.uniform import uniform
-from jax_scalify.interpreter.value import Plain, Value, filled, value_of
+from jax_scalify.interpreter.value import Plain, Value, value_of
 from jax_scalify.interpreter.wide import wide_variables
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
@@ -210,7 +211,7 @@ def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
     value = inputs[arrays[0]]
     fill = functools.partial(filled, like=aval)
     if isinstance(value, Operand):
-        wide = with_scale(value, value.scale, fill)
+        wide = value.moved(fill(value.source), value.scale)
     else:
         wide = dataclasses.replace(value, shape=shape, array=fill(value.array))
     return [wide if v is value else v for v in inputs]
@@ -235,25 +236,11 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
         if not isinstance(o, Plain):
             if isinstance(o, ScaledArray):
                 o = in_reach(Operand.of(_with_symbolic_scale(eqn, o, inputs, table)))
-                o = o.at_home(home_of(eqn, inputs, o))
-                if eqn.primitive.name == "sqrt":
-                    o = _of_its_own_scale(o, table)
+                o = with_home(eqn, inputs, o)
             o = value_of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
             _check_type(eqn, o, var.aval, inputs)
         values.append(o)
     return values
-
-
-def _of_its_own_scale(x: Operand, table: ScaleTable | None) -> Operand:
-    """Give a norm its exponent as its scale, where data has what a limit took of the scale.
-
-    A norm of 2**40 at a limit of 2**16 has data of 2**24. What is divided by it would have a scale
-    2**24 too large.
-    """
-    if table is None or not table.splits_scalars or x.shape or not x.scale.is_limited:
-        return x
-    data, own = table.split(x.data)
-    return x.as_pair(data, x.scale * own)
 
 
 def _with_symbolic_scale(

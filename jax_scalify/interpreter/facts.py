@@ -71,7 +71,7 @@ def _are_multiples(inputs: list[Value]) -> bool:
     if not isinstance(lhs, Operand) or not isinstance(rhs, Operand):
         return False
     is_real = not jnp.issubdtype(lhs.dtype, jnp.complexfloating)
-    return is_real and lhs.source is rhs.source and lhs.mantissa * rhs.mantissa > 0
+    return is_real and lhs.origin is rhs.origin and lhs.mantissa * rhs.mantissa > 0
 
 
 def _keeps_nonnegative(eqn: Any) -> bool:

@@ -3,8 +3,9 @@
 Scales feed back from step to step: a weight's into its gradient's, into the moments', into the
 update's, and from there into the weight's again. Were the scale of `w + u` the larger one of both,
 an estimate that is one octave too large would be 50 octaves too large after 50 steps. Data of
-float32 or bfloat16 has room for any value beside any scale. There a sum keeps the scale of the
-leaf that it replaces, its *home*, and no estimate gets into the next step.
+float32 or bfloat16 has room for any value beside any scale. There a sum leaves the function at the
+scale of the leaf that it replaces, its *home*, and no estimate gets into the next step. Inside of
+the function it has the larger scale, which a cast to float16 asks for.
 
 Example: a weight `0.5 * 2**0` and an update `2**-9 * 2**6`, whose scale is 9 octaves too large.
 The larger scale would give `0.0098 * 2**6`, which the next update finds. At home the sum is
@@ -36,24 +37,27 @@ def leaf_home(data: Any, scale: Scale) -> Scale | None:
     return None if scale.is_static or dtypes.is_narrow_float(data.dtype) else scale
 
 
-def home_of(eqn: Any, inputs: list[Value], out: Operand) -> Scale | None:
-    """The home of an equation's result: that of the operand that it is a multiple of.
+def with_home(eqn: Any, inputs: list[Value], out: Operand) -> Operand:
+    """An equation's result with the home of the operand that it is a multiple of.
 
     A rule gives that of a sum.
     """
     if dtypes.is_narrow_float(out.dtype):
-        return None
+        return out.at_home(None)
     traits = traits_of(eqn.primitive.name)
     if traits.degree == "sum":
-        return out.home
+        return out
     owners = [v for v in inputs if isinstance(v, Operand) and v.home is not None]
     if len(owners) != 1 or not _is_multiple(eqn, owners[0], inputs, out):
-        return None
+        return out.at_home(None)
     (x,) = owners
     assert x.home is not None
+    returns = x.returns and traits.elements != "rescaled"
+    returns &= not dtypes.has_short_range(out.dtype)  # float16 has no room for it
     if x.home == x.scale and traits.degree not in ("product", "quotient"):
-        return out.scale
-    return None if x.home.ndim else x.home
+        return out.at_home(out.scale, returns)
+    moves = x.home.ndim and not traits.elementwise
+    return out.at_home(None if moves else x.home, returns and not moves)
 
 
 def _is_multiple(eqn: Any, x: Operand, inputs: list[Value], out: Operand) -> bool:

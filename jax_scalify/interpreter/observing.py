@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_scalify.base.jaxprs import sub_jaxprs
 from jax_scalify.interpreter.corrections import rounds
-from jax_scalify.interpreter.operand import Operand, settled
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.custom_scale import custom_scale_p
 from jax_scalify.scales.table import ScaleTable
@@ -131,8 +131,8 @@ def _is_array(value: Value) -> bool:
 
 def _pair(value: Value, table: ScaleTable) -> tuple[Any, Any]:
     if isinstance(value, Operand):
-        x = settled(value)
-        return x.data, np.float32(x.scale.value) if x.scale.is_static else table.output(x.scale)
+        scale = value.scale
+        return value.data, np.float32(scale.value) if scale.is_static else table.output(scale)
     return (value.number if value.array is None else value.array), None
 
 

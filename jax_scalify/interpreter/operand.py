@@ -1,34 +1,25 @@
-"""What a rule gets for a floating operand: data, scale, and what is known of the values.
+"""What a rule gets for a floating operand: an array, its scale, and what is known of the values.
 
-In float32 a chain of static factors need not be applied one by one: they are exact, and the range
-is wide. They add up in the exponent of an `Operand`, until something needs the product: there, they
-cost one multiplication, or none.
+Data of float16 and FP8 is `value / scale`. A value of a wider dtype is an array of the value
+itself: the law's scale goes beside it, and nothing is multiplied until a cast to a narrow dtype or
+a result of the function asks for data at that scale. What was given as data stays data as long as
+it is only moved, cast, summed, or multiplied by a constant or another matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.base.pins import pin_constant
-from jax_scalify.scales.algebra import Scale
-
-# Operands may together be this much larger or smaller than their data will be, a result twice as
-# much until it is used.
-LARGEST_EXPONENT = 24
-# Beyond, a constant is a mask, or dodges an overflow.
-_LARGEST_DEFERRED = 2.0**32
-_LARGEST_FACTOR = 90  # times a constant, it is a number of float32
+from jax_scalify.scales.algebra import ONE, Scale
+from jax_scalify.scales.multiplying import multiply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +73,20 @@ NOTHING = Facts()
 
 
 class Operand(ScaledArray):
-    """A `ScaledArray` inside the transform: `data * scale`, and what is known of these values.
+    """A `ScaledArray` inside the transform: values, a scale, and what is known of the values.
 
-    Its data is `source * mantissa * 2**exponent`. The mantissa is that of a constant by which the
-    user multiplies: it and the powers of two make one factor. A rule that asks for `data` gets the
-    product; `split` gives source and exponent apart.
+    The values are `source * unit`, and `data` is `source * unit / scale`. An array of a narrow
+    dtype has its scale for a unit; a value of a wide one has the unit 1. A rule that asks for
+    `data` or `value` gets that array, multiplied if need be.
 
     Attributes:
         source: an array, or a number that stands for an array of equal elements.
-        scale: a `Scale`.
-        mantissa, exponent: of the factor that the source is still to be multiplied by.
+        scale: the `Scale` that the law gives.
+        unit: the `Scale` that the source has.
+        origin, mantissa: the source it is a multiple of, and the mantissa of the constant.
         home: the scale of the state's leaf that it is a multiple of, element by element: see
             `interpreter/homes.py`; None if it is of no leaf, or of several.
+        returns: whether it is a sum that replaces the leaf, and leaves the function at home.
         number: the value of every element, 0-d, where all are equal and of scale 1 in the program:
             a NumPy scalar for a constant, else a traced array; None for any other array.
         facts: what is known of the elements.
@@ -106,30 +99,31 @@ class Operand(ScaledArray):
     known_scale = None
 
     source: Any
+    unit: Scale
+    origin: Any
     mantissa: float
-    exponent: int
     home: Scale | None
+    returns: bool
     number: Any
     facts: Facts
     depth: int
     declared: Any
-    _products: dict[int, Any]
+    _made: dict[str, Any]
 
     def __init__(
         self,
         source: Any,
         scale: Any,
         *,
-        mantissa: float = 1.0,
-        exponent: int = 0,
+        unit: Scale | None = None,
         home: Scale | None = None,
         number: Any = None,
         facts: Facts = NOTHING,
         declared: Any = None,
     ):
-        fields = dict(source=source, mantissa=mantissa, exponent=exponent, scale=scale)
+        fields = dict(source=source, scale=scale, unit=scale if unit is None else unit)
         known = dict(home=home, number=number, facts=facts, depth=0, declared=declared)
-        vars(self).update(fields, **known, _products={})
+        vars(self).update(fields, **known, returns=False, origin=source, mantissa=1.0, _made={})
 
     @classmethod
     def of(cls, x: ScaledArray, facts: Facts | None = None) -> Operand:
@@ -138,13 +132,25 @@ class Operand(ScaledArray):
             return cls(x.data, x.scale, facts=facts or NOTHING)
         return x if facts is None or facts is x.facts else x._with(facts=facts)
 
+    @classmethod
+    def of_value(cls, value: Any, scale: Scale, **known: Any) -> Operand:
+        """Make an operand of an array of values, and the scale that the law gives them."""
+        return cls(value, scale, unit=ONE, **known)
+
     def as_result(self, facts: Facts, depth: int = 0, home: Scale | None = None) -> Operand:
         """The same array, as the result of an equation: what was known of it holds no more."""
-        return self._with(facts=facts, number=None, depth=depth, home=home)
+        returns = self.returns and home is not None
+        return self._with(facts=facts, number=None, depth=depth, home=home, returns=returns)
 
-    def at_home(self, home: Scale | None) -> Operand:
+    def at_home(self, home: Scale | None, returns: bool = False) -> Operand:
         """The same array, as a multiple of a leaf of a scale."""
-        return self if home is self.home else self._with(home=home)
+        if home is self.home and returns is self.returns:
+            return self
+        return self._with(home=home, returns=returns)
+
+    def as_multiple(self, x: Operand, mantissa: float) -> Operand:
+        """The same array, as a multiple of another."""
+        return self._with(origin=x.origin, mantissa=x.mantissa * mantissa)
 
     def _with(self, **fields: Any) -> Operand:
         x = Operand.__new__(Operand)
@@ -167,6 +173,11 @@ class Operand(ScaledArray):
         return self.declared is not None
 
     @property
+    def holds_data(self) -> bool:
+        """Whether the source is the data."""
+        return self.unit is self.scale or self.unit == self.scale
+
+    @property
     def ndim(self) -> int:
         """Rank of the data."""
         return self.source.ndim
@@ -187,110 +198,58 @@ class Operand(ScaledArray):
         return self.scale.is_static
 
     @property
-    def is_deferred(self) -> bool:
-        """Whether the source is still to be multiplied."""
-        return bool(self.exponent) or self.mantissa != 1
-
-    @property
-    def raw(self) -> Any:
-        """`data / 2**exponent`."""
-        return self._times(0)
-
-    @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The product."""
-        return self._times(self.exponent)
-
-    def reaches(self, factor: Scale) -> bool:
-        """Tell whether `data * factor` can be computed with one factor of float32."""
-        return factor.is_static and abs(self.exponent + factor.exponent) <= _LARGEST_FACTOR
-
-    def times(self, factor: Scale) -> Any:
-        """Return `data * factor`, with one factor or, if that is 1, none."""
-        exponent = self.exponent + int(factor.exponent)
-        return self.raw if not exponent else self.data if factor.is_one else self._times(exponent)
-
-    def _times(self, exponent: int) -> Any:
-        """`source * mantissa * 2**exponent`, computed once in the trace that `source` is of."""
-        if self.mantissa == 1 and not exponent:
+        """The array `values / scale`."""
+        if self.holds_data:
             return self.source
-        product = self._products.get(exponent)
-        if product is None:
-            product = self._product(exponent)
-            if _compat.is_of_one_trace(product, self.source):  # not inside of a function of a rule
-                self._products[exponent] = product
-        return product
+        return self._once("data", lambda: self.at_unit(self.scale, self.source.dtype))
 
-    def _product(self, exponent: int) -> Any:
-        data, mantissa = self.source, self.mantissa
-        while mantissa != 1 or exponent:
-            step = max(-_LARGEST_FACTOR, min(_LARGEST_FACTOR, exponent))
-            factor = math.ldexp(mantissa, step)
-            exponent, mantissa = exponent - step, 1.0
-            if factor != 1:
-                number = np.asarray(factor, self.dtype)
-                data = lax.mul(pin_constant(number) if step else number, data)
-        return data
+    @property
+    def value(self) -> Any:
+        """The array of values, of a wide dtype."""
+        if self.unit.is_one:
+            return self.source
+        return self._once("value", lambda: self.at_unit(ONE, self.source.dtype))
+
+    def at_unit(self, unit: Scale, dtype: Any = None, **options: Any) -> Any:
+        """The array `values / unit`, multiplied as `multiply` does."""
+        same = self.unit is unit or self.unit == unit or self.unit.is_zero
+        ratio = ONE if same else self.unit / unit
+        return multiply(self.source, ratio, dtype, **options)
+
+    def to_array(self, dtype: Any = None) -> Any:
+        """The array of values in a dtype, by default the operand's."""
+        return self.at_unit(ONE, self.dtype if dtype is None else dtype)
+
+    def _once(self, name: str, make: Any) -> Any:
+        """What is made once in the trace that `source` is of."""
+        made = self._made.get(name)
+        if made is None:
+            made = make()
+            if _compat.is_of_one_trace(made, self.source):  # not inside of a function of a rule
+                self._made[name] = made
+        return made
 
     def as_pair(self, data: Any, scale: Any) -> Operand:
         """The same values, as another pair of data and scale."""
-        return self._with(source=data, scale=scale, mantissa=1.0, exponent=0, _products={})
+        return self._with(source=data, scale=scale, unit=scale, _made={})
 
-    def moved(self, source: Any, scale: Any) -> Operand:
-        """Another array, of another scale, to be multiplied by the same."""
-        return self._with(source=source, scale=scale, _products={})
+    def with_scale(self, scale: Scale) -> Operand:
+        """The same values, at another scale."""
+        if scale is self.scale:
+            return self
+        if dtypes.has_short_range(self.dtype):
+            return self.as_pair(self.at_unit(scale, self.source.dtype), scale)
+        if self.unit.ndim and self.holds_data:
+            return self._with(source=self.value, scale=scale, unit=ONE, _made={})
+        return self._with(scale=scale, _made={})
 
+    def unit_at(self, scale: Scale) -> Scale:
+        """The unit of the source's elements somewhere else, where the operand's scale is this."""
+        return scale if self.holds_data else self.unit
 
-def can_defer(dtype: Any) -> bool:
-    """Tell whether data of a dtype may wait for its factor: real, of the range of float32."""
-    return jnp.issubdtype(dtype, jnp.floating) and not dtypes.has_short_range(dtype)
-
-
-def defer(raw: Any, exponent: float, scale: Any) -> Operand:
-    """Make an array with `data = raw * 2**exponent`, which is not computed yet if it can wait."""
-    array = Operand(raw, scale, exponent=int(exponent))
-    if not exponent or can_defer(raw.dtype) and abs(exponent) <= 2 * LARGEST_EXPONENT:
-        return array
-    return Operand(array.data, scale)
-
-
-def defer_constant(x: Operand, number: Any, scale: Any) -> Operand | None:
-    """Make an array with `data = x.data * number`, if the product can wait and is in range."""
-    raw, exponent = split(x)
-    if not can_defer(x.dtype) or not 1 / _LARGEST_DEFERRED < abs(number) < _LARGEST_DEFERRED:
-        return None
-    return Operand(raw, scale, mantissa=float(number), exponent=exponent)
-
-
-def split(x: Operand) -> tuple[Any, int]:
-    """Return `(raw, exponent)` with `data = raw * 2**exponent`."""
-    return x.raw, x.exponent
-
-
-def split_product(*arrays: Operand, powers: Sequence[int] | None = None) -> Any:
-    """Return `(*raws, exponent)` of a product of powers, which is that of raws `* 2**exponent`.
-
-    If all cannot wait together, those that weigh most are multiplied first.
-    """
-    powers = powers or (1,) * len(arrays)
-    parts = [split(x) for x in arrays]
-    weights = [power * exponent for power, (_, exponent) in zip(powers, parts, strict=True)]
-    while abs(sum(weights)) > LARGEST_EXPONENT:
-        heaviest = weights.index(max(weights, key=abs))
-        parts[heaviest], weights[heaviest] = (arrays[heaviest].data, 0), 0
-    return (*(raw for raw, _ in parts), sum(weights))
-
-
-def settled(x: Operand) -> Operand:
-    """Return the operand, its data multiplied."""
-    return x.as_pair(x.data, x.scale) if x.is_deferred else x
-
-
-def with_scale(
-    x: Operand, scale: Scale, function: Callable[[Any], Any] = lambda data: data
-) -> Operand:
-    """Return an array with another scale, and `function` applied to its data.
-
-    It is applied before the multiplication, with which it has to commute.
-    """
-    return x.moved(function(x.source), scale)
+    def moved(self, source: Any, scale: Scale) -> Operand:
+        """The source's elements somewhere else, as its scale's are."""
+        unit = self.unit_at(scale)
+        x = self._with(source=source, scale=scale, unit=unit, _made={})
+        return x._with(origin=source, mantissa=1.0)

@@ -17,8 +17,10 @@ from jax_scalify.base import dtypes
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter.corrections import Corrections, Pending
 from jax_scalify.interpreter.multiplying import to_plain
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import Traits, declare
 from jax_scalify.interpreter.value import Value
+from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.table import ScaleTable, trace_with_table
 
 Rule = Callable[..., Any]
@@ -208,6 +210,25 @@ class RuleContext:
     def out_dtype(self) -> Any:
         """Dtype of the first result."""
         return self.out_avals[0].dtype
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether the first result, of a wide dtype, is an array of its values."""
+        return not dtypes.has_short_range(self.out_dtype)
+
+    def unit(self, scale: Scale) -> Scale:
+        """The unit of an array that is data at a scale or, of a wide dtype, values."""
+        return ONE if self.holds_values else scale
+
+    def on_values(self, scale: Scale, *args: Any, **params: Any) -> Operand:
+        """Apply the primitive to values of wide dtypes; `scale` is what the law gives."""
+        values = [x.value if isinstance(x, Operand) else x for x in args]
+        return self.of_value(self.bind(*values, **params), scale)
+
+    def of_value(self, value: Any, scale: Scale, unit: Scale = ONE) -> Operand:
+        """The result of values `value * unit`, with the correction that waits."""
+        scale = scale * Scale(self.pending.take())
+        return Operand(dtypes.cast(value, self.out_dtype), scale, unit=unit)
 
     def bind(self, *args: Any, **params: Any) -> Any:
         """Apply the primitive itself."""

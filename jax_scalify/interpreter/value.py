@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
 from jax_scalify.scales.algebra import Scale
 
@@ -117,20 +117,6 @@ def in_dtype(number: Any, dtype: Any) -> Any:
     """A uniform number in the dtype of its value: inf, if that does not hold it."""
     with np.errstate(over="ignore"):
         return number if number.dtype == dtype else number.astype(dtype)
-
-
-def filled(data: Any, like: Any) -> Any:
-    """Give the data of a constant or of a broadcast scalar its full shape, and sharding.
-
-    They are those of `like`: an abstract value, a value, an array.
-    """
-    shape, sharding = tuple(like.shape), _compat.explicit_sharding(like)
-    if np.shape(data) == shape:
-        return data
-    if sharding is None:
-        return jnp.broadcast_to(data, shape)
-    dims = range(len(shape) - np.ndim(data), len(shape))
-    return lax.broadcast_in_dim(jnp.asarray(data), shape, dims, out_sharding=sharding)
 
 
 def _is_nonnegative_constant(array: Any) -> bool:

@@ -11,13 +11,12 @@ import jax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.multiplying import moved
-from jax_scalify.interpreter.operand import Operand, split
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.growth import NONNEGATIVE_LIMIT
-from jax_scalify.rules.shared.products import times
-from jax_scalify.scales.algebra import Scale
+from jax_scalify.rules.shared.products import made
+from jax_scalify.scales.algebra import ONE, Scale
 
 
 def scale_rules(
@@ -54,7 +53,7 @@ def scale_rules(
             ]
             dtype = jax.eval_shape(functools.partial(in_order, **static), *narrow).dtype
             out_scale = scale(*args, **static)
-            return times(in_order(*map(_wide, args), **static), out_scale**-1, out_scale, dtype)
+            return made(in_order(*map(_wide, args), **static), ONE, out_scale, dtype)
 
         @function.defscale_vjp
         def backward(*operands: Any, **static: Any) -> tuple[Any, ...]:
@@ -68,15 +67,14 @@ def scale_rules(
                 return in_order(*full, **static)
 
             value, pull = jax.vjp(of_floating, *(_wide(args[i]) for i in floating))
-            raw, exponent = split(cotangent)
-            gradients = pull(raw.astype(value.dtype))
+            unit = cotangent.unit
+            gradients = pull(cotangent.source.astype(value.dtype))
             factors = slopes(*args, **static)
             if isinstance(factors, Scale):
                 factors = (factors,) * len(floating)
             out: list[Any] = [None] * len(args)
             for i, gradient, factor in zip(floating, gradients, factors, strict=True):
-                ratio, out_scale = Scale(exponent) / factor, cotangent.scale * factor
-                out[i] = times(gradient, ratio, out_scale, args[i].dtype)
+                out[i] = made(gradient, unit, cotangent.scale * factor, args[i].dtype)
             return tuple(out)
 
         return function
@@ -119,4 +117,4 @@ def count_scale(count: int, dtype: Any, limit: int = NONNEGATIVE_LIMIT) -> Scale
 
 def _wide(x: Any) -> Any:
     """The value of an operand, in at least float32."""
-    return moved(x, x.scale, dtypes.compute_dtype(x.dtype)) if isinstance(x, Operand) else x
+    return x.at_unit(ONE, dtypes.compute_dtype(x.dtype)) if isinstance(x, Operand) else x

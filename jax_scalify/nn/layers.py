@@ -10,10 +10,10 @@ import numpy as np
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.operand import Operand, split
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.rules.shared.along_axes import uniform_over
-from jax_scalify.rules.shared.products import times
+from jax_scalify.rules.shared.products import made
 from jax_scalify.scales.algebra import Scale
 
 
@@ -63,10 +63,9 @@ def _embed_scale_vjp(
     # Of its elements nothing is read: the type says where it lies on a mesh.
     rows = table.data.astype(dtypes.compute_dtype(table.dtype))
     pull = jax.vjp(lambda rows: jnp.take(rows, ids, axis=0), rows)[1]
-    raw, exponent = split(cotangent)
-    (total,) = pull(raw.astype(rows.dtype))
+    (total,) = pull(cotangent.source.astype(rows.dtype))
     uses = _zipf_uses(ids.size, table.shape[0])
-    return times(total, Scale(exponent) / uses, cotangent.scale * uses, table.dtype), None
+    return made(total, cotangent.unit, cotangent.scale * uses, table.dtype), None
 
 
 def _zipf_uses(count: int, vocabulary: int) -> Scale:

@@ -11,10 +11,10 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.operand import Operand, split
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.nn._rules import scale_rules
 from jax_scalify.primitives.custom_scale import custom_scale
-from jax_scalify.rules.shared.products import times
+from jax_scalify.rules.shared.products import made
 from jax_scalify.scales.algebra import ONE, ZERO, Scale, join
 
 
@@ -181,5 +181,4 @@ def _at_unit_scale(x: jax.Array) -> jax.Array:
 
 @_at_unit_scale.defscale
 def _at_unit_scale_rule(x: Operand) -> ScaledArray:
-    raw, exponent = split(x)
-    return times(raw, x.scale * Scale(exponent), ONE, x.dtype)
+    return made(x.source, x.unit, ONE, x.dtype)

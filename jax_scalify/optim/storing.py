@@ -20,8 +20,6 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.interpreter.multiplying import at_whole_scale
-from jax_scalify.interpreter.operand import Operand
 from jax_scalify.optim.random_bits import bits_of_moment, drawn
 from jax_scalify.optim.square_roots import moved_for_square
 from jax_scalify.primitives.custom_scale import custom_scale
@@ -360,8 +358,6 @@ def _store_weight_scale(
     if scale is not None:
         like = _with_array(like)
         return stored(values, like, bits=bits, scale=_from_bits(scale, like))
-    if isinstance(x, Operand):
-        x = at_whole_scale(x)
     return ScaledArray(saturate(x.data, like.dtype, bits=bits), x.scale)
 
 

@@ -11,11 +11,10 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import align_constant, constant_floor
-from jax_scalify.interpreter.multiplying import multiply
-from jax_scalify.interpreter.operand import Operand, defer, split
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.scattering import (
     applies_function,
     apply_function,
@@ -36,44 +35,41 @@ from jax_scalify.rules.shared.along_axes import (
     varying_axes,
     windowed_axes,
 )
-from jax_scalify.rules.shared.holding import brought_home, held_scale, keeper_of, of_leaf_shape
+from jax_scalify.rules.shared.holding import at_its_home, of_leaf_shape
 from jax_scalify.rules.shared.joining import (
     align,
-    bring_together,
-    brought_together,
+    at_shared_scale,
     same_dtype,
+    scale_for,
     shared_scale,
 )
 from jax_scalify.rules.shared.products import rounded, widened
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ZERO, Scale
+from jax_scalify.scales.multiplying import multiply
 
 
 def _sum_rule(negate_rhs: bool) -> Rule:
     def rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
         out = ctx.out_avals[0]
-        if rhs.constant == 0:
-            data, exponent = split(lhs)
-            return rounded(ctx, filled(data, out), lhs.scale, exponent)
-        if lhs.constant == 0:
-            data, exponent = split(rhs)
+        if rhs.constant == 0 and not ctx.holds_values:
+            return rounded(ctx, filled(lhs.data, out), lhs.scale)
+        if lhs.constant == 0 and not ctx.holds_values:
+            data = rhs.data
             data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data  # 0 - 0 is no -0
-            return rounded(ctx, filled(data, out), rhs.scale, exponent)
-        operation = lax.sub if negate_rhs else lax.add
-        keeper = keeper_of(ctx, lhs, rhs)
-        if keeper is not None:
-            terms = (lhs, rhs) if keeper == 0 else (rhs, lhs)
-            scale = held_scale(*terms, is_sum=keeper == 0 or not negate_rhs)
-            data = widened(ctx, brought_home((lhs, rhs), keeper, scale))
-            return rounded(ctx, operation(*data), scale).at_home(scale)
+            return rounded(ctx, filled(data, out), rhs.scale)
+        operation = lax.sub if negate_rhs else lax.add  # `add_any` takes no numbers
         leading = [x for x in (lhs, rhs) if x.facts.leads]
         if len(leading) == 1:
             scale = leading[0].scale
         else:
             scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
             scale = of_leaf_shape(scale, lhs, rhs)
-        data, exponent = bring_together((lhs, rhs), scale)
-        return rounded(ctx, operation(*widened(ctx, same_dtype(*data))), scale, exponent)
+        if ctx.holds_values:
+            out = ctx.of_value(operation(lhs.value, rhs.value), scale)
+            return at_its_home(ctx, out, lhs, rhs, negate_rhs=negate_rhs)
+        data = same_dtype(align(lhs, scale), align(rhs, scale))
+        return rounded(ctx, operation(*widened(ctx, data)), scale)
 
     rule.__doc__ = (
         "`scale = max(lhs.scale, rhs.scale)`, of a state's leaf in wide dtypes its own; a constant "
@@ -110,24 +106,27 @@ def concatenate_rule(
     """
     args = tuple(x if x.size else uniform_over(x) for x in args)
     if not any(lies_along(x, dimension) for x in args):
-        data, scale, exponent = brought_together(ctx, args, ctx.in_avals)
-        return defer(ctx.bind(*data, dimension=dimension, **params), exponent, scale)
+        scale = scale_for(args)
+        data = at_shared_scale(ctx, args, ctx.in_avals, scale)
+        return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale, ctx.unit(scale))
     axes = {dimension, *varying_axes(*(x.scale for x in args))}
     data, pieces = [], []
     for x, own, aval in zip(args, own_scales(*args), ctx.in_avals, strict=True):
-        data.append(filled(align(x, own, ctx.out_dtype), aval))
+        data += at_shared_scale(ctx, (x,), (aval,), own)
         along = [n if a in axes else 1 for a, n in enumerate(aval.shape)]
         pieces.append(scale_array(ctx.table, own, along))
     scale = scale_of(ctx.table, lax.concatenate(pieces, dimension))
-    return ScaledArray(ctx.bind(*data, dimension=dimension, **params), scale)
+    return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale, ctx.unit(scale))
 
 
 @register_scale_rule("stack", elements="joined")
 def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> ScaledArray:
     """`scale = max` of the operands' votes."""
-    data, scale, exponent = brought_together(ctx, least_scales(*args), ctx.in_avals)
+    arrays = least_scales(*args)
+    scale = scale_for(arrays)
+    data = at_shared_scale(ctx, arrays, ctx.in_avals, scale)
     scale = scale.map(lambda s: lax.expand_dims(s, (axis,)))
-    return defer(ctx.bind(*data, axis=axis, **params), exponent, scale)
+    return rounded(ctx, ctx.bind(*data, axis=axis, **params), scale, ctx.unit(scale))
 
 
 @register_scale_rule(lax.pad_p, elements="placed")
@@ -140,15 +139,20 @@ def pad_rule(
     """
     x = x if x.size else uniform_over(x)
     if not x.scale.ndim:
-        data, scale, exponent = brought_together(ctx, (x, value), ctx.in_avals)
-        return defer(ctx.bind(*data, padding_config=padding_config, **params), exponent, scale)
+        scale = scale_for((x, value))
+        data = at_shared_scale(ctx, (x, value), ctx.in_avals, scale)
+        out = ctx.bind(*data, padding_config=padding_config, **params)
+        return rounded(ctx, out, scale, ctx.unit(scale))
     number = value.constant
     scale = shared_scale(x, value)
-    data = filled(align(x, scale, ctx.out_dtype), ctx.in_avals[0])
+    (data,) = at_shared_scale(ctx, (x,), ctx.in_avals[:1], scale)
     own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(padding_config)]
     if any(c != (0, 0, 0) for c in own):
         new = scale_array(ctx.table, ZERO if number == 0 else largest(scale))
         scale = scale_of(ctx.table, lax.pad(scale.array, new, own))
+    if ctx.holds_values:
+        out = ctx.bind(data, value.value, padding_config=padding_config, **params)
+        return ctx.of_value(out, scale)
     if number is not None and (number == 0 or not np.isfinite(number)):
         out = ctx.bind(data, value.data, padding_config=padding_config, **params)
         return ScaledArray(out, scale)
@@ -168,8 +172,9 @@ def dynamic_update_slice_rule(
     shape, window = (aval.shape for aval in ctx.in_avals[:2])
     partial = {a for a, (n, size) in enumerate(zip(shape, window, strict=True)) if n != size}
     if not partial & set(axes):  # every scale is one of old and of new elements
-        data, scale, exponent = brought_together(ctx, (x, update), ctx.in_avals[:2])
-        return defer(ctx.bind(*data, *starts, **params), exponent, scale)
+        scale = scale_for((x, update))
+        data = at_shared_scale(ctx, (x, update), ctx.in_avals[:2], scale)
+        return rounded(ctx, ctx.bind(*data, *starts, **params), scale, ctx.unit(scale))
     own = own_scales(x, update)
     old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
     new = scale_array(ctx.table, own[1], [n if a in axes else 1 for a, n in enumerate(window)])
@@ -178,12 +183,9 @@ def dynamic_update_slice_rule(
         new = lax.max(new, lax.dynamic_slice(old, offsets, new.shape))
     scale = scale_of(ctx.table, lax.dynamic_update_slice(old, new, offsets))
     kept = own[0] if partial <= set(axes) else scale
-    targets = (x, kept), (update, scale_of(ctx.table, new))
-    data = [
-        filled(align(a, own_scale, ctx.out_dtype), aval)
-        for (a, own_scale), aval in zip(targets, ctx.in_avals, strict=False)
-    ]
-    return ScaledArray(ctx.bind(*data, *starts, **params), scale)
+    data = at_shared_scale(ctx, (x,), ctx.in_avals[:1], kept)
+    data += at_shared_scale(ctx, (update,), ctx.in_avals[1:2], scale_of(ctx.table, new))
+    return rounded(ctx, ctx.bind(*data, *starts, **params), scale, ctx.unit(scale))
 
 
 @register_scale_rule(lax.gather_p, elements="taken")
@@ -193,12 +195,14 @@ def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> Sc
     windows = Windows.gathered(params["dimension_numbers"], params["slice_sizes"])
     fill = params["fill_value"]
     if fill is not None and not np.isfinite(fill):
-        x = x.as_pair(x.data, x.scale.or_one())
+        own = x.scale.or_one()
+        x = x.as_pair(x.data, own) if x.holds_data else x.with_scale(own)
     if fill is None or fill == 0 or not np.isfinite(fill):
-        data, exponent = split(x)
         scale = gathered_scale(ctx, x.scale, indices, windows)
-        return defer(ctx.bind(data, indices, **params), exponent, scale)
+        return x.moved(ctx.bind(x.source, indices, **params), scale)
     scale = algebra.join(x.scale, constant_floor(fill, x.dtype))
+    if ctx.holds_values:
+        return ctx.on_values(gathered_scale(ctx, scale, indices, windows), x, indices, **params)
     data = multiply(x.data, algebra.alignment(x.scale, scale), x.dtype)
     taken = ctx.bind(data, indices, **{**params, "fill_value": 0})
     inside = jnp.ones(ctx.in_avals[0].shape, bool)
@@ -235,17 +239,13 @@ def scatter_rule(
     compute = dtypes.compute_dtype(ctx.out_dtype) if sums else ctx.out_dtype
     if x.scale.ndim or updates.scale.ndim:
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
-        return rounded(ctx, out, scale)
-    if sums and keeper_of(ctx, x, updates) == 0:
-        scale = held_scale(x, updates)
-        data = brought_home((x, updates), 0, scale)
-        data = [lax.convert_element_type(d, compute) for d in data]
-        out = scatter(ctx, data[0], indices, filled(data[1], ctx.in_avals[2]), params)
-        return rounded(ctx, out, scale).at_home(scale)
-    data, scale, exponent = brought_together(ctx, (x, updates), ctx.in_avals[::2], density)
+        return rounded(ctx, out, scale, ctx.unit(scale))
+    scale = scale_for((x, updates), density)
+    data = at_shared_scale(ctx, (x, updates), ctx.in_avals[::2], scale)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
     out = scatter(ctx, data[0], indices, data[1], params)
-    return rounded(ctx, out, scale, exponent)
+    out = rounded(ctx, out, scale, ctx.unit(scale))
+    return at_its_home(ctx, out, x, updates, sums=sums)
 
 
 @register_scale_rule(lax.select_and_scatter_add_p, elements="new", nonnegative="keeps")
@@ -256,6 +256,8 @@ def select_and_scatter_add_rule(
     axes = windowed_axes(ctx, **params)
     source = uniform_over(source, axes)
     compute = dtypes.compute_dtype(ctx.out_dtype)
+    if ctx.holds_values:
+        return ctx.on_values(source.scale, source, operand, **params)
     arrays = source, comparable(operand, axes)
     data = [
         filled(dtypes.cast(x.data, compute), v) for x, v in zip(arrays, ctx.in_avals, strict=True)
@@ -266,8 +268,7 @@ def select_and_scatter_add_rule(
 @register_scale_rule(lax.complex_p, elements="new", elementwise=True)
 def complex_rule(ctx: RuleContext, re: Operand, im: Operand, **params: Any) -> ScaledArray:
     """`scale = max` of the scales of real and imaginary part."""
-    scale = shared_scale(re, im, additive=True)
-    return ScaledArray(ctx.bind(align(re, scale), align(im, scale)), scale)
+    return ctx.on_values(shared_scale(re, im, additive=True), re, im)
 
 
 @register_scale_rule(
@@ -276,6 +277,8 @@ def complex_rule(ctx: RuleContext, re: Operand, im: Operand, **params: Any) -> S
 def rem_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = min(lhs.scale, rhs.scale)`, in at least float32: no divisor becomes 0."""
     scale = algebra.meet(lhs.scale, rhs.scale)
+    if ctx.holds_values:
+        return ctx.on_values(scale, lhs, rhs, **params)
     data = same_dtype(*(multiply(x.data, x.scale / scale) for x in (lhs, rhs)))
     data = [lax.convert_element_type(d, dtypes.compute_dtype(d.dtype)) for d in data]
     return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), scale)

@@ -15,22 +15,22 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import align_constant, room
 from jax_scalify.interpreter.multiplying import within_range
-from jax_scalify.interpreter.operand import Operand, split
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import scale_array
 from jax_scalify.rules.shared.joining import (
     align,
-    bring_together,
-    brought_together,
+    at_shared_scale,
     same_dtype,
+    scale_for,
     shared_scale,
 )
 from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import NARROW_EXTENT, ZERO, Scale
+from jax_scalify.scales.algebra import NARROW_EXTENT, ONE, ZERO, Scale
 
 
 def _extremum_rule(sign: int) -> Rule:
@@ -53,12 +53,13 @@ def _extremum_rule(sign: int) -> Rule:
             scale = shared_scale(lhs, rhs)
         if _is_own_number(ctx, args):
             return _number(ctx, args, scale, params)
-        data, exponent = bring_together(args, scale)
-        out = ctx.bind(*same_dtype(*data), **params)
+        if ctx.holds_values:
+            return ctx.on_values(scale, lhs, rhs, **params)
+        out = ctx.bind(*same_dtype(*(align(x, scale) for x in args)), **params)
         if bound is not None:  # at the scale of the first half it may have been too small to write
-            again = align_constant(bound, out.dtype, scale * Scale(exponent))
+            again = align_constant(bound, out.dtype, scale)
             out = lax.max(out, again) if sign < 0 else lax.min(out, again)
-        return rounded(ctx, out, scale, exponent)
+        return rounded(ctx, out, scale)
 
     rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant on the far side of 0: no vote."
     return rule
@@ -91,10 +92,10 @@ def clamp_rule(
             scale = algebra.join(scale, algebra.meet(*bounds))
     if _is_own_number(ctx, (low, x, high)):
         return _number(ctx, (low, x, high), scale, params)
-    args, exponent = bring_together((low, x, high), scale)
-    out = ctx.out_avals[0]
+    out, operands = ctx.out_avals[0], (low, x, high)
+    args = [a.value if ctx.holds_values else align(a, scale) for a in operands]
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
-    return rounded(ctx, ctx.bind(*same_dtype(*args), **params), scale, exponent)
+    return rounded(ctx, ctx.bind(*same_dtype(*args), **params), scale, ctx.unit(scale))
 
 
 def _is_own_number(ctx: RuleContext, operands: Sequence[Operand]) -> bool:
@@ -114,6 +115,9 @@ def _number(
     The smaller of a norm of 1e-9 and of 1 has data of 1e-9 at the scale that both share, and would
     make zeros of the float16 that it multiplies.
     """
+    if ctx.holds_values:
+        out = ctx.on_values(ONE, *operands, **params)
+        return out.with_scale(ctx.table.split(out.source)[1])
     wide = dtypes.compute_dtype(ctx.out_dtype)
     data = [align(x, scale, wide) for x in operands]
     data, own = ctx.table.split(ctx.bind(*data, **params))
@@ -130,7 +134,7 @@ def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:
     multiples = [x.scale / first.scale for x in others]
     if first.scale.is_zero or not all(m.is_static and not m.is_zero for m in multiples):
         return algebra.ONE
-    if any(split(x)[0] is not split(first)[0] or split(x)[1] for x in cases):
+    if any(x.source is not first.source for x in cases):
         return algebra.ONE
     exponents = [0, *(m.exponent for m in multiples)]
     dtype = dtypes.compute_dtype(first.dtype) if ctx.stays_wide else first.dtype
@@ -181,8 +185,9 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) 
         cases = tuple(map(within_range, cases))
         scale = _chosen_scale(ctx, which, cases)
         if scale is not None:
-            data = same_dtype(*(x.data for x in cases))
-            data = [filled(d, aval) for d, aval in zip(data, ctx.in_avals[1:], strict=True)]
-            return rounded(ctx, ctx.bind(which, *data, **params), scale)
-    data, scale, exponent = brought_together(ctx, cases, ctx.in_avals[1:], _less(ctx, cases))
-    return rounded(ctx, ctx.bind(which, *data, **params), scale, exponent)
+            data = [x.value if ctx.holds_values else x.data for x in cases]
+            data = [filled(d, aval) for d, aval in zip(same_dtype(*data), ctx.in_avals[1:])]
+            return rounded(ctx, ctx.bind(which, *data, **params), scale, ctx.unit(scale))
+    scale = scale_for(cases, _less(ctx, cases))
+    data = at_shared_scale(ctx, cases, ctx.in_avals[1:], scale)
+    return rounded(ctx, ctx.bind(which, *data, **params), scale, ctx.unit(scale))

@@ -14,14 +14,15 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
+from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.multiplying import multiply
 
 
 def _axis_names(params: dict[str, Any]) -> tuple[Any, ...]:
@@ -61,10 +62,10 @@ def _collected(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]
 
 def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple[Any, Scale]:
     """Bring an array's data to the scale that all devices share, one for what is mixed."""
-    x = x.as_pair(filled(x.data, ctx.in_avals[0]), x.scale)
+    x = x.moved(filled(x.source, ctx.in_avals[0]), x.scale)
     x = uniform_over(x, _mixed_axes(ctx, params))
-    scale = _largest(ctx, x.scale, x.data, params)
-    return multiply(x.data, x.scale / scale), scale
+    scale = _largest(ctx, x.scale, x.source, params)
+    return x.value if ctx.holds_values else x.at_unit(scale), scale
 
 
 def _mixed_axes(ctx: RuleContext, params: dict[str, Any]) -> Any:
@@ -99,11 +100,12 @@ def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
 def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale` = the largest of all devices, or, along the axis that is gathered, theirs."""
     if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
-        data = filled(x.data, ctx.in_avals[0])
-        return ScaledArray(ctx.bind(data, **params), _collected(ctx, x.scale, data, params))
+        data = filled(x.source, ctx.in_avals[0])
+        scale = _collected(ctx, x.scale, data, params)
+        return x.moved(ctx.bind(data, **params), scale)
     data, scale = _at_one_scale(ctx, x, params)
-    out = ctx.bind(dtypes.cast(data, ctx.out_dtype), **params)
-    return ScaledArray(out, _moved(scale, params))
+    out, scale = ctx.bind(dtypes.cast(data, ctx.out_dtype), **params), _moved(scale, params)
+    return rounded(ctx, out, scale, ctx.unit(scale))
 
 
 @register_scale_rule(
@@ -125,6 +127,8 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     factor = growth(ctx, count, Terms.of(x))
     sum_dtype, out = ctx.config.sum_dtype, ctx.out_dtype
     if sum_dtype == jnp.float8_e5m2 and not positional and _is_gradient(ctx, names):
+        if ctx.holds_values:  # E5M2 asks for data
+            data = multiply(data, scale**-1)
         total = _summed_in_fp8(ctx, data, params, devices)
         result = finish(ctx, total, _moved(scale, params), factor)
         is_part = ctx.primitive.name == "reduce_scatter"
@@ -137,8 +141,8 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
         data = multiply(data, Scale(0) / factor)
         total = ctx.bind(dtypes.cast(data, travels), **params)
         return ScaledArray(total, _moved(scale, params) * factor)
-    total = ctx.bind(dtypes.cast(data, travels), **params)
-    return finish(ctx, total, _moved(scale, params), factor)
+    total, scale = ctx.bind(dtypes.cast(data, travels), **params), _moved(scale, params)
+    return finish(ctx, total, scale, factor, ctx.unit(scale))
 
 
 def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:
@@ -183,23 +187,23 @@ def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: 
     """The whole of a sum, of which each device has a part, in the dtype of the result."""
     aval, axis = ctx.out_avals[0], _cut_axis(ctx, params, devices)[0]
     whole = lax.all_gather(
-        part.data,
+        part.source,
         _axis_names(params),
         axis_index_groups=params.get("axis_index_groups"),
         axis=axis,
         tiled=True,
         to="invarying" if ctx.primitive.name == "psum_invariant" else "varying",
     )
-    return ScaledArray(lax.slice_in_dim(whole, 0, aval.shape[axis], axis=axis), part.scale)
+    return part.moved(lax.slice_in_dim(whole, 0, aval.shape[axis], axis=axis), part.scale)
 
 
 @register_scale_rule("ppermute", elements="taken")
 def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """The scale travels with the data, where it differs; where nothing arrives both are 0."""
-    data, scale = filled(x.data, ctx.in_avals[0]), x.scale
+    data, scale = filled(x.value if ctx.holds_values else x.data, ctx.in_avals[0]), x.scale
     if not _is_shared(ctx, scale, data, params):
         scale = _collected(ctx, scale, data, params)
-    return ScaledArray(ctx.bind(data, **params), scale)
+    return rounded(ctx, ctx.bind(data, **params), scale, ctx.unit(scale))
 
 
 @register_scale_rule("ragged_all_to_all", elements="new", nonnegative="keeps")
@@ -208,9 +212,9 @@ def ragged_all_to_all_rule(
 ) -> ScaledArray:
     """`scale` = the largest of operand and output buffer, of all devices."""
     x, out = uniform_over(x), uniform_over(out)
-    scale = _largest(ctx, algebra.join(x.scale, out.scale), x.data, params)
+    scale = _largest(ctx, algebra.join(x.scale, out.scale), x.source, params)
     data = [
-        filled(multiply(a.data, a.scale / scale, ctx.out_dtype), aval)
+        filled(a.value if ctx.holds_values else a.at_unit(scale, ctx.out_dtype), aval)
         for a, aval in zip((x, out), ctx.in_avals, strict=False)
     ]
-    return ScaledArray(ctx.bind(*data, *sizes, **params), scale)
+    return rounded(ctx, ctx.bind(*data, *sizes, **params), scale, ctx.unit(scale))

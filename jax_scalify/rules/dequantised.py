@@ -8,10 +8,10 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.dequantising import dequantising_rule, evaluate_plain
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.scattering import scatter
 
 
@@ -62,6 +62,8 @@ def scatter_mul_rule(
     ctx: RuleContext, x: Operand, indices: Any, updates: Operand, **params: Any
 ) -> ScaledArray:
     """The operand's scale; updates are plain numbers."""
+    if ctx.holds_values:
+        return ctx.on_values(x.scale, x, indices, updates, **params)
     compute = dtypes.compute_dtype(x.dtype)
     plain = dtypes.cast(ctx.dequantise(updates), compute)
     data = [dtypes.cast(x.data, compute), plain]

@@ -10,10 +10,9 @@ from typing import Any
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.multiplying import moved
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.scales.algebra import ONE
 
@@ -44,7 +43,7 @@ def fused_attention_gradients_rule(
     """`cotangent.scale * value.scale`, of the value's gradient `cotangent.scale`."""
     value, result, cotangent = (uniform_over(args[i]) for i in (_VALUE, _RESULT, _COTANGENT))
     arrays = [_number(ctx, x) for x in args]
-    aligned = moved(result, result.scale / value.scale, result.dtype)
+    aligned = result.at_unit(value.scale, result.dtype)
     data = {_VALUE: value.data, _RESULT: aligned, _COTANGENT: cotangent.data}
     for i, x in data.items():
         arrays[i] = filled(x, ctx.in_avals[i])

@@ -11,19 +11,17 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.multiplying import multiply
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import uniform_over
-from jax_scalify.rules.shared.products import factors_in_range
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE
 
 
 def _matrix(ctx: RuleContext, index: int, x: Operand) -> Operand:
     x = uniform_over(x, (x.ndim - 2, x.ndim - 1)) if x.scale.ndim else x
-    return x.as_pair(filled(x.data, ctx.in_avals[index]), x.scale)
+    return x.moved(filled(x.source, ctx.in_avals[index]), x.scale)
 
 
 def _factor_rule(*degrees: int) -> Rule:
@@ -32,13 +30,13 @@ def _factor_rule(*degrees: int) -> Rule:
     def rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
         x = _matrix(ctx, 0, x)
         results = []
-        for out, degree in zip(ctx.bind(x.data, **params), degrees, strict=False):
+        for out, degree in zip(ctx.bind(x.value, **params), degrees, strict=False):
             if not dtypes.is_scalable(out.dtype):
                 results.append(out)
                 continue
             drop = tuple(range(out.ndim, x.ndim))  # eigenvalues: one axis less
             scale = x.scale.map(lambda s, drop=drop: lax.squeeze(s, drop)) if drop else x.scale
-            results.append(ScaledArray(out, scale if degree else ONE))
+            results.append(Operand.of_value(out, scale if degree else ONE))
         return results
 
     names = ", ".join("scale" if degree else "1" for degree in degrees)
@@ -56,20 +54,15 @@ register_scale_rule(lax.linalg.schur_p, elements="new")(_factor_rule(1, 0))
 def cholesky_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
     x = _matrix(ctx, 0, x)
-    root, rest = x.scale.root(2)
-    return ScaledArray(ctx.bind(multiply(x.data, rest, x.dtype), **params), root)
+    return ctx.on_values(x.scale.root(2)[0], x, **params)
 
 
 @register_scale_rule("cholesky_update", elements="new")
 def cholesky_update_rule(ctx: RuleContext, r: Operand, w: Operand, **params: Any) -> ScaledArray:
     """`scale = max(r.scale, w.scale)`: the result is of degree 1 in both together."""
     r, w = uniform_over(r), uniform_over(w)
-    scale = algebra.join(r.scale, w.scale)
-    data = [
-        filled(multiply(x.data, algebra.alignment(x.scale, scale), x.dtype), aval)
-        for x, aval in zip((r, w), ctx.in_avals, strict=True)
-    ]
-    return ScaledArray(ctx.bind(*data, **params), scale)
+    data = [filled(x.value, aval) for x, aval in zip((r, w), ctx.in_avals, strict=True)]
+    return ctx.on_values(algebra.join(r.scale, w.scale), *data, **params)
 
 
 @register_scale_rule(lax.linalg.triangular_solve_p, elements="new")
@@ -78,11 +71,8 @@ def triangular_solve_rule(
 ) -> ScaledArray:
     """`scale = b.scale / a.scale`; with a unit diagonal `b.scale`, and `a` is dequantised."""
     a, b = _matrix(ctx, 0, a), _matrix(ctx, 1, b)
-    if unit_diagonal:
-        a = a.as_pair(ctx.dequantise(a, a.dtype), ONE)
-    a, b = factors_in_range(ctx, a, b, powers=(-1, 1))
-    data = ctx.bind(a.data, b.data, unit_diagonal=unit_diagonal, **params)
-    return ScaledArray(data, b.scale / a.scale)
+    scale = b.scale if unit_diagonal else b.scale / a.scale
+    return ctx.on_values(scale, a, b, unit_diagonal=unit_diagonal, **params)
 
 
 @register_scale_rule(lax.linalg.tridiagonal_solve_p, elements="new")
@@ -92,6 +82,5 @@ def tridiagonal_solve_rule(
     """`scale = b.scale / max(scales of the diagonals)`."""
     *diagonals, b = (uniform_over(x) for x in diagonals_and_b)
     joined = algebra.join(*(x.scale for x in diagonals))
-    data = [multiply(x.data, algebra.alignment(x.scale, joined), x.dtype) for x in diagonals]
-    arrays = [filled(d, v) for d, v in zip((*data, b.data), ctx.in_avals, strict=True)]
-    return ScaledArray(ctx.bind(*arrays, **params), b.scale / joined)
+    arrays = [filled(x.value, v) for x, v in zip((*diagonals, b), ctx.in_avals, strict=True)]
+    return ctx.on_values(b.scale / joined, *arrays, **params)

@@ -10,18 +10,13 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.multiplying import moved, multiply
-from jax_scalify.interpreter.operand import (
-    Operand,
-    defer_constant,
-    split,
-    split_product,
-)
+from jax_scalify.base.filling import filled
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.nonlinear import wide_rule
-from jax_scalify.rules.shared.products import bind_product, factors_in_range, rounded, widened
+from jax_scalify.rules.shared.products import bind_product, rounded, widened
 from jax_scalify.scales.algebra import ONE, Scale
+from jax_scalify.scales.multiplying import multiply
 
 # Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
 _LARGEST_POWER = 64
@@ -37,6 +32,18 @@ def _unit(x: Operand) -> int:
     return int(x.data == 1) - int(x.data == -1)
 
 
+# Of a larger constant, or a smaller one than its inverse, a multiple of data may leave the range.
+_LARGEST_FACTOR = 2.0**32
+
+
+def _mantissa(x: Operand) -> float:
+    """What of a constant its scale does not say; 0 if it is not that of an ordinary multiple."""
+    number = x.constant
+    if number.dtype.kind == "c" or not 1 / _LARGEST_FACTOR < abs(number) < _LARGEST_FACTOR:
+        return 0.0
+    return math.ldexp(float(number), -int(x.scale.exponent))
+
+
 @register_scale_rule(
     lax.mul_p, elements="new", elementwise=True, nonnegative="keeps", degree="product"
 )
@@ -45,23 +52,22 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
 
     Of a gate, as in `x * sigmoid(x)`, the scale is twice that: the result keeps that of `x`.
     """
-    lhs, rhs = factors_in_range(ctx, lhs, rhs)
     scale = lhs.scale * rhs.scale
     if lhs.facts.gate != rhs.facts.gate and lhs.number is None and rhs.number is None:
-        *data, exponent = split_product(lhs, rhs)
-        return bind_product(ctx, (*data, exponent - 1), scale * Scale(1), params)
+        return bind_product(ctx, (lhs, rhs), scale, params, room=Scale(1))
     for x, other in ((rhs, lhs), (lhs, rhs)):
         if x.constant is None or ctx.out_dtype != other.dtype:
             continue
+        if ctx.holds_values:
+            mantissa = _mantissa(x)
+            if not mantissa:
+                return ctx.on_values(scale, lhs, rhs, **params)
+            out = ctx.bind(*(a.value if a is x else a.source for a in (lhs, rhs)), **params)
+            return ctx.of_value(out, scale, other.unit).as_multiple(other, mantissa)
         if sign := _unit(x):
-            data, exponent = split(other)
-            data = filled(data, ctx.out_avals[0])
-            return rounded(ctx, data if sign > 0 else lax.neg(data), scale, exponent)
-        if other.shape == ctx.out_avals[0].shape:
-            product = defer_constant(other, x.data, scale)
-            if product is not None:
-                return product
-    return bind_product(ctx, split_product(lhs, rhs), scale, params)
+            data = filled(other.data, ctx.out_avals[0])
+            return rounded(ctx, data if sign > 0 else lax.neg(data), scale)
+    return bind_product(ctx, (lhs, rhs), scale, params)
 
 
 @register_scale_rule(
@@ -69,43 +75,35 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
 )
 def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = lhs.scale / rhs.scale`; a constant power of two costs nothing."""
-    lhs, rhs = factors_in_range(ctx, lhs, rhs, powers=(1, -1))
     scale = lhs.scale / rhs.scale
-    sign = _unit(rhs)
+    sign = 0 if ctx.holds_values else _unit(rhs)
     if sign:
-        data, exponent = split(lhs)
-        data = filled(data, ctx.out_avals[0])
-        return rounded(ctx, data if sign > 0 else lax.neg(data), scale, exponent)
-    return bind_product(ctx, split_product(lhs, rhs, powers=(1, -1)), scale, params)
+        data = filled(lhs.data, ctx.out_avals[0])
+        return rounded(ctx, data if sign > 0 else lax.neg(data), scale)
+    if ctx.holds_values and rhs.constant is not None and _mantissa(rhs):
+        return ctx.of_value(ctx.bind(lhs.source, rhs.value, **params), scale, lhs.unit)
+    return bind_product(ctx, (lhs, rhs), scale, params)
 
 
 @register_scale_rule(lax.square_p, elements="new", elementwise=True, nonnegative="always", degree=2)
 def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale**2`, in wide dtypes of what a scale has within 2**+-16."""
-    (x,) = factors_in_range(ctx, x, powers=(2,))
-    return bind_product(ctx, split_product(x, powers=(2,)), x.scale**2, params)
+    """`scale = scale**2`."""
+    return bind_product(ctx, (x,), x.scale**2, params)
 
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
 def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`; of negative powers in float16 eight times that."""
-    (x,) = factors_in_range(ctx, x, powers=(y,))
     room = Scale(_ROOM if y < 0 and dtypes.has_short_range(ctx.out_dtype) else 0)
-    *data, exponent = split_product(x, powers=(y,))
-    parts = (*data, exponent - room.exponent)
-    return bind_product(ctx, parts, x.scale**y * room, {"y": y, **params})
+    return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, room)
 
 
 def _root(ctx: RuleContext, x: Operand, degree: int, inverse: bool, **params: Any) -> Any:
     root, rest = x.scale.root(degree)
-    exponent = 0
-    if x.is_deferred and rest.is_static:
-        exponent, odd = divmod(x.exponent + int(rest.exponent), degree)
-        rest = Scale(odd - x.exponent)
-    out = ctx.bind(*widened(ctx, [moved(x, rest)]), **params)
-    if inverse:
-        return rounded(ctx, out, root**-1, -exponent)
-    return rounded(ctx, out, root, exponent)
+    scale = root**-1 if inverse else root
+    if ctx.holds_values:
+        return ctx.on_values(scale, x, **params)
+    return rounded(ctx, ctx.bind(*widened(ctx, [multiply(x.data, rest)]), **params), scale)
 
 
 @register_scale_rule(
@@ -142,9 +140,11 @@ def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
     halves = 2 * float(number)
     if not halves.is_integer() or abs(halves) > _LARGEST_POWER:
         return wide_rule(ctx, x, y, **params)
-    (x,) = factors_in_range(ctx, x, powers=(math.ceil(abs(halves) / 2),))
     root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
     scale = root ** int(halves) if halves % 2 else root ** int(number)
+    if ctx.holds_values:
+        number = np.asarray(number).astype(ctx.in_avals[1].dtype)[()]
+        return ctx.of_value(ctx.bind(x.value, number, **params), scale)
     (data,) = widened(ctx, [multiply(x.data, rest)])
     exponent = np.asarray(number).astype(data.dtype if halves % 2 else ctx.in_avals[1].dtype)[()]
     return rounded(ctx, ctx.bind(data, exponent, **params), scale)

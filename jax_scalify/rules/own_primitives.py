@@ -12,17 +12,17 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.filling import filled
 from jax_scalify.base.statistics import statistic
 from jax_scalify.blocks.dot import block_round_p
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.interpreter.multiplying import keep_infinity
-from jax_scalify.interpreter.operand import Facts, Operand, defer, settled, split
+from jax_scalify.interpreter.multiplying import at_scale
+from jax_scalify.interpreter.operand import Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, register_value_rule
-from jax_scalify.interpreter.value import Plain, Value, filled
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.primitives.straight_through import straight_through_p
 from jax_scalify.rules.shared.along_axes import uniform_over
-from jax_scalify.rules.shared.products import times
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
 
@@ -58,10 +58,9 @@ def match_scale_rule(ctx: RuleContext, x: Operand, like: Operand) -> ScaledArray
 
 
 def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
-    raw, exponent = split(x)
-    raw = filled(raw, ctx.out_avals[0])
+    x = x.moved(filled(x.source, ctx.out_avals[0]), x.scale)
     if x.scale.is_zero:
-        return defer(raw, exponent, scale)
+        return Operand(x.source, scale)
     if not scale.is_nonzero:  # "any scale will do": the value's own
         asked = jnp.asarray(scale.array, ctx.table.dtype)
         own = jnp.asarray(x.scale.array, ctx.table.dtype)
@@ -69,15 +68,7 @@ def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
             axes = tuple(a for a in range(own.ndim) if not asked.ndim or asked.shape[a] == 1)
             own = jnp.max(own, axes, keepdims=asked.ndim > 0, initial=0)
         scale = x.scale if scale.is_zero else ctx.table.atom(jnp.where(asked == 0, own, asked))
-    return _moved(raw, x.scale / scale * Scale(exponent), scale)
-
-
-def _moved(raw: Any, factor: Scale, scale: Scale) -> ScaledArray:
-    """`data = raw * factor`; an infinity stays one."""
-    moved = times(raw, factor, scale, raw.dtype)
-    if not dtypes.is_narrow_float(raw.dtype):
-        return moved
-    return ScaledArray(keep_infinity(raw, moved.data), scale)
+    return at_scale(x, scale)
 
 
 @register_scale_rule(primitives.cast_p, elements="cast")
@@ -115,9 +106,8 @@ def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
     if not factor.is_nonzero:
         array = jnp.asarray(factor.array, ctx.table.dtype)
         factor = ctx.table.atom(jnp.where(array == 0, 1, array)) if factor.factors else algebra.ONE
-    raw, exponent = split(x)
-    raw = filled(raw, ctx.out_avals[0])
-    return times(raw, Scale(exponent) / factor, x.scale * factor, ctx.out_dtype)
+    x = x.moved(filled(x.source, ctx.out_avals[0]), x.scale)
+    return x.with_scale(x.scale * factor)
 
 
 @register_value_rule(primitives.stop_scaling_p, elements="rescaled")
@@ -149,7 +139,7 @@ def dynamic_rescale_rule(
     examples = ctx.out_avals[1].shape
     if not isinstance(value, Operand):
         return [value, Plain.filled(ctx.out_avals[-1], np.bool_(True))]
-    x = settled(value)
+    x = value.as_pair(value.data, value.scale)
     wide = statistic(x.data, stat, _measured_axes(x, batch_ndim))
     finite = jnp.isfinite(wide)
     power = pow2.round_down(wide, ctx.table.dtype)
@@ -158,7 +148,7 @@ def dynamic_rescale_rule(
     power = lax.mul(power, jnp.asarray(1 / target, power.dtype))
     factor = ctx.table.atom(jnp.where(finite, power, jnp.ones_like(power)))
     flag = _of_examples(finite, examples)
-    return [_moved(x.data, factor**-1, x.scale * factor), flag]
+    return [at_scale(x, x.scale * factor), flag]
 
 
 def _measured_axes(x: Operand, batch_ndim: int) -> tuple[int, ...] | None:
@@ -185,7 +175,7 @@ def delayed_rescale_rule(
     examples = ctx.out_avals[2].shape
     if not isinstance(value, Operand):
         return [value, history, Plain.filled(ctx.out_avals[-1], np.bool_(True))]
-    x = settled(value)
+    x = value.as_pair(value.data, value.scale)
     seen = history.whole()
     amax, finite = _amax_exponent(ctx, x, seen.shape[1:])
     expected = jnp.max(seen, 0) if algorithm == "max" else seen[0]

@@ -10,10 +10,10 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.operand import Operand, split
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable
-from jax_scalify.rules.shared.joining import bring_together, same_dtype, shared_scale
+from jax_scalify.rules.shared.joining import align, same_dtype, shared_scale
 from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales.algebra import ONE
 
@@ -21,8 +21,7 @@ from jax_scalify.scales.algebra import ONE
 @register_scale_rule(lax.argmax_p, lax.argmin_p, elements="new")
 def argmax_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
     """`out = f(data)`, a plain output; one scale over the axes that are searched, in float32."""
-    data, _ = split(comparable(x, params["axes"]))
-    return ctx.bind(data, **params)
+    return ctx.bind(comparable(x, params["axes"]).source, **params)
 
 
 @register_scale_rule(lax.is_finite_p, elements="new", elementwise=True)
@@ -30,24 +29,26 @@ def is_finite_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
     """`out = f(data)`, a plain output; where the scale can make it infinite, `f(data * scale)`."""
     if _can_be_infinite(x):
         return ctx.bind(ctx.dequantise(x), **params)
-    return ctx.bind(split(x)[0], **params)
+    return ctx.bind(x.source, **params)
 
 
 def _can_be_infinite(x: Operand) -> bool:
     """Tell whether finite data times its scale may be beyond the range of the values' dtype."""
     finfo = jnp.finfo(dtypes.compute_dtype(x.dtype))
-    return x.scale.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
+    return x.unit.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
 
 
 @register_scale_rule(lax.sign_p, elements="new", elementwise=True, nonnegative="keeps", degree=0)
 def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`out = sign(data)`, scale 1."""
-    return rounded(ctx, ctx.bind(split(x)[0], **params), ONE)
+    return rounded(ctx, ctx.bind(x.source, **params), ONE)
 
 
 def _at_one_scale(ctx: RuleContext, lhs: Operand, rhs: Operand) -> list[Any]:
+    if not dtypes.has_short_range(lhs.dtype):
+        return [lhs.value, rhs.value]
     scale = shared_scale(lhs, rhs, additive=True)
-    return same_dtype(*bring_together((lhs, rhs), scale)[0])
+    return same_dtype(align(lhs, scale), align(rhs, scale))
 
 
 @register_scale_rule(
@@ -58,9 +59,9 @@ def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any)
     """Align, then compare in at least float32: a plain output."""
     numbers = [x.constant for x in (lhs, rhs)]
     if any(n is not None and n == 0 for n in numbers):
-        return ctx.bind(*same_dtype(split(lhs)[0], split(rhs)[0]), **params)
+        return ctx.bind(*same_dtype(lhs.source, rhs.source), **params)
     if any(n is not None and not np.isfinite(np.complex128(n)) for n in numbers):
-        wide = [ctx.dequantise(x) if _can_be_infinite(x) else split(x)[0] for x in (lhs, rhs)]
+        wide = [ctx.dequantise(x) if _can_be_infinite(x) else x.source for x in (lhs, rhs)]
         return ctx.bind(*same_dtype(*wide), **params)
     return ctx.bind(*_at_one_scale(ctx, lhs, rhs), **params)
 

@@ -16,11 +16,11 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, jaxprs
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import promote
-from jax_scalify.interpreter.multiplying import multiply
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.value import Plain, filled
+from jax_scalify.interpreter.value import Plain
 from jax_scalify.rules.shared.along_axes import (
     Windows,
     own_scales,
@@ -32,6 +32,7 @@ from jax_scalify.rules.shared.along_axes import (
 from jax_scalify.rules.shared.joining import align
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.multiplying import multiply
 
 _SCATTERS = {
     lax.scatter_p: lax.scatter,
@@ -96,8 +97,11 @@ def scatter_along_axes(
         taken = windows.spread(inner.take(joined, columns), axes, rank)
         scale = scale_of(ctx.table, lax.reshape(joined, old.shape)) * factor
         there = scale_of(ctx.table, taken) * factor
-    old = filled(align(x, own[0] if replaces else scale, dtype), ctx.in_avals[0])
-    new = filled(align(updates, there, dtype), ctx.in_avals[2])
+    if ctx.holds_values:
+        old, new = x.value, updates.value
+    else:
+        old, new = align(x, own[0] if replaces else scale, dtype), align(updates, there, dtype)
+    old, new = filled(old, ctx.in_avals[0]), filled(new, ctx.in_avals[2])
     return scatter(ctx, old, indices, new, params), scale
 
 
@@ -184,6 +188,8 @@ def apply_function(
         out = applied(dtypes.cast(plain, x.dtype), lambda v: function(v, v)[0])
     marks = jnp.zeros(aval.shape, bool)
     touched = lax.scatter(marks, indices, jnp.ones(size, bool), dims, **known)
+    if ctx.holds_values:
+        return ctx.of_value(lax.select(touched, filled(out, aval), plain), scale)
     new = multiply(out, scale**-1, ctx.out_dtype)
     old = filled(align(x, scale, ctx.out_dtype), aval)
     return ScaledArray(lax.select(touched, filled(new, aval), old), scale)

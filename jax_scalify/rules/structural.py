@@ -17,14 +17,14 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import room
-from jax_scalify.interpreter.multiplying import kept_wide, moved
-from jax_scalify.interpreter.operand import Operand, can_defer, defer, split, with_scale
+from jax_scalify.interpreter.multiplying import kept_wide
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import filled
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
-from jax_scalify.rules.shared.products import rounded
+from jax_scalify.rules.shared.products import made, rounded
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
@@ -54,14 +54,13 @@ def structural_rule(
                 scale = [_scale(ctx, *s) for s in zip(scale, ctx.out_avals, strict=True)]
             else:
                 scale = _scale(ctx, scale, ctx.out_avals[0])
-        data, exponent = split(x)
-        out = ctx.bind(data, *others, **params)
+        out = ctx.bind(x.source, *others, **params)
         if not ctx.primitive.multiple_results:
             wide = ctx.stays_wide or x.is_wide
-            return rounded(ctx, out, scale) if wide else defer(out, exponent, scale)
+            return rounded(ctx, out, scale) if wide else x.moved(out, scale)
         scales = scale if isinstance(scale, list) else [scale] * len(out)
         return [
-            defer(o, exponent, s) if dtypes.is_scalable(o.dtype) else o
+            x.moved(o, s) if dtypes.is_scalable(o.dtype) else o
             for o, s in zip(out, scales, strict=True)
         ]
 
@@ -184,7 +183,7 @@ def reshape_rule(
     """
     if dimensions is not None:  # the order in which the axes are read
         scale = x.scale.map(lambda s: lax.transpose(s, dimensions))
-        x = with_scale(x, scale, lambda data: lax.transpose(data, dimensions))
+        x = x.moved(lax.transpose(x.source, dimensions), scale)
     params["dimensions"] = None
     if x.scale.ndim:
         groups = _reshaped_groups(x.shape, ctx.out_avals[0].shape)
@@ -194,10 +193,9 @@ def reshape_rule(
         if not x.size or every and not dtypes.has_short_range(x.dtype):
             x = uniform_over(x)
     if not x.scale.ndim:
-        data, exponent = split(x)
         if ctx.stays_wide or x.is_wide:
-            return rounded(ctx, ctx.bind(data, **params), x.scale)
-        return defer(ctx.bind(data, **params), exponent, x.scale)
+            return rounded(ctx, ctx.bind(x.data, **params), x.scale)
+        return x.moved(ctx.bind(x.source, **params), x.scale)
     wide, shape = [1] * x.ndim, []
     for (axes, sizes), v in zip(groups, varies):
         for a in axes:
@@ -206,7 +204,7 @@ def reshape_rule(
     scale = x.scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
     if ctx.stays_wide or x.is_wide:
         return rounded(ctx, ctx.bind(x.data, **params), scale)
-    return ScaledArray(ctx.bind(x.data, **params), scale)
+    return x.moved(ctx.bind(x.source, **params), scale)
 
 
 def _reshaped_groups(
@@ -258,9 +256,8 @@ def top_k_rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
     """`out = f(data)`, one scale along the axis that is searched, compared in float32."""
     axis = params.get("axis", params.get("reduction_dimension", -1)) % x.ndim
     x = comparable(x, (axis,))
-    data, exponent = split(x)
-    values, indices = ctx.bind(data, **params)
-    return [defer(dtypes.cast(values, ctx.out_dtype), exponent, x.scale), indices]
+    values, indices = ctx.bind(x.source, **params)
+    return [x.moved(dtypes.cast(values, ctx.out_dtype), x.scale), indices]
 
 
 @register_scale_rule("select_and_gather_add", elements="new", nonnegative="keeps")
@@ -270,6 +267,8 @@ def select_and_gather_add_rule(
     """`scale = tangents.scale`; the operand only says which of them."""
     axes = windowed_axes(ctx, **params)
     tangents = uniform_over(tangents, axes)
+    if ctx.holds_values:
+        return ctx.on_values(tangents.scale, tangents, operand, **params)
     aval = ctx.in_avals[0]
     data = [filled(x.data, aval) for x in (tangents, comparable(operand, axes))]
     out = ctx.bind(*same_dtype(*data), **params)
@@ -288,21 +287,20 @@ def reduce_precision_rule(
     if fits and dtypes.is_narrow_float(x.dtype):
         return x
     params = params | {"exponent_bits": exponent_bits, "mantissa_bits": mantissa_bits}
-    return ScaledArray(ctx.bind(x.data, **params), x.scale)
+    return x.moved(ctx.bind(x.source, **params), x.scale)
 
 
 @register_scale_rule("optimization_barrier", "pin", elements="same", elementwise=True)
 @register_scale_rule("device_put", elements="same")
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
-    data = [split(x) if isinstance(x, Operand) else (x, 0) for x in args]
-    exponents = [exponent for _, exponent in data]
-    data = [filled(d, aval) for (d, _), aval in zip(data, ctx.in_avals, strict=True)]
+    data = [x.source if isinstance(x, Operand) else x for x in args]
+    data = [filled(d, aval) for d, aval in zip(data, ctx.in_avals, strict=True)]
     out = ctx.bind(*data, **params)
     out = out if ctx.primitive.multiple_results else [out]
     out = [
-        defer(dtypes.cast(o, aval.dtype), exponent, x.scale) if isinstance(x, Operand) else o
-        for o, aval, x, exponent in zip(out, ctx.out_avals, args, exponents, strict=True)
+        x.moved(dtypes.cast(o, aval.dtype), x.scale) if isinstance(x, Operand) else o
+        for o, aval, x in zip(out, ctx.out_avals, args, strict=True)
     ]
     return out if ctx.primitive.multiple_results else out[0]
 
@@ -325,26 +323,29 @@ def sort_rule(
     lax.convert_element_type_p, family="convert", elements="cast", elementwise=True
 )
 def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
-    """Float to float: the data only, saturating for FP8. To int or bool: dequantise first.
-
-    What data of a wide dtype has taken of a scale or a constant, that of a narrow one cannot hold.
-    """
+    """Float to float: the data only, saturating for FP8. To int or bool: dequantise first."""
     dtype = ctx.out_dtype
     if not isinstance(x, Operand):  # int or bool to float: a constant of scale 1
         return ScaledArray(ctx.bind(x, **params), ONE)
     if not dtypes.is_scalable(dtype):
         if dtype == jnp.bool_:
-            return ctx.bind(x.data, **params)
+            return ctx.bind(x.source, **params)
         return ctx.bind(ctx.dequantise(x), **params)
-    if can_defer(dtype) and jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
-        data, exponent = split(x)
-        return defer(dtypes.cast(data, dtype), exponent, x.scale)
-    if dtypes.has_short_range(dtype) and not dtypes.has_short_range(x.dtype):
-        whole = x.scale.whole()
-        constant = x.facts.constant
-        if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
-            whole = algebra.join(whole, Scale(math.floor(constant)) * room(dtype), narrow=True)
-        if ctx.stays_wide and dtype == jnp.float16:
-            return kept_wide(moved(x, x.scale / whole), whole, dtype)
-        return ScaledArray(moved(x, x.scale / whole, dtype), whole)
-    return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
+    if not dtypes.has_short_range(dtype):
+        return _as_wide(x, dtypes.cast(x.source, dtype))
+    if dtypes.has_short_range(x.dtype):
+        return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
+    scale, constant = x.scale, x.facts.constant
+    if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
+        scale = algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
+    if ctx.stays_wide and dtype == jnp.float16:
+        return kept_wide(x.at_unit(scale), scale, dtype)
+    return ScaledArray(x.at_unit(scale, dtype), scale)
+
+
+def _as_wide(x: Operand, source: Any) -> Operand:
+    """An operand whose source was cast to a wide dtype: its unit goes along, if it is a number."""
+    unit = x.unit
+    if unit.ndim or unit.is_zero:
+        return made(source, unit, x.scale, source.dtype)
+    return Operand(source, x.scale, unit=unit)

@@ -15,12 +15,12 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.base.filling import filled
 from jax_scalify.blocks.dot import block_dot_p
 from jax_scalify.blocks.quantising import Quantiser
-from jax_scalify.interpreter.multiplying import multiply
-from jax_scalify.interpreter.operand import Facts, Operand, split, split_product, with_scale
+from jax_scalify.interpreter.operand import Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import Value, filled
+from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.narrow_dot import (
     SMALLEST_EXPONENT,
     narrow_dot_general,
@@ -28,9 +28,10 @@ from jax_scalify.primitives.narrow_dot import (
 )
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, finish, growth
-from jax_scalify.rules.shared.products import factors_in_range, for_constants
+from jax_scalify.rules.shared.products import for_constants, made
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
+from jax_scalify.scales.multiplying import multiply
 
 
 @register_scale_rule(lax.reduce_sum_p, elements="summed", degree=1)
@@ -38,33 +39,41 @@ def reduce_sum_rule(ctx: RuleContext, x: Operand, *, axes: Any, **params: Any) -
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, axes)
     count = math.prod(ctx.in_avals[0].shape[a] for a in axes)
-    data, exponent = split(x)
-    data = lax.convert_element_type(data, dtypes.compute_dtype(x.dtype))
-    total = ctx.bind(data, axes=axes, **params)
+    factor = growth(ctx, count, Terms.of(x))
     scale = x.scale.map(lambda s: lax.squeeze(s, axes))
-    return finish(ctx, total, scale, growth(ctx, count, Terms.of(x)), exponent)
+    if ctx.holds_values:
+        return _sum_of_values(ctx, x, scale * factor, axes=axes, **params)
+    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
+    return finish(ctx, ctx.bind(data, axes=axes, **params), scale, factor)
+
+
+def _sum_of_values(ctx: RuleContext, x: Operand, scale: Scale, **params: Any) -> Operand:
+    """A sum of values, accumulated in at least float32, in the unit of its terms."""
+    terms, unit = (x.value, ONE) if x.unit.ndim else (x.source, x.unit)
+    wide = lax.convert_element_type(terms, dtypes.compute_dtype(x.dtype))
+    return ctx.of_value(ctx.bind(wide, **params), scale, unit)
 
 
 @register_scale_rule(lax.cumsum_p, elements="new", nonnegative="keeps", degree=1)
 def cumsum_rule(ctx: RuleContext, x: Operand, *, axis: int, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, (axis,))
-    data, exponent = split(x)
-    data = lax.convert_element_type(data, dtypes.compute_dtype(x.dtype))
-    total = ctx.bind(data, axis=axis, **params)
     factor = growth(ctx, ctx.in_avals[0].shape[axis], Terms.of(x))
-    return finish(ctx, total, x.scale, factor, exponent)
+    if ctx.holds_values:
+        return _sum_of_values(ctx, x, x.scale * factor, axis=axis, **params)
+    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
+    return finish(ctx, ctx.bind(data, axis=axis, **params), x.scale, factor)
 
 
 @register_scale_rule(lax.reduce_window_sum_p, elements="new", nonnegative="keeps", degree=1)
 def reduce_window_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if none is < 0."""
     x = uniform_over(x, windowed_axes(ctx, **params))
-    data, exponent = split(x)
-    data = lax.convert_element_type(data, dtypes.compute_dtype(x.dtype))
-    total = ctx.bind(data, **params)
-    count = math.prod(params["window_dimensions"])
-    return finish(ctx, total, x.scale, growth(ctx, count, Terms.of(x)), exponent)
+    factor = growth(ctx, math.prod(params["window_dimensions"]), Terms.of(x))
+    if ctx.holds_values:
+        return _sum_of_values(ctx, x, x.scale * factor, **params)
+    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
+    return finish(ctx, ctx.bind(data, **params), x.scale, factor)
 
 
 @register_scale_rule(lax.fft_p, elements="new")
@@ -74,7 +83,7 @@ def fft_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     x = uniform_over(x, range(x.ndim - len(lengths), x.ndim))
     factor = growth(ctx, math.prod(lengths), Terms.INDEPENDENT)
     inverse = params["fft_type"] in (lax.FftType.IFFT, lax.FftType.IRFFT)
-    return finish(ctx, ctx.bind(x.data, **params), x.scale, factor**-1 if inverse else factor)
+    return ctx.on_values(x.scale * (factor**-1 if inverse else factor), x, **params)
 
 
 def _full(ctx: RuleContext, *operands: Any) -> list[Operand]:
@@ -84,7 +93,7 @@ def _full(ctx: RuleContext, *operands: Any) -> list[Operand]:
         if not isinstance(x, Operand)
         else x
         if x.shape == aval.shape
-        else x.as_pair(filled(x.data, aval), x.scale)
+        else x.moved(filled(x.source, aval), x.scale)
         for x, aval, value in zip(operands, ctx.in_avals, ctx.inputs, strict=False)
     ]
 
@@ -117,6 +126,8 @@ def _factors_together(
     A term has the product of both. It may be the same for all terms where neither scale is: in the
     gradient of a covariance one is large where the other is small.
     """
+    if not (lhs.holds_data and rhs.holds_data):
+        return lhs, rhs
     if not all(set(axes) & set(varying_axes(x.scale)) for x, axes in zip((lhs, rhs), contract)):
         return lhs, rhs
     pairs = sorted(zip((*batch[0], *contract[0]), (*batch[1], *contract[1]), strict=True))
@@ -129,7 +140,8 @@ def _factors_together(
         return lax.reshape(lax.transpose(scale, (*(b for _, b in pairs), *free)), shape)
 
     part = rhs.scale.map(lambda s: jnp.max(s, free, keepdims=True, initial=0))
-    return with_scale(lhs, lhs.scale * part.map(along_lhs)), with_scale(rhs, rhs.scale / part)
+    left, right = lhs.scale * part.map(along_lhs), rhs.scale / part
+    return lhs.as_pair(lhs.source, left), rhs.as_pair(rhs.source, right)
 
 
 # `jax.nn.dot_product_attention` asks for it, and the compilers of CPUs and TPUs have it not.
@@ -152,17 +164,17 @@ def narrow_dot_rule(
 ) -> ScaledArray:
     """The rule of `dot_general`, and the factor: of a `scalify` inside this one."""
     out = _product(ctx, lhs, rhs, params)
-    return with_scale(out, out.scale * Scale(exponent))
+    return made(out.source, out.unit * Scale(exponent), out.scale * Scale(exponent), out.dtype)
 
 
 def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any]) -> Operand:
-    lhs, rhs, scale, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
-    *data, exponent = split_product(lhs, rhs)
+    lhs, rhs, scale, unit, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
+    data = [lhs.source, rhs.source]
     params = {name: value for name, value in params.items() if name != "preferred_element_type"}
     if params.get("precision") in _OF_FLOAT16:  # it is what the sums' dtype says, everywhere
         params["precision"] = None
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
-    by = exponent - factor.exponent - ctx.pending.exponent
+    by = -factor.exponent - ctx.pending.exponent
     narrow = ctx.config.sum_dtype != np.float32 and kinds == {np.dtype("float16")}
     narrow &= for_constants(ctx, scale * factor) == scale * factor
     if narrow and SMALLEST_EXPONENT <= by <= 0 and not _compat.is_partial_sum(ctx.out_avals[0]):
@@ -170,23 +182,24 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
         return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale)
     preferred = _preferred(ctx, kinds)
     total = lax.dot_general_p.bind(*data, preferred_element_type=preferred, **params)
-    return finish(ctx, total, scale, factor, exponent)
+    return finish(ctx, total, scale, factor, unit)
 
 
 def _of_product(
     ctx: RuleContext, lhs: Operand, rhs: Operand, dims: Any
-) -> tuple[Operand, Operand, Scale, Scale]:
-    """The operands as they are multiplied, the product of their scales, and by what it grows."""
+) -> tuple[Operand, Operand, Scale, Scale, Scale]:
+    """The operands as they are multiplied, the scale of a product, its unit, and the growth."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-    lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
+    lhs, rhs = _full(ctx, lhs, rhs)
     lhs, rhs = _factors_together(lhs, rhs, *dims)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
     lhs_free = lhs.ndim - len(lhs_contract) - len(lhs_batch)
     rhs_free = rhs.ndim - len(rhs_contract) - len(rhs_batch)
-    scale = _operand_scale(lhs, lhs_contract, lhs_batch, 0, rhs_free)
-    scale = scale * _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
+    left = _operand_scale(lhs, lhs_contract, lhs_batch, 0, rhs_free)
+    right = _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
     count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
-    return lhs, rhs, scale, growth(ctx, count, Terms.of(lhs, rhs))
+    unit = lhs.unit_at(left) * rhs.unit_at(right)
+    return lhs, rhs, left * right, unit, growth(ctx, count, Terms.of(lhs, rhs))
 
 
 @register_scale_rule(block_dot_p, elements="summed", degree="product")
@@ -194,21 +207,18 @@ def block_dot_rule(
     ctx: RuleContext, lhs: Operand, rhs: Operand, *, quantisers: Any, **params: Any
 ) -> ScaledArray:
     """The rule of `dot_general`: block scales are chosen from the data, and no scale is."""
-    lhs, rhs, scale, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
-    *data, exponent = split_product(lhs, rhs)
+    lhs, rhs, scale, unit, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
+    data = [lhs.data, rhs.data]  # of unit size
     params |= dict(
-        quantisers=tuple(map(of_data, quantisers, ctx.inputs, (lhs, rhs), data)),
+        quantisers=tuple(map(of_data, quantisers, ctx.inputs)),
         preferred_element_type=_preferred(ctx, {ctx.out_dtype}),
     )
-    total = block_dot_p.bind(*data, **params)
-    return finish(ctx, total, scale, factor, exponent)
+    return finish(ctx, block_dot_p.bind(*data, **params), scale, factor)
 
 
-def of_data(quantiser: Quantiser, value: Value, x: Operand, data: Any) -> Quantiser:
-    """How data is quantised: what has a scale is of unit size, or was before it was deferred."""
-    if not value.is_scaled:
-        return quantiser
-    return quantiser.of_unit_data(x.exponent if data is x.raw else 0)
+def of_data(quantiser: Quantiser, value: Value) -> Quantiser:
+    """How data is quantised: what has a scale is of unit size."""
+    return quantiser.of_unit_data(0) if value.is_scaled else quantiser
 
 
 def _preferred(ctx: RuleContext, kinds: set[Any]) -> Any:
@@ -247,17 +257,17 @@ def ragged_dot_general_rule(
     """
     dims = ragged_dot_dimension_numbers
     (contract, _), _ = dims.dot_dimension_numbers
-    lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
+    lhs, rhs = _full(ctx, lhs, rhs)
     lhs, ratio = uniform_over(lhs), ONE
     others = set(range(rhs.ndim)) - set(dims.rhs_group_dimensions)
     rhs = uniform_over(rhs, sorted(others))
-    if rhs.scale.ndim and group_sizes.ndim == 1:
+    if rhs.scale.ndim and group_sizes.ndim == 1 and rhs.holds_data:
         whole = largest(rhs.scale)
         ratio = algebra.alignment(rhs.scale, whole)
-        rhs = with_scale(rhs, whole)
+        rhs = rhs.as_pair(rhs.source, whole)
     else:
         rhs = uniform_over(rhs)
-    *data, exponent = split_product(lhs, rhs)
+    data = [lhs.source, rhs.source]
     preferred = _preferred(ctx, {x.dtype for x in (*data, ctx.out_avals[0])})
     params |= dict(ragged_dot_dimension_numbers=dims, preferred_element_type=preferred)
     total = ctx.bind(*data, group_sizes, **params)
@@ -267,7 +277,8 @@ def ragged_dot_general_rule(
     if set(contract) & set(dims.lhs_ragged_dimensions):
         count //= max(1, ctx.in_avals[2].shape[-1])
     terms = Terms.of(lhs, rhs)
-    return finish(ctx, total, lhs.scale * rhs.scale, growth(ctx, count, terms), exponent)
+    factor, unit = growth(ctx, count, terms), lhs.unit * rhs.unit
+    return finish(ctx, total, lhs.scale * rhs.scale, factor, unit)
 
 
 def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, low: int):
@@ -315,15 +326,15 @@ def conv_general_dilated_rule(
     """
     dims = params["dimension_numbers"]
     batched = params["batch_group_count"] > 1
-    lhs, rhs = factors_in_range(ctx, *_full(ctx, lhs, rhs))
+    lhs, rhs = _full(ctx, lhs, rhs)
     if not batched and params["feature_group_count"] == 1:
         contract = ((dims.lhs_spec[1],), (dims.rhs_spec[1],))
         lhs, rhs = _factors_together(lhs, rhs, contract, ((), ()))
     lhs = uniform_over(lhs, dims.lhs_spec if batched else dims.lhs_spec[1:])
     rhs = uniform_over(rhs, dims.rhs_spec[1:])
-    *data, exponent = split_product(lhs, rhs)
     total = ctx.bind(
-        *data,
+        lhs.source,
+        rhs.source,
         preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
         **params,
     )
@@ -336,7 +347,7 @@ def conv_general_dilated_rule(
 
         return move
 
-    scale = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
-    scale = scale * rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))
-    terms = Terms.of(lhs, rhs)
-    return finish(ctx, total, scale, growth(ctx, _convolved_terms(ctx, params), terms), exponent)
+    left = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
+    right = rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))
+    factor = growth(ctx, _convolved_terms(ctx, params), Terms.of(lhs, rhs))
+    return finish(ctx, total, left * right, factor, lhs.unit_at(left) * rhs.unit_at(right))

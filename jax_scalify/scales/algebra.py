@@ -50,7 +50,7 @@ class Table(Protocol):
         """Split a monomial; see `Scale.bounded`."""
         ...
 
-    def maximum(self, terms: list[Scale], narrow: bool | None = None) -> Scale:
+    def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
         """The maximum of monomials that are not multiples of each other."""
         ...
 
@@ -80,8 +80,8 @@ class Atom:
             as far from 1 in the other direction.
         is_number: it is the exponent of a traced scalar, whose data is close to 1.
         limit: its exponent is within `+-limit`, whatever the values are.
-        whole: makes the scale whose exponent was limited to make this one.
         holds: the scale that it is, wherever that is not 0.
+        vanishes: the atoms of which each makes it 0 where it is 0 itself.
     """
 
     table: Table
@@ -93,8 +93,8 @@ class Atom:
     extent: int = GIVEN_EXTENT
     is_number: bool = False
     limit: float = MAX_EXPONENT
-    whole: Callable[[], Scale] | None = None
     holds: Scale | None = None
+    vanishes: frozenset[Atom] = frozenset()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,6 +155,12 @@ class Scale:
     def is_nonzero(self) -> bool:
         """Whether the scale is known not to be 0 at run time; 0 is inverted as if it were 1."""
         return not self.is_zero and all(atom.nonzero or p < 0 for atom, p in self.factors)
+
+    @functools.cached_property
+    def vanishes(self) -> frozenset[Atom]:
+        """The atoms of which each makes the scale 0 where it is 0 itself."""
+        own = [atom for atom, power in self.factors if power > 0]
+        return frozenset(own).union(*(atom.vanishes for atom in own))
 
     @functools.cached_property
     def limit(self) -> float:
@@ -297,21 +303,6 @@ class Scale:
         exponent = max(-limit, min(limit, self.exponent))
         return Scale(exponent), Scale(self.exponent - exponent)
 
-    @functools.cached_property
-    def is_limited(self) -> bool:
-        """Whether a scale that it is made of was kept to a limit: data has what is beyond it."""
-        return any(atom.whole for atom, _ in self.factors)
-
-    def whole(self) -> Scale:
-        """The scale without the limits that it was kept to: data has what is beyond them.
-
-        It is one that an array can hold.
-        """
-        if not self.is_limited:
-            return self
-        whole = self.renamed(lambda atom: atom.whole() if atom.whole else Scale.of_factor(atom))
-        return whole.bounded()[0] if whole.may_leave_range else whole
-
     def or_one(self) -> Scale:
         """The scale, or 1 where it is 0 at run time: beside an infinity 0 would make nan."""
         if self.is_nonzero:
@@ -331,10 +322,7 @@ class Scale:
     def _mapped(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
         if self.ndim == 0:
             return self
-        known: dict[str, Any] = dict(extent=int(self.extent))
-        if self.is_limited:
-            known["whole"] = functools.cache(lambda: self.whole().map(function))
-        return self.factors[0][0].table.atom(function(self.array), **known)
+        return self.factors[0][0].table.atom(function(self.array), extent=int(self.extent))
 
 
 ONE = Scale(0)
@@ -360,14 +348,12 @@ def _order(factor: tuple[Any, int]) -> int:
     return factor[0].index if isinstance(factor[0], Atom) else factor[0]
 
 
-def join(*scales: Scale, narrow: bool | None = None) -> Scale:
+def join(*scales: Scale, narrow: bool = False) -> Scale:
     """Return the maximum: the power of two that `sqrt(a**2 + b**2)` rounds down to.
 
     Monomials that differ by a static factor are compared while tracing, as are those with a static
     bound: `max(1, min(1, s))` is 1. The maximum of the same set is the same atom, so that it is
-    computed once. If it is known that the data is not
-    narrow, an exponent that is computed at run time is at most `LARGEST_EXTENT`: float32 data takes
-    what is more.
+    computed once. With `narrow` data, its exponent is expected within that of float16.
     """
     largest: dict[tuple, float] = {}
     for scale in scales:

@@ -124,10 +124,7 @@ class ScaleTable:
             number = program.bounded(monomial, math.inf)
             extent = int(scale.extent)
             known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=math.inf)
-            if scale.is_limited:
-                known["whole"] = functools.cache(
-                    lambda: math.prod(self.settled(scale.whole()), start=ONE)
-                )
+            known["vanishes"] = scale.vanishes
             return self._computed(number, **known), ONE
 
         return self._memoised(("settled", scale), make)
@@ -138,8 +135,7 @@ class ScaleTable:
         def make() -> tuple[Scale, Scale]:
             extent = min(limit, int(scale.span))
             known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=limit)
-            if scale.is_limited or limit < min(scale.limit, MAX_EXPONENT):
-                known["whole"] = functools.cache(scale.whole)
+            known["vanishes"] = scale.vanishes
             if together := self._together(scale):
                 program, (monomial,) = together
                 within = self._computed(program.bounded(monomial, limit), **known)
@@ -223,9 +219,8 @@ class ScaleTable:
 
         return self._memoised(("alignment", ratio), make)
 
-    def maximum(self, terms: list[Scale], narrow: bool | None = None) -> Scale:
+    def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
         """Return the maximum of monomials of which none is known to dominate another."""
-        limit = LARGEST_EXTENT if narrow is False else MAX_EXPONENT
         common = Scale(0, _common_factors(terms))
         terms = sorted((t / common for t in terms), key=_monomial_key)
         members = _members(terms)
@@ -239,26 +234,23 @@ class ScaleTable:
         known: dict[str, Any] = dict(
             members=members,
             nonzero=any(t.is_nonzero for t in terms),
-            extent=min(NARROW_EXTENT if narrow else limit, int(max(t.span for t in terms))),
-            limit=limit,
+            extent=min(
+                NARROW_EXTENT if narrow else LARGEST_EXTENT, int(max(t.span for t in terms))
+            ),
+            vanishes=frozenset.intersection(*(t.vanishes for t in terms)),
         )
         make = functools.partial(self._make_maximum, terms, known)
-        made, its_low = self._memoised(("maximum", key, limit), lambda: (make(), low))
+        made, its_low = self._memoised(("maximum", key), lambda: (make(), low))
         return made * Scale(low - its_low) * common
 
     def _make_maximum(self, terms: list[Scale], known: dict[str, Any]) -> Scale:
-        limit, largest = known["limit"], max(t.limit for t in terms)
-        if any(t.is_limited for t in terms) or limit < min(largest, MAX_EXPONENT):
-            known["whole"] = functools.cache(lambda: self.maximum([t.whole() for t in terms]))
         if together := self._together(*terms):
             program, monomials = together
-            return self._computed(program.maximum(monomials, limit), **known)
+            return self._computed(program.maximum(monomials, MAX_EXPONENT), **known)
         within = [t.bounded()[0] if t.may_leave_range else t for t in terms]
         array = jnp.asarray(within[0].array, self.dtype)
         for term in within[1:]:
             array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
-        if limit < largest:
-            array = lax.min(array, np.array(math.ldexp(1.0, limit), self.dtype))
         return self.atom(pin(array), **known)
 
     def held(self, first: Scale, second: Scale, limit: int, **known: Any) -> Scale:
@@ -284,8 +276,6 @@ class ScaleTable:
 
         def make() -> tuple[Scale, Scale]:
             known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent)
-            if scale.is_limited:
-                known["whole"] = functools.cache(lambda: scale.whole().root(degree)[0])
             if together := self._together(scale):
                 program, (monomial,) = together
                 root, rest = program.root(monomial, degree)

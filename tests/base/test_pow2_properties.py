@@ -24,9 +24,9 @@ import jax_scalify as jsa
 from jax_scalify.arrays.scaled_array import ScaledArray, rescale_data
 from jax_scalify.base import pow2
 from jax_scalify.base.pow2 import MAX_EXPONENT
-from jax_scalify.interpreter.multiplying import multiply
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
+from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

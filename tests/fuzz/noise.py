@@ -5,11 +5,12 @@ absolute error also, `2**-14` of its largest magnitude: all its elements may get
 less is 0 in every second run. Where arrays are added (`_SUMS`) or put together (`_JOINS`), the
 largest operand counts. What is only put together has an error in the narrow dtypes, which XLA may
 round there or not (that of bfloat16 in the first five runs), and so do both operands of a scattered
-sum; where elements are only moved (`_MOVES`) they stay as they are. What float16 has at scale 1 by law (`_UNSCALED`: exponentials,
-bits, ...) is 0 below `2**-24` and inf above `2**13` in the first two runs, operands and results
-(65504 it holds, but not multiplied by a mask of scale `2**-3`); so is what no scale reaches, and a
-quotient or negative power that is `2**13` times that of the largest magnitudes. The other dtypes
-have the range of float32, of which `2**-100` is left below the largest.
+sum; where elements are only moved (`_MOVES`) they stay as they are. What float16 has at scale 1 by
+law (`_UNSCALED`: exponentials, bits, ...) is 0 below `2**-24` and inf above `2**13` in the first
+two runs, operands and results (65504 it holds, but not multiplied by a mask of scale `2**-3`); so
+is what no scale reaches, and a quotient or negative power that is `2**13` times that of the largest
+magnitudes. The other dtypes have the range of float32, of which `2**-100` is left below the
+largest.
 
 What one condition, number or index chooses, it chooses with its scale: the operands beside it do
 not count (`_is_choice`), nor do the other items of a stack or of a loop's results (`_stacks`).

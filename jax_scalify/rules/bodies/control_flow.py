@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, rescale_data
+from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations, depends
 from jax_scalify.interpreter.constants import promote
@@ -22,14 +20,8 @@ from jax_scalify.interpreter.registry import RuleContext, register_body_rule, re
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.rules.bodies.form import Body, Form, fixpoint, interpret, join, pack, unpack
 from jax_scalify.rules.dequantised import own_dtype_rule
-from jax_scalify.rules.shared.along_axes import uniform_over
+from jax_scalify.rules.shared.products import made
 from jax_scalify.scales.algebra import LARGEST_EXTENT, ONE
-from jax_scalify.scales.table import ScaleTable
-
-# By how much more than its scale the data of a carry may grow in a step.
-_GROWTH = 64
-# The exponent of the largest constant's data, in a carry that had a scale before.
-_LARGEST_DATA = 120
 
 
 def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
@@ -40,7 +32,12 @@ def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
     """
     any_scaled = any(v.is_scaled for v in (*values, *others))
     forms = [Form.of(v) for v in values]
-    forms = [dataclasses.replace(f, extent=LARGEST_EXTENT) if f.has_scale else f for f in forms]
+    forms = [
+        dataclasses.replace(f, extent=LARGEST_EXTENT, holds_data=dtypes.has_short_range(f.dtype))
+        if f.has_scale
+        else f
+        for f in forms
+    ]
     return [
         f.scaled()
         if any_scaled and f.kind == "constant" and f.shape and dtypes.is_scalable(f.dtype)
@@ -61,7 +58,8 @@ def _with_room(forms: list[Form], values: list[Value]) -> list[Value]:
 
 def _keeps_scale(form: Form) -> bool:
     """Whether a carry keeps its scale from step to step: see `_hold`."""
-    return form.has_scale and bool(form.shape) and jnp.finfo(form.dtype).bits >= 32
+    is_array = form.has_scale and bool(form.shape) and not form.holds_data
+    return is_array and jnp.finfo(form.dtype).bits >= 32
 
 
 def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
@@ -69,22 +67,13 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
 
     A rule's scale is an estimate: compounded over the steps, an error would drive the data to 0 or
     infinity while the value stays where it is. The scale of a number is its exponent, which cannot
-    drift. Narrow data has to follow its scale, or layers of small weights would flush it. Of what
-    has grown by more than float32 data has room for, it takes a part; and what a constant needs,
-    as in `where(mask, x, 1e30)`.
+    drift. Narrow data has to follow its scale, or layers of small weights would flush it.
     """
     old, new, out = iter(before), iter(after), []
     for form in forms:
         was, now = ([next(a) for _ in range(form.array_count)] for a in (old, new))
         if _keeps_scale(form):
-            grown = jnp.maximum(was[1], now[1] * np.float32(2.0**-_GROWTH))
-            constant = form.facts.constant or 0
-            if constant > _GROWTH:
-                needed = np.float32(2.0 ** (math.floor(constant) - _LARGEST_DATA))
-                grown = jnp.maximum(grown, jnp.minimum(now[1], needed))
-            scale = jnp.where(was[1] == 0, now[1], grown)
-            ratio = now[1] / jnp.where(scale == 0, 1, scale)
-            now = [rescale_data(now[0], align_scale(ratio, now[0].ndim)), scale]
+            now = [now[0], jnp.where(was[1] == 0, now[1], was[1])]
         out += now
     return out
 
@@ -279,7 +268,7 @@ def cond_rule(
 @register_body_rule("remat2", "checkpoint")
 def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """The body on data and scales, rematerialised as it was."""
-    forms = [Form.of_kept(v) for v in args]
+    forms = [Form.of(v) for v in args]
     body = interpret(ctx, _compat.close_jaxpr(jaxpr, ()), forms)
     operands = [*body.jaxpr.consts, *pack(forms, args, ctx.table)]
     out = ctx.bind(*operands, jaxpr=_compat.open_jaxpr(body.jaxpr), **params)
@@ -288,9 +277,9 @@ def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> lis
 
 @register_body_rule("custom_linear_solve")
 def custom_linear_solve_rule(
-    ctx: RuleContext, *args: Value, const_lengths: Any, jaxprs: Any, **_: Any
+    ctx: RuleContext, *args: Value, const_lengths: Any, jaxprs: Any, **params: Any
 ) -> list[Value]:
-    """The solver, in place; one that iterates can still be transposed, for outer derivatives."""
+    """The solver, in place; one that iterates on plain values, at the scale of its right side."""
     rest = list(args)
     consts = {}
     for name, count in const_lengths._asdict().items():
@@ -298,61 +287,12 @@ def custom_linear_solve_rule(
     names = {e.primitive.name for e in all_equations(jaxprs.solve.jaxpr)}
     if names.isdisjoint(("while", "scan")):
         return ctx.scale_jaxpr(jaxprs.solve, [*consts["solve"], *rest])
-    return _iterative_solve(ctx, consts, jaxprs._asdict(), rest)
-
-
-def _iterative_solve(
-    ctx: RuleContext, consts: dict[str, list[Value]], jaxprs: dict[str, Any], rhs: list[Value]
-) -> list[Value]:
-    """The same solve on the data of scaled values.
-
-    As functions of data alone all maps have to agree on the scales of both sides: the solution
-    takes, for each operand, the scale by which `matvec` undoes what it does to that of `rhs`.
-    """
-    forms = [Form.of(v).scaled() for v in rhs]
-    sides = [uniform_over(promote(v, ctx.table, full=True)) for v in rhs]
-    packed = pack(forms, sides, ctx.table)
-    data, rhs_scales = packed[::2], [jnp.where(s == 0, 1, s) for s in packed[1::2]]
-
-    def on_data(name: str, in_scales: list[Any], out_scales: list[Any] | None) -> Any:
-        const_forms = [Form.of(v) for v in consts[name]]
-        captured = pack(const_forms, consts[name], ctx.table)
-        body = interpret(ctx, jaxprs[name], [*const_forms, *forms])
-        weakest = [f.scaled() if i < len(rhs) else f for i, f in enumerate(body.forms)]
-
-        def call(xs: Any) -> Any:
-            arrays = [a for pair in zip(xs, in_scales, strict=True) for a in pair]
-            out = body([*captured, *arrays], weakest, ctx.table.dtype)
-            if out_scales is None:
-                return out[1 : 2 * len(xs) : 2]
-            pairs = zip(out[: 2 * len(xs) : 2], out[1 : 2 * len(xs) : 2], out_scales, strict=True)
-            results = [rescale_data(x, have / want) for x, have, want in pairs]
-            aux = unpack(weakest[len(xs) :], out[2 * len(xs) :], ScaleTable(ctx.table.dtype))
-            return (results, [v.whole() for v in aux]) if aux else results
-
-        return call
-
-    images = on_data("matvec", rhs_scales, None)([jnp.zeros_like(d) for d in data])
-    scales = [s * (s / jnp.where(y == 0, s, y)) for s, y in zip(rhs_scales, images, strict=True)]
-    solve = on_data("solve", rhs_scales, scales)
-    transpose_solve = None
-    if jaxprs["transpose_solve"] is not None:
-        # Cotangents have the inverse units: data of the solution's in, data of the side's out.
-        inverse = [[1 / s for s in units] for units in (scales, rhs_scales)]
-        transpose_solve = on_data("transpose_solve", *inverse)
-    matvec = on_data("matvec", scales, rhs_scales)
-    has_aux = len(jaxprs["solve"].out_avals) > len(rhs)
-    out = lax.custom_linear_solve(
-        matvec,
-        data,
-        lambda _, b: solve(b),
-        None if transpose_solve is None else lambda _, b: transpose_solve(b),
-        has_aux=has_aux,
-    )
-    solution, aux = out if has_aux else (out, [])
-    atoms = [ctx.table.atom(s) for s in scales]
-    scaled = [Operand(x, s) for x, s in zip(solution, atoms, strict=True)]
-    return [*scaled, *map(Plain.of, aux)]
+    plain = [ctx.dequantise(v, v.dtype) if isinstance(v, Operand) else v.whole() for v in args]
+    out = ctx.bind(*plain, const_lengths=const_lengths, jaxprs=jaxprs, **params)
+    scales = [promote(v, ctx.table, full=True).scale for v in rest if v.is_scalable]
+    if len(scales) != len(out):  # what the solver says besides, an error or a count
+        return [Plain.of(x) for x in out]
+    return [made(x, ONE, scale, x.dtype) for x, scale in zip(out, scales, strict=True)]
 
 
 @register_scale_rule("debug_callback", "debug_print", elements="new")

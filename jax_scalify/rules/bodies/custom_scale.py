@@ -22,8 +22,8 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import evaluate
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.facts import nonnegative_results
-from jax_scalify.interpreter.multiplying import multiply, within_range
-from jax_scalify.interpreter.operand import Facts, Operand, with_scale
+from jax_scalify.interpreter.multiplying import in_reach, within_range
+from jax_scalify.interpreter.operand import Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext, register_body_rule
 from jax_scalify.interpreter.value import Value, value_of
 from jax_scalify.primitives.custom_scale import AppliedRule, custom_scale_p
@@ -69,18 +69,13 @@ def _with_symbolic_scale(x: Any, table: ScaleTable) -> Any:
     if not is_scaled(x):
         return x
     if isinstance(x, Operand):
-        return _settled(x)
+        return in_reach(x)
     data, scale = jnp.asarray(x.data), x.scale
     if type(scale) in (float, int):
         scale = Scale.of(scale)
     elif not isinstance(scale, Scale):
         scale = table.atom(align_scale(scale, data.ndim).astype(table.dtype))
-    return _settled(Operand(data, scale))
-
-
-def _settled(x: Operand) -> Operand:
-    scale, rest = x.scale.settled()
-    return with_scale(x, scale, lambda data: multiply(data, rest, data.dtype))
+    return in_reach(Operand(data, scale))
 
 
 def _flat_rule(function: Callable, applied: AppliedRule) -> FlatRule:

@@ -19,10 +19,10 @@ from jax.extend import core as jex_core
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import align_scale
-from jax_scalify.base import dtypes, pow2
+from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import promote
-from jax_scalify.interpreter.multiplying import moved, within_range
-from jax_scalify.interpreter.operand import NOTHING, Facts, Operand, defer
+from jax_scalify.interpreter.multiplying import at_home, within_range
+from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.value import Plain, Value, in_dtype
 from jax_scalify.scales.algebra import LARGEST_EXTENT, Scale
@@ -44,8 +44,7 @@ class Form:
         scale: a static scale; None if the scale crosses as an array.
         scale_shape: of a scale that crosses: `()`, or the rank of the value with dims 1 or its own.
         extent: of a scale that crosses, as of an `Atom`.
-        exponent: of the factor that the data is still to be multiplied by, of a static scale into
-            what is rematerialised.
+        holds_data: of a scaled value, whether its array is the data; else it is the values.
         facts: about the elements.
         is_home: whether it is at home in its scale: see `interpreter/homes.py`.
         sharding: if it is explicit, a part of types.
@@ -59,7 +58,7 @@ class Form:
     scale: Scale | None = None
     scale_shape: tuple[int, ...] = ()
     extent: int = 0
-    exponent: int = 0
+    holds_data: bool = True
     facts: Facts = NOTHING
     is_home: bool = False
     sharding: Any = None
@@ -72,6 +71,7 @@ class Form:
             sharding=_compat.explicit_sharding(value), varying=_varying_axes(value)
         )
         if isinstance(value, Operand):
+            value = at_home(value)
             scale = value.scale
             known: dict[str, Any] = (
                 {"scale": scale}
@@ -79,6 +79,7 @@ class Form:
                 else {"scale_shape": scale.shape, "extent": min(LARGEST_EXTENT, int(scale.span))}
             )
             known |= {"facts": value.facts, "is_home": value.home == scale} | types
+            known["holds_data"] = value.holds_data
             return cls(value.shape, value.dtype, "scaled", **known)
         kind = "plain"
         if value.constant is not None:
@@ -88,19 +89,12 @@ class Form:
         rest: dict[str, Any] = dict(constant=value.constant, facts=value.facts) | types
         return cls(value.shape, value.dtype, kind, **rest)
 
-    @classmethod
-    def of_kept(cls, value: Value) -> Form:
-        """The form of a value that is kept to compute others again: not beside its product."""
-        form = cls.of(value)
-        if not isinstance(value, Operand) or form.has_scale:
-            return form
-        return dataclasses.replace(form, exponent=value.exponent)
-
     def scaled(self) -> Form:
         """The same value with a dynamic scalar scale."""
         known: dict[str, Any] = dict(
             extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding, varying=self.varying
         )
+        known["holds_data"] = dtypes.has_short_range(self.dtype)
         return Form(self.shape, self.dtype, "scaled", **known)
 
     def slice(self) -> Form:
@@ -147,21 +141,21 @@ class Form:
             return [jnp.asarray(in_dtype(value.number, value.dtype))]
         if self.kind == "plain":
             return [jnp.asarray(value.whole())]
-        x = promote(value, table, full=True)
+        x = at_home(promote(value, table, full=True))
         if not self.has_scale:
-            return [jnp.asarray(x.times(Scale(-self.exponent)))]
-        narrow = dtypes.has_short_range(self.dtype)
-        if table.narrow and any(a.limit < LARGEST_EXTENT for a, _ in x.scale.factors):
-            # A cast to float16, on the other side, does not know of the limit.
-            scale, _ = x.scale.whole().bounded(LARGEST_EXTENT)
-            x = x.as_pair(moved(x, x.scale / scale, x.dtype), scale)
-        x = within_range(x, pow2.MAX_EXPONENT if narrow else LARGEST_EXTENT)
+            return [jnp.asarray(x.data if self.holds_data else x.value)]
         if self._is_number:
             # The exponent of a number is its scale: it must not drift from step to step of a loop.
-            data, exponent = table.split(jnp.asarray(x.data))
-            x = within_range(x.as_pair(data, x.scale * exponent))
+            data, exponent = table.split(jnp.asarray(x.source))
+            scale = x.unit * exponent
+            x = Operand(data, scale) if x.holds_data else x.with_scale(scale)
+        if any(atom.limit < LARGEST_EXTENT for atom, _ in x.scale.factors):
+            # With a factor that a calibration tries, in each step, scales would run away.
+            x = x.with_scale(x.scale.bounded(LARGEST_EXTENT)[0])
+        x = within_range(x)
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
-        return [jnp.asarray(x.data), jnp.broadcast_to(scale, self.scale_shape)]
+        array = jnp.asarray(x.data if self.holds_data else x.value)
+        return [array, jnp.broadcast_to(scale, self.scale_shape)]
 
     def unpack(self, arrays: Sequence[Any], table: ScaleTable) -> Value:
         """The value that arrays in this form stand for."""
@@ -176,7 +170,8 @@ class Form:
         if scale is None:
             scale = table.atom(arrays[1], extent=self.extent, is_number=self._is_number)
         home = scale if self.is_home else None
-        return defer(arrays[0], self.exponent, scale).as_result(self.facts, home=home)
+        x = Operand(arrays[0], scale) if self.holds_data else Operand.of_value(arrays[0], scale)
+        return x.as_result(self.facts, home=home)
 
 
 def _varying_axes(value: Value) -> frozenset[Any]:
@@ -207,6 +202,8 @@ def _join_scaled(a: Form, b: Form, known_of_both: dict[str, Any]) -> Form:
     known = [f.scale for f in (a, b) if f.kind == "scaled"]
     others = [f for f in (a, b) if f.kind != "scaled"]
     zero = all(f.kind == "constant" and f.constant == 0 for f in others)
+    holds_data = all(f.holds_data for f in (a, b) if f.kind == "scaled")
+    known_of_both = dict(known_of_both, holds_data=holds_data)
     if zero and None not in known and len(set(known)) == 1:
         return Form(a.shape, a.dtype, "scaled", scale=known[0], **known_of_both)
     shape = jnp.broadcast_shapes(a.scale_shape, b.scale_shape)

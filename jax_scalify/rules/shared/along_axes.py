@@ -18,8 +18,7 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.interpreter.multiplying import moved
-from jax_scalify.interpreter.operand import Operand, with_scale
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.joining import shared_scale
 from jax_scalify.scales.algebra import ZERO, Scale
@@ -61,7 +60,7 @@ def own_scales(*operands: Operand) -> list[Scale]:
     Arrays have theirs, and zeros have 0: they take the scale of what is added to them. Any other
     constant has the largest vote of all operands, as if there were one scale.
     """
-    together = [with_scale(x, largest(x.scale)) for x in operands]
+    together = [x.as_pair(x.source, largest(x.scale)) for x in operands]  # only its votes
     own = []
     for x in operands:
         if x.constant is None:
@@ -81,8 +80,10 @@ def least_scales(*arrays: Operand) -> list[Operand]:
 def comparable(x: Operand, axes: Sequence[int] | None = None) -> Operand:
     """Bring elements that are compared with each other to one scale, in at least float32."""
     axes = range(x.ndim) if axes is None else axes
-    if all(a % x.ndim not in varying_axes(x.scale) for a in axes):
+    if all(a % x.ndim not in varying_axes(x.unit) for a in axes):
         return x
+    if not dtypes.has_short_range(x.dtype):
+        return uniform_over(Operand.of_value(x.value, x.scale), axes)
     wide = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
     return uniform_over(x.as_pair(wide, x.scale), axes)
 
@@ -239,7 +240,7 @@ def uniform_over(x: Operand, axes: Sequence[int] | None = None) -> Operand:
         return x
     reduced = tuple(range(x.ndim)) if everything else axes
     scale = x.scale.map(lambda s: jnp.max(s, reduced, keepdims=not everything, initial=0))
-    return x.as_pair(moved(x, x.scale / scale, x.dtype), scale)
+    return x.with_scale(scale)
 
 
 def windowed_axes(ctx: RuleContext, *, window_dimensions: Any, **_: Any) -> list[int]:

@@ -9,11 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.interpreter.multiplying import kept_wide, multiply
+from jax_scalify.interpreter.multiplying import kept_wide
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.rules.shared.products import for_constants, times
+from jax_scalify.rules.shared.products import for_constants, ratio_of
 from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.multiplying import multiply
 
 # A sum of n non-negative terms grows like n. For narrow data the factor stops at 2**10: beyond it
 # one confident logit in a softmax over 50,257 classes would give 65536 * 2**-16.
@@ -70,20 +71,23 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
     return Scale(exponent)
 
 
-def finish(ctx: RuleContext, total: Any, scale: Scale, factor: Scale, exponent: int = 0) -> Operand:
-    """Make the result of a sum: data `total * 2**exponent / factor`, scale `scale * factor`.
+def finish(
+    ctx: RuleContext, total: Any, scale: Scale, factor: Scale, unit: Scale | None = None
+) -> Operand:
+    """Make the result of a sum: values `total * unit`, of the scale `scale * factor`.
 
     The factor is how much larger than its terms the sum is expected to be, and what a calibration
-    has found besides.
+    has found besides. The unit is by default the scale without it.
     """
+    unit = scale if unit is None else unit
+    if ctx.holds_values:
+        return ctx.of_value(multiply(total, unit), scale * factor)
     if ctx.pending.exponent:
         factor = factor * Scale(ctx.pending.take())
+    scale = scale * factor
+    ratio = ratio_of(unit, scale) if not scale.is_zero else factor**-1
     if ctx.stays_wide:
-        data = multiply(total, Scale(exponent) / factor)
-        return kept_wide(data, scale * factor, ctx.out_dtype)
-    holds = for_constants(ctx, scale * factor)
-    ratio = scale * factor / holds
-    if not ratio.is_static:
-        return Operand(multiply(total, Scale(exponent) / factor * ratio, ctx.out_dtype), holds)
-    factor = factor / ratio
-    return times(total, Scale(exponent) / factor, scale * factor, ctx.out_dtype)
+        return kept_wide(multiply(total, ratio), scale, ctx.out_dtype)
+    holds = for_constants(ctx, scale)
+    ratio = ratio if holds is scale else ratio * scale / holds
+    return Operand(multiply(total, ratio, ctx.out_dtype), holds)

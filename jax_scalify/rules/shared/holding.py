@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from jax_scalify.base import pow2
-from jax_scalify.interpreter.multiplying import moved
-from jax_scalify.interpreter.operand import Operand, can_defer
+import jax.numpy as jnp
+
+from jax_scalify.base.dtypes import has_short_range
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.along_axes import largest
-from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
 # A leaf whose scale is 0 takes one within 2**+-16 of what is added to it. Squares are at most 2**32
@@ -25,10 +23,22 @@ _SMALLEST_SHARE = -2
 _WALK = 5
 
 
+def at_its_home(
+    ctx: RuleContext, out: Operand, *terms: Operand, negate_rhs: bool = False, sums: bool = True
+) -> Operand:
+    """A sum with the home of the leaf that it replaces, at which it leaves the function."""
+    keeper = keeper_of(ctx, *terms) if sums else None
+    if keeper is None:
+        return out
+    other = terms[1 - keeper]
+    is_sum = keeper == 0 or not negate_rhs
+    return out.at_home(held_scale(terms[keeper], other, is_sum), returns=True)
+
+
 def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
     """The position of the term whose leaf a sum replaces; None if it is not one of them alone."""
     aval = ctx.out_avals[0]
-    if ctx.primitive.name == "add_any" or not can_defer(aval.dtype):
+    if ctx.primitive.name == "add_any" or not _is_wide(aval.dtype):
         return None
     if any(x.number is not None for x in terms):
         return None
@@ -36,6 +46,10 @@ def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
     if len(found) > 1:  # w + 0.9 * v
         found = [i for i in found if terms[i].mantissa == 1 and terms[i].scale == terms[i].home]
     return found[0] if len(found) == 1 else None
+
+
+def _is_wide(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and not has_short_range(dtype)
 
 
 def _may_keep(x: Operand, aval: Any) -> bool:
@@ -69,9 +83,7 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
     table = home.factors[0][0].table
     if home.is_nonzero or grown.is_zero or (not table.narrow and _vanishes_with(grown, home)):
         return home
-    # A cast to a narrow dtype does without the leaf's scale: it has no room for the values there.
-    whole = functools.cache(lambda: algebra.join(keeper.scale, other.scale))
-    return table.held(home, grown, limit, whole=whole if table.narrow else None)
+    return table.held(home, grown, limit)
 
 
 def _holds(scale: Scale, home: Scale) -> bool:
@@ -83,8 +95,7 @@ def _holds(scale: Scale, home: Scale) -> bool:
 
 def _vanishes_with(scale: Scale, home: Scale) -> bool:
     """Tell whether a scale is 0 wherever a home is, as in `x + x @ w`."""
-    powers = dict(scale.factors)
-    return any(power > 0 and powers.get(atom, 0) > 0 for atom, power in home.factors)
+    return any(power > 0 and atom in scale.vanishes for atom, power in home.factors)
 
 
 def _growth(keeper: Operand, other: Operand, is_sum: bool) -> Scale:
@@ -98,19 +109,8 @@ def _growth(keeper: Operand, other: Operand, is_sum: bool) -> Scale:
     share = keeper.scale / keeper.home
     if not share.is_static or share.is_zero:
         return ONE
-    kept = abs(math.ldexp(keeper.mantissa, keeper.exponent + int(share.exponent)))
+    kept = abs(math.ldexp(keeper.mantissa, int(share.exponent)))
     if kept >= 1:
         return Scale(_WALK)
     grown = 1 / (1 - kept) if other.facts.nonneg else 1 / math.sqrt(1 - kept**2)
     return Scale(math.floor(math.log2(grown)))
-
-
-def brought_home(terms: Sequence[Operand], keeper: int, scale: Scale) -> list[Any]:
-    """The data of all terms at the scale of a sum. Where the keeper's home is 0, so is its data."""
-    data = []
-    for i, x in enumerate(terms):
-        factor = x.scale / (x.home if i == keeper else scale)
-        # What one factor of float32 does not hold lies beyond the scales that are expected.
-        trusted = math.inf if factor.extent <= pow2.MAX_EXPONENT else pow2.MAX_EXPONENT
-        data.append(moved(x, factor, trusted=trusted))
-    return data

@@ -10,20 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.base import dtypes, pow2
+from jax_scalify.base import dtypes
+from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import (
-    CONSTANT_ROOM,
     align_constant,
     constant_floor,
     constant_scale,
     room,
 )
-from jax_scalify.interpreter.multiplying import moved
-from jax_scalify.interpreter.operand import LARGEST_EXPONENT, Operand, can_defer
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.value import filled
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
+from jax_scalify.scales.multiplying import multiply
 
 
 def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
@@ -82,53 +81,11 @@ def align(x: Operand, scale: Scale, dtype: Any = None) -> Any:
     if number is None or number.dtype.kind == "c":
         if x.scale.is_zero:
             return x.data if dtype is None else dtypes.cast(x.data, dtype)
-        return moved(x, algebra.alignment(x.scale, scale), dtype, trusted=math.inf)
+        ratio = algebra.alignment(x.unit, scale)
+        return multiply(x.source, ratio, dtype, trusted=math.inf)
     if number == 0 or not np.isfinite(np.float64(number)):
         return x.data if dtype is None else dtypes.cast(x.data, dtype)
     return align_constant(number, x.dtype if dtype is None else dtype, scale)
-
-
-def bring_together(
-    operands: Sequence[Operand], scale: Scale, dtype: Any = None
-) -> tuple[list[Any], int]:
-    """Align operands at a scale, up to a factor `2**exponent` that a result has yet to get.
-
-    It is the factor that most elements would need: they are left as they are. Among equals those
-    stay that were given: a state's new value often returns to the scale of the old one.
-    """
-    exponent = _common_exponent(operands, scale)
-    scale = scale * Scale(exponent)
-    return [align(x, scale, dtype) for x in operands], exponent
-
-
-def _common_exponent(operands: Sequence[Operand], scale: Scale) -> int:
-    sizes: dict[int, tuple[int, bool]] = {}
-    for x in operands:
-        number = x.constant
-        ratio = x.scale / scale
-        if not can_defer(x.dtype) or not (ratio.is_static or number is not None):
-            return 0
-        if number is not None:
-            if _may_saturate(number, scale):
-                return 0
-        elif not ratio.is_zero:
-            given = not x.facts.computed
-            if x.mantissa != 1 and not given:  # it is multiplied anyhow
-                continue
-            exponent = int(ratio.exponent) + x.exponent
-            size, some_given = sizes.get(exponent, (0, False))
-            sizes[exponent] = size + x.size, some_given or given
-    best = max(sizes, key=lambda e: (*sizes[e], -abs(e)), default=0)
-    # More than half would be too much for a matmul of two such arrays: there, it costs a kernel.
-    return best if abs(best) <= LARGEST_EXPONENT // 2 else 0
-
-
-def _may_saturate(number: Any, scale: Scale) -> bool:
-    """Tell whether the data of a constant may be out of range at a scale."""
-    if number == 0 or not np.isfinite(number):
-        return False
-    distance = pow2.floor_exponent(number) - scale.exponent
-    return not scale.is_static or abs(distance) > CONSTANT_ROOM
 
 
 def same_dtype(*arrays: Any) -> list[Any]:
@@ -139,19 +96,22 @@ def same_dtype(*arrays: Any) -> list[Any]:
     return [lax.convert_element_type(a, wide) for a in arrays]
 
 
-def brought_together(
-    ctx: RuleContext, operands: Sequence[Operand], avals: Sequence[Any], factor: Scale = ONE
-) -> tuple[list[Any], Scale, int]:
-    """Align operands in the result's dtype, at a multiple of the largest vote, in given shapes.
+def at_shared_scale(
+    ctx: RuleContext, operands: Sequence[Operand], avals: Sequence[Any], scale: Scale
+) -> list[Any]:
+    """The arrays of operands in given shapes: data at a scale, in the result's dtype, or values."""
+    if ctx.holds_values:
+        return [filled(x.value, aval) for x, aval in zip(operands, avals, strict=True)]
+    keeps = ctx.stays_wide or any(x.is_wide for x in operands)
+    data = [align(x, scale, None if keeps else ctx.out_dtype) for x in operands]
+    return [filled(d, aval) for d, aval in zip(same_dtype(*data), avals, strict=True)]
 
-    The result has yet to be multiplied by `2**exponent`: the last of what is returned.
-    """
+
+def scale_for(operands: Sequence[Operand], factor: Scale = ONE) -> Scale:
+    """A multiple of the largest vote, at which constants still fit."""
     scale = shared_scale(*operands) * factor
-    if factor.exponent < 0:  # constants have to fit still
+    if factor.exponent < 0:
         numbers = [(x.constant, x.dtype) for x in operands]
         floors = [constant_floor(abs(n), dtype) for n, dtype in numbers if n and np.isfinite(n)]
         scale = algebra.join(scale, *floors) if floors else scale
-    keeps = ctx.stays_wide or any(x.is_wide for x in operands)
-    data, exponent = bring_together(operands, scale, None if keeps else ctx.out_dtype)
-    data = [filled(d, aval) for d, aval in zip(same_dtype(*data), avals, strict=True)]
-    return data, scale, exponent
+    return scale

@@ -1,0 +1,25 @@
+"""Equal elements: the array of a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import _compat
+
+
+def filled(data: Any, like: Any) -> Any:
+    """Give the data of a constant or of a broadcast scalar its full shape, and sharding.
+
+    They are those of `like`: an abstract value, a value, an array.
+    """
+    shape, sharding = tuple(like.shape), _compat.explicit_sharding(like)
+    if np.shape(data) == shape:
+        return data
+    if sharding is None:
+        return jnp.broadcast_to(data, shape)
+    dims = range(len(shape) - np.ndim(data), len(shape))
+    return lax.broadcast_in_dim(jnp.asarray(data), shape, dims, out_sharding=sharding)

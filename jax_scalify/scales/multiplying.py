@@ -1,0 +1,57 @@
+"""Multiplying arrays by scales: in at least float32, and within the range of float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify import _compat
+from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.filling import filled
+from jax_scalify.base.pins import pin_constant
+from jax_scalify.scales.algebra import Scale
+
+
+def multiply(
+    data: Any, factor: Scale, dtype: Any = None, *, trusted: float = pow2.MAX_EXPONENT
+) -> Any:
+    """Return `data * factor`, multiplied in at least float32; a factor 1 costs nothing.
+
+    One number of float32 may not hold the factor: `2**-20 * 2**140` is `2**120`. A dynamic factor
+    that may be beyond `2**+-trusted` is therefore two. With an infinite `trusted` it is one, and 0
+    below the range: for a ratio to a larger scale, where what is lost does not count.
+    Without `dtype` the result stays in the dtype that it was computed in.
+    """
+    limit = pow2.MAX_EXPONENT if factor.is_static else trusted
+    while factor.span > limit and not factor.is_zero:
+        within, factor = factor.bounded()
+        data = _multiply(data, within)
+        data = _compat.kept_apart(data) if within.is_static else data
+        limit = limit if factor.is_static else np.inf
+    data = data if factor.is_one else _multiply(data, factor)
+    return data if dtype is None else dtypes.cast(data, dtype)
+
+
+def _multiply(data: Any, factor: Scale) -> Any:
+    # Powers of two are exact in bfloat16 too, which has the range of float32.
+    is_bfloat16 = data.dtype == jnp.bfloat16
+    compute = data.dtype if is_bfloat16 else dtypes.compute_dtype(data.dtype)
+    if factor.is_static:
+        number = np.asarray(factor.value).astype(dtypes.real_dtype(compute))
+        number = pin_constant(number) if np.ndim(data) else number
+    else:
+        number = factor.array.astype(dtypes.real_dtype(compute))
+    data = lax.convert_element_type(data, compute)
+    if number.ndim and number.shape != data.shape:  # either may have dims of size 1
+        shape = jnp.broadcast_shapes(data.shape, number.shape)
+        if data.shape == shape:
+            number = filled(number, jax.typeof(data))
+        else:
+            data, number = jnp.broadcast_arrays(data, number)
+    if jnp.issubdtype(compute, jnp.complexfloating):
+        return dtypes.times(data, number)
+    return lax.mul(_compat.for_partial_sums(number, data), data)
