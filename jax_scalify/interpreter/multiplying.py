@@ -38,18 +38,17 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     return lax.convert_element_type(data, dtype)
 
 
-# An array of values may have any size beside its scale. Where data of it is asked for, the scale
-# keeps away from the ends of float32, if it may be farther from 1 than the first number.
+# An array of values may have any size beside a scale that was computed. Where data of it is asked
+# for, a scale that may be farther from 1 than the first number comes as near as the second.
 _FAR, _NEAR = 84, 42
 
 
 def within_range(x: Operand) -> Operand:
     """Bring the exponent of a scale within that of scales; the data takes the rest."""
-    far = near = pow2.MAX_EXPONENT
-    if not (dtypes.has_short_range(x.dtype) or x.holds_data):
-        far, near = _FAR, _NEAR
-    if not x.scale.may_leave_range and x.scale.span <= far:
+    if not x.scale.may_leave_range:
         return x
+    is_value = not (dtypes.has_short_range(x.dtype) or x.holds_data)
+    near = _NEAR if is_value and x.scale.span > _FAR else pow2.MAX_EXPONENT
     within, rest = x.scale.bounded(near)
     return x if rest.is_one else at_scale(x, within)
 

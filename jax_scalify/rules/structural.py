@@ -31,6 +31,8 @@ from jax_scalify.scales.algebra import ONE, Scale
 # The exponent up to which float16 gives a constant room among other elements. One that is larger
 # is a mask, or was none in plain float16 either: it saturates, and the others keep their digits.
 _LARGEST_WITH_ROOM = 20
+# The octaves from 1 that one factor of float32 can multiply by.
+_LARGEST_SPAN = 120
 
 
 def structural_rule(
@@ -338,6 +340,8 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     scale, constant = x.scale, x.facts.constant
     if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
         scale = algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
+    if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
+        scale = scale.bounded()[0]  # else 0 might be multiplied by infinity
     if ctx.stays_wide and dtype == jnp.float16:
         return kept_wide(x.at_unit(scale), scale, dtype)
     return ScaledArray(x.at_unit(scale, dtype), scale)

@@ -317,12 +317,14 @@ class Scale:
         if self.ndim == 0:
             return self
         within, rest = self.bounded() if self.may_leave_range else (self, ONE)
-        return within._mapped(function) * rest._mapped(function)
+        return within._mapped(function) * rest._mapped(function, MAX_EXPONENT)
 
-    def _mapped(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
+    def _mapped(self, function: Callable[[jax.Array], jax.Array], least: int = 0) -> Scale:
         if self.ndim == 0:
             return self
-        return self.factors[0][0].table.atom(function(self.array), extent=int(self.extent))
+        return self.factors[0][0].table.atom(
+            function(self.array), extent=max(least, int(self.extent))
+        )
 
 
 ONE = Scale(0)

@@ -43,7 +43,7 @@ def names(fun, *args):
 def test_a_wide_program_is_the_plain_one_between_arguments_and_results(dtype, static):
     args = [scaled(x, 2.0**k, dtype, static) for x, k in zip((X, W, B), (3, -2, -5))]
     plain = [x.data for x in args]
-    kinds = "dot_general tanh sqrt rsqrt exp reduce_sum cumsum div integer_pow"
+    kinds = "dot_general tanh sqrt rsqrt exp reduce_sum cumsum integer_pow"
     for fun in (model, gradients):
         ours, theirs = names(jsa.scalify(fun), *args), names(fun, *plain)
         for kind in kinds.split():
