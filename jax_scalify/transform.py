@@ -31,8 +31,8 @@ from jax_scalify.interpreter.corrections import Calibrated, Corrections
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.interpreter.evaluation import evaluate
 from jax_scalify.interpreter.homes import leaf_home
-from jax_scalify.interpreter.multiplying import at_home, at_scale, within_range
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.rescaling import at_home, at_scale, within_range
 from jax_scalify.interpreter.tracing import argument_name, trace
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.passes.averages import report_lost_averages
@@ -324,8 +324,7 @@ def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
     if calibrated is not None:
         return at_scale(Operand(data, scale), calibrated)
-    is_number = not data.ndim and jnp.issubdtype(data.dtype, jnp.floating)
-    if is_number and not dtypes.has_short_range(data.dtype) and not scale.is_static:
+    if not data.ndim and dtypes.has_wide_range(data.dtype) and not scale.is_static:
         # A learning rate in the state: the exponent of a number is its scale.
         return Operand(data, scale * table.split(data)[1], unit=scale)
     return Operand(data, scale, home=leaf_home(data, scale))

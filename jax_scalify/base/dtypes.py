@@ -54,6 +54,11 @@ def has_short_range(dtype: Any) -> bool:
     )
 
 
+def has_wide_range(dtype: Any) -> bool:
+    """Tell whether a dtype is a real one of the range of float32, as bfloat16 is."""
+    return jnp.issubdtype(dtype, jnp.floating) and not has_short_range(dtype)
+
+
 def sum_dtype(dtype: Any) -> Any:
     """The dtype that a matmul is asked for, given that of its result.
 

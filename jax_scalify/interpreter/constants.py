@@ -171,16 +171,13 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
     if value.number is None:
         return Operand(value.array, ONE, facts=value.facts)
     if not dtypes.has_short_range(value.dtype):
-        return _promoted(value, table, full)
+        return _wide_number(value, table, full)
     number = value.constant
     if number is None:
-        if jnp.issubdtype(value.dtype, jnp.complexfloating):
-            data, scale = value.number, ONE
-        else:
-            data, scale = table.split(value.number)
+        data, scale = table.split(value.number)
     elif number == 0:
         data, scale = number, ZERO
-    elif number.dtype.kind == "c" or not np.isfinite(np.float64(number)):
+    elif not np.isfinite(np.float64(number)):
         data, scale = number, ONE
     else:
         exponent = pow2.split_constant(number)[1]
@@ -191,7 +188,7 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
     return Operand(data, scale, number=value.number, facts=value.facts)
 
 
-def _promoted(value: Value, table: ScaleTable, full: bool) -> Operand:
+def _wide_number(value: Value, table: ScaleTable, full: bool) -> Operand:
     """A number of a wide dtype, and the scale that it would have in a narrow one."""
     number, scale = value.number, ONE
     if value.constant is None:

@@ -26,7 +26,6 @@ from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.gates import Gates
 from jax_scalify.interpreter.homes import with_home
-from jax_scalify.interpreter.multiplying import in_reach
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import (
     RuleContext,
@@ -38,6 +37,7 @@ from jax_scalify.interpreter.registry import (
     report_missing,
     takes_values,
 )
+from jax_scalify.interpreter.rescaling import in_reach
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.uniform import uniform
 from jax_scalify.interpreter.value import Plain, Value, value_of

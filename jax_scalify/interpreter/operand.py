@@ -168,7 +168,7 @@ class Operand(ScaledArray):
         return self.source.dtype if self.declared is None else self.declared
 
     @property
-    def is_wide(self) -> bool:
+    def is_widened(self) -> bool:
         """Whether the data is float32 in place of the dtype in the program."""
         return self.declared is not None
 

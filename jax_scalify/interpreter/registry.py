@@ -16,8 +16,8 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter.corrections import Corrections, Pending
-from jax_scalify.interpreter.multiplying import to_plain
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.rescaling import to_plain
 from jax_scalify.interpreter.traits import Traits, declare
 from jax_scalify.interpreter.value import Value
 from jax_scalify.scales.algebra import ONE, Scale
@@ -219,6 +219,10 @@ class RuleContext:
     def unit(self, scale: Scale) -> Scale:
         """The unit of an array that is data at a scale or, of a wide dtype, values."""
         return ONE if self.holds_values else scale
+
+    def array_of(self, x: Operand, scale: Scale, dtype: Any = None) -> Any:
+        """Data at a scale or, of a wide dtype, values."""
+        return x.value if self.holds_values else x.at_unit(scale, dtype)
 
     def on_values(self, scale: Scale, *args: Any, **params: Any) -> Operand:
         """Apply the primitive to values of wide dtypes; `scale` is what the law gives."""

@@ -108,7 +108,7 @@ def concatenate_rule(
     if not any(lies_along(x, dimension) for x in args):
         scale = scale_for(args)
         data = at_shared_scale(ctx, args, ctx.in_avals, scale)
-        return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale, ctx.unit(scale))
+        return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale)
     axes = {dimension, *varying_axes(*(x.scale for x in args))}
     data, pieces = [], []
     for x, own, aval in zip(args, own_scales(*args), ctx.in_avals, strict=True):
@@ -116,7 +116,7 @@ def concatenate_rule(
         along = [n if a in axes else 1 for a, n in enumerate(aval.shape)]
         pieces.append(scale_array(ctx.table, own, along))
     scale = scale_of(ctx.table, lax.concatenate(pieces, dimension))
-    return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale, ctx.unit(scale))
+    return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale)
 
 
 @register_scale_rule("stack", elements="joined")
@@ -126,7 +126,7 @@ def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> Sc
     scale = scale_for(arrays)
     data = at_shared_scale(ctx, arrays, ctx.in_avals, scale)
     scale = scale.map(lambda s: lax.expand_dims(s, (axis,)))
-    return rounded(ctx, ctx.bind(*data, axis=axis, **params), scale, ctx.unit(scale))
+    return rounded(ctx, ctx.bind(*data, axis=axis, **params), scale)
 
 
 @register_scale_rule(lax.pad_p, elements="placed")
@@ -142,7 +142,7 @@ def pad_rule(
         scale = scale_for((x, value))
         data = at_shared_scale(ctx, (x, value), ctx.in_avals, scale)
         out = ctx.bind(*data, padding_config=padding_config, **params)
-        return rounded(ctx, out, scale, ctx.unit(scale))
+        return rounded(ctx, out, scale)
     number = value.constant
     scale = shared_scale(x, value)
     (data,) = at_shared_scale(ctx, (x,), ctx.in_avals[:1], scale)
@@ -174,7 +174,7 @@ def dynamic_update_slice_rule(
     if not partial & set(axes):  # every scale is one of old and of new elements
         scale = scale_for((x, update))
         data = at_shared_scale(ctx, (x, update), ctx.in_avals[:2], scale)
-        return rounded(ctx, ctx.bind(*data, *starts, **params), scale, ctx.unit(scale))
+        return rounded(ctx, ctx.bind(*data, *starts, **params), scale)
     own = own_scales(x, update)
     old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
     new = scale_array(ctx.table, own[1], [n if a in axes else 1 for a, n in enumerate(window)])
@@ -185,7 +185,7 @@ def dynamic_update_slice_rule(
     kept = own[0] if partial <= set(axes) else scale
     data = at_shared_scale(ctx, (x,), ctx.in_avals[:1], kept)
     data += at_shared_scale(ctx, (update,), ctx.in_avals[1:2], scale_of(ctx.table, new))
-    return rounded(ctx, ctx.bind(*data, *starts, **params), scale, ctx.unit(scale))
+    return rounded(ctx, ctx.bind(*data, *starts, **params), scale)
 
 
 @register_scale_rule(lax.gather_p, elements="taken")
@@ -239,12 +239,12 @@ def scatter_rule(
     compute = dtypes.compute_dtype(ctx.out_dtype) if sums else ctx.out_dtype
     if x.scale.ndim or updates.scale.ndim:
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
-        return rounded(ctx, out, scale, ctx.unit(scale))
+        return rounded(ctx, out, scale)
     scale = scale_for((x, updates), density)
     data = at_shared_scale(ctx, (x, updates), ctx.in_avals[::2], scale)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
     out = scatter(ctx, data[0], indices, data[1], params)
-    out = rounded(ctx, out, scale, ctx.unit(scale))
+    out = rounded(ctx, out, scale)
     return at_its_home(ctx, out, x, updates, sums=sums)
 
 

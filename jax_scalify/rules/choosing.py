@@ -17,9 +17,9 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import align_constant, room
-from jax_scalify.interpreter.multiplying import within_range
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.interpreter.rescaling import within_range
 from jax_scalify.rules.shared.along_axes import scale_array
 from jax_scalify.rules.shared.joining import (
     align,
@@ -95,7 +95,7 @@ def clamp_rule(
     out, operands = ctx.out_avals[0], (low, x, high)
     args = [a.value if ctx.holds_values else align(a, scale) for a in operands]
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
-    return rounded(ctx, ctx.bind(*same_dtype(*args), **params), scale, ctx.unit(scale))
+    return rounded(ctx, ctx.bind(*same_dtype(*args), **params), scale)
 
 
 def _is_own_number(ctx: RuleContext, operands: Sequence[Operand]) -> bool:
@@ -185,9 +185,9 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) 
         cases = tuple(map(within_range, cases))
         scale = _chosen_scale(ctx, which, cases)
         if scale is not None:
-            data = [x.value if ctx.holds_values else x.data for x in cases]
+            data = [ctx.array_of(x, x.scale) for x in cases]
             data = [filled(d, aval) for d, aval in zip(same_dtype(*data), ctx.in_avals[1:])]
-            return rounded(ctx, ctx.bind(which, *data, **params), scale, ctx.unit(scale))
+            return rounded(ctx, ctx.bind(which, *data, **params), scale)
     scale = scale_for(cases, _less(ctx, cases))
     data = at_shared_scale(ctx, cases, ctx.in_avals[1:], scale)
-    return rounded(ctx, ctx.bind(which, *data, **params), scale, ctx.unit(scale))
+    return rounded(ctx, ctx.bind(which, *data, **params), scale)

@@ -65,7 +65,7 @@ def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple
     x = x.moved(filled(x.source, ctx.in_avals[0]), x.scale)
     x = uniform_over(x, _mixed_axes(ctx, params))
     scale = _largest(ctx, x.scale, x.source, params)
-    return x.value if ctx.holds_values else x.at_unit(scale), scale
+    return ctx.array_of(x, scale), scale
 
 
 def _mixed_axes(ctx: RuleContext, params: dict[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
         return x.moved(ctx.bind(data, **params), scale)
     data, scale = _at_one_scale(ctx, x, params)
     out, scale = ctx.bind(dtypes.cast(data, ctx.out_dtype), **params), _moved(scale, params)
-    return rounded(ctx, out, scale, ctx.unit(scale))
+    return rounded(ctx, out, scale)
 
 
 @register_scale_rule(
@@ -127,10 +127,9 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     factor = growth(ctx, count, Terms.of(x))
     sum_dtype, out = ctx.config.sum_dtype, ctx.out_dtype
     if sum_dtype == jnp.float8_e5m2 and not positional and _is_gradient(ctx, names):
-        if ctx.holds_values:  # E5M2 asks for data
-            data = multiply(data, scale**-1)
-        total = _summed_in_fp8(ctx, data, params, devices)
-        result = finish(ctx, total, _moved(scale, params), factor)
+        data = x.at_unit(scale)  # E5M2 asks for data
+        total, scale = _summed_in_fp8(ctx, data, params, devices), _moved(scale, params)
+        result = finish(ctx, total, scale, factor, scale)
         is_part = ctx.primitive.name == "reduce_scatter"
         return result if is_part else _gathered(ctx, result, params, devices)
     if sum_dtype == jnp.float32 or positional or dtypes.is_narrow_float(out):
@@ -142,7 +141,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
         total = ctx.bind(dtypes.cast(data, travels), **params)
         return ScaledArray(total, _moved(scale, params) * factor)
     total, scale = ctx.bind(dtypes.cast(data, travels), **params), _moved(scale, params)
-    return finish(ctx, total, scale, factor, ctx.unit(scale))
+    return finish(ctx, total, scale, factor)
 
 
 def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:
@@ -200,10 +199,10 @@ def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: 
 @register_scale_rule("ppermute", elements="taken")
 def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """The scale travels with the data, where it differs; where nothing arrives both are 0."""
-    data, scale = filled(x.value if ctx.holds_values else x.data, ctx.in_avals[0]), x.scale
+    data, scale = filled(ctx.array_of(x, x.scale), ctx.in_avals[0]), x.scale
     if not _is_shared(ctx, scale, data, params):
         scale = _collected(ctx, scale, data, params)
-    return rounded(ctx, ctx.bind(data, **params), scale, ctx.unit(scale))
+    return rounded(ctx, ctx.bind(data, **params), scale)
 
 
 @register_scale_rule("ragged_all_to_all", elements="new", nonnegative="keeps")
@@ -214,7 +213,7 @@ def ragged_all_to_all_rule(
     x, out = uniform_over(x), uniform_over(out)
     scale = _largest(ctx, algebra.join(x.scale, out.scale), x.source, params)
     data = [
-        filled(a.value if ctx.holds_values else a.at_unit(scale, ctx.out_dtype), aval)
+        filled(ctx.array_of(a, scale, ctx.out_dtype), aval)
         for a, aval in zip((x, out), ctx.in_avals, strict=False)
     ]
-    return rounded(ctx, ctx.bind(*data, *sizes, **params), scale, ctx.unit(scale))
+    return rounded(ctx, ctx.bind(*data, *sizes, **params), scale)

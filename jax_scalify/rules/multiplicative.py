@@ -25,7 +25,7 @@ _LARGEST_POWER = 64
 _ROOM = 3
 
 
-def _unit(x: Operand) -> int:
+def _sign_of(x: Operand) -> int:
     """+1 or -1 if a constant operand's data is that number, else 0."""
     if x.constant is None:
         return 0
@@ -64,7 +64,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
                 return ctx.on_values(scale, lhs, rhs, **params)
             out = ctx.bind(*(a.value if a is x else a.source for a in (lhs, rhs)), **params)
             return ctx.of_value(out, scale, other.unit).as_multiple(other, mantissa)
-        if sign := _unit(x):
+        if sign := _sign_of(x):
             data = filled(other.data, ctx.out_avals[0])
             return rounded(ctx, data if sign > 0 else lax.neg(data), scale)
     return bind_product(ctx, (lhs, rhs), scale, params)
@@ -76,7 +76,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
 def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = lhs.scale / rhs.scale`; a constant power of two costs nothing."""
     scale = lhs.scale / rhs.scale
-    sign = 0 if ctx.holds_values else _unit(rhs)
+    sign = 0 if ctx.holds_values else _sign_of(rhs)
     if sign:
         data = filled(lhs.data, ctx.out_avals[0])
         return rounded(ctx, data if sign > 0 else lax.neg(data), scale)

@@ -16,9 +16,9 @@ from jax_scalify.base.filling import filled
 from jax_scalify.base.statistics import statistic
 from jax_scalify.blocks.dot import block_round_p
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.interpreter.multiplying import at_scale
 from jax_scalify.interpreter.operand import Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, register_value_rule
+from jax_scalify.interpreter.rescaling import at_scale
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.primitives.straight_through import straight_through_p

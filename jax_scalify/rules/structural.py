@@ -19,9 +19,9 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import room
-from jax_scalify.interpreter.multiplying import kept_wide
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.interpreter.rescaling import kept_wide
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
 from jax_scalify.rules.shared.products import made, rounded
@@ -58,7 +58,7 @@ def structural_rule(
                 scale = _scale(ctx, scale, ctx.out_avals[0])
         out = ctx.bind(x.source, *others, **params)
         if not ctx.primitive.multiple_results:
-            wide = ctx.stays_wide or x.is_wide
+            wide = ctx.stays_wide or x.is_widened
             return rounded(ctx, out, scale) if wide else x.moved(out, scale)
         scales = scale if isinstance(scale, list) else [scale] * len(out)
         return [
@@ -195,7 +195,7 @@ def reshape_rule(
         if not x.size or every and not dtypes.has_short_range(x.dtype):
             x = uniform_over(x)
     if not x.scale.ndim:
-        if ctx.stays_wide or x.is_wide:
+        if ctx.stays_wide or x.is_widened:
             return rounded(ctx, ctx.bind(x.data, **params), x.scale)
         return x.moved(ctx.bind(x.source, **params), x.scale)
     wide, shape = [1] * x.ndim, []
@@ -204,7 +204,7 @@ def reshape_rule(
             wide[a] = x.shape[a] if v else 1
         shape += sizes if v else [1] * len(sizes)
     scale = x.scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
-    if ctx.stays_wide or x.is_wide:
+    if ctx.stays_wide or x.is_widened:
         return rounded(ctx, ctx.bind(x.data, **params), scale)
     return x.moved(ctx.bind(x.source, **params), scale)
 

@@ -213,7 +213,7 @@ def block_dot_rule(
         quantisers=tuple(map(of_data, quantisers, ctx.inputs)),
         preferred_element_type=_preferred(ctx, {ctx.out_dtype}),
     )
-    return finish(ctx, block_dot_p.bind(*data, **params), scale, factor)
+    return finish(ctx, block_dot_p.bind(*data, **params), scale, factor, scale)
 
 
 def of_data(quantiser: Quantiser, value: Value) -> Quantiser:

@@ -85,13 +85,13 @@ class ScaleProgram:
         self._scales.append(len(self.sources) - 1)
         return len(self._scales) - 1
 
-    def maximum(self, terms: Sequence[Scale], limit: float = MAX_EXPONENT) -> int:
-        """Define the maximum of some monomials, at most `limit`; return its number."""
+    def maximum(self, terms: Sequence[Scale]) -> int:
+        """Define the maximum of some monomials; return its number."""
         choices = [self._choices(term) for term in terms]
         chain = [part for term in terms for part in self._chain(term)]
         goes_on = len(terms) < len(chain) <= _MAX_CHAIN
         if goes_on or sum(math.prod(map(len, c)) for c in choices) > _MAX_TERMS:
-            number = self._define(Computed(_largest(chain if goes_on else terms), limit=limit))
+            number = self._define(Computed(_largest(chain if goes_on else terms)))
             self._chains.add(number)
             return number
         # max(a, b) * c is the maximum of a * c and b * c: no scale has to wait for another one.
@@ -100,7 +100,7 @@ class ScaleProgram:
             for term, factors in zip(terms, choices, strict=True)
             for chosen in itertools.product(*factors)
         ]
-        return self._define(Computed(_largest(products), limit=limit))
+        return self._define(Computed(_largest(products)))
 
     def bounded(self, of: Scale, limit: float) -> int:
         """Define a monomial with its exponent brought within `+-limit`; return its number."""

@@ -246,7 +246,7 @@ class ScaleTable:
     def _make_maximum(self, terms: list[Scale], known: dict[str, Any]) -> Scale:
         if together := self._together(*terms):
             program, monomials = together
-            return self._computed(program.maximum(monomials, MAX_EXPONENT), **known)
+            return self._computed(program.maximum(monomials), **known)
         within = [t.bounded()[0] if t.may_leave_range else t for t in terms]
         array = jnp.asarray(within[0].array, self.dtype)
         for term in within[1:]:

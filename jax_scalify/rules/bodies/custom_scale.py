@@ -22,9 +22,9 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import evaluate
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.facts import nonnegative_results
-from jax_scalify.interpreter.multiplying import in_reach, within_range
 from jax_scalify.interpreter.operand import Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext, register_body_rule
+from jax_scalify.interpreter.rescaling import in_reach, within_range
 from jax_scalify.interpreter.value import Value, value_of
 from jax_scalify.primitives.custom_scale import AppliedRule, custom_scale_p
 from jax_scalify.scales.algebra import Scale

@@ -21,9 +21,9 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import align_scale
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import promote
-from jax_scalify.interpreter.multiplying import at_home, within_range
 from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.interpreter.rescaling import at_home, within_range
 from jax_scalify.interpreter.value import Plain, Value, in_dtype
 from jax_scalify.scales.algebra import LARGEST_EXTENT, Scale
 from jax_scalify.scales.table import ScaleTable

@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_scalify.config import Pow2RoundMode
-from jax_scalify.interpreter.multiplying import kept_wide
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.interpreter.rescaling import kept_wide
 from jax_scalify.rules.shared.products import for_constants, ratio_of
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.multiplying import multiply
@@ -77,9 +77,9 @@ def finish(
     """Make the result of a sum: values `total * unit`, of the scale `scale * factor`.
 
     The factor is how much larger than its terms the sum is expected to be, and what a calibration
-    has found besides. The unit is by default the scale without it.
+    has found besides. By default the total is data at the scale without it or, if wide, values.
     """
-    unit = scale if unit is None else unit
+    unit = ctx.unit(scale) if unit is None else unit
     if ctx.holds_values:
         return ctx.of_value(multiply(total, unit), scale * factor)
     if ctx.pending.exponent:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
-from jax_scalify.base.dtypes import has_short_range
+from jax_scalify.base.dtypes import has_wide_range
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.along_axes import largest
@@ -38,7 +36,7 @@ def at_its_home(
 def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
     """The position of the term whose leaf a sum replaces; None if it is not one of them alone."""
     aval = ctx.out_avals[0]
-    if ctx.primitive.name == "add_any" or not _is_wide(aval.dtype):
+    if ctx.primitive.name == "add_any" or not has_wide_range(aval.dtype):
         return None
     if any(x.number is not None for x in terms):
         return None
@@ -46,10 +44,6 @@ def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
     if len(found) > 1:  # w + 0.9 * v
         found = [i for i in found if terms[i].mantissa == 1 and terms[i].scale == terms[i].home]
     return found[0] if len(found) == 1 else None
-
-
-def _is_wide(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and not has_short_range(dtype)
 
 
 def _may_keep(x: Operand, aval: Any) -> bool:

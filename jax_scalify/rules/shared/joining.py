@@ -102,7 +102,7 @@ def at_shared_scale(
     """The arrays of operands in given shapes: data at a scale, in the result's dtype, or values."""
     if ctx.holds_values:
         return [filled(x.value, aval) for x, aval in zip(operands, avals, strict=True)]
-    keeps = ctx.stays_wide or any(x.is_wide for x in operands)
+    keeps = ctx.stays_wide or any(x.is_widened for x in operands)
     data = [align(x, scale, None if keeps else ctx.out_dtype) for x in operands]
     return [filled(d, aval) for d, aval in zip(same_dtype(*data), avals, strict=True)]
 

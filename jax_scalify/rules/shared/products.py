@@ -13,9 +13,9 @@ from jax import lax
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.facts import facts_of
-from jax_scalify.interpreter.multiplying import kept_wide, narrowed
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
+from jax_scalify.interpreter.rescaling import kept_wide, narrowed
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -34,12 +34,12 @@ def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
 
 
 def rounded(ctx: RuleContext, raw: Any, scale: Scale, unit: Scale | None = None) -> Operand:
-    """Make a result of values `raw * unit`, by default data at its scale.
+    """Make a result of values `raw * unit`: by default data at its scale or, if wide, values.
 
     A correction that waits is applied before the data is rounded, so that nothing overflows that is
     not to.
     """
-    unit = scale if unit is None else unit
+    unit = ctx.unit(scale) if unit is None else unit
     if ctx.holds_values:
         return ctx.of_value(multiply(raw, unit), scale)
     scale = scale * Scale(ctx.pending.take())
