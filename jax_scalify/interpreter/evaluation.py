@@ -265,3 +265,7 @@ def _check_type(eqn: Any, value: Value, aval: Any, inputs: list[Value]) -> None:
             f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "
             f"expected {aval.dtype}{aval.shape}."
         )
+    if isinstance(value, Operand) and not value.holds_data and dtypes.has_short_range(value.dtype):
+        raise TypeError(
+            f"The scale rule of {describe(eqn, inputs)} returned data at another scale."
+        )

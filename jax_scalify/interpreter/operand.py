@@ -231,8 +231,12 @@ class Operand(ScaledArray):
         return made
 
     def as_pair(self, data: Any, scale: Any) -> Operand:
-        """The same values, as another pair of data and scale."""
-        return self._with(source=data, scale=scale, unit=scale, _made={})
+        """The same values, as another pair of data and scale; the data may be float32."""
+        return self._with(source=data, scale=scale, unit=scale, _made={}, **self._type_of(data))
+
+    def _type_of(self, source: Any) -> dict[str, Any]:
+        is_narrow = dtypes.has_short_range(self.dtype) and dtypes.has_wide_range(source.dtype)
+        return dict(declared=self.dtype if is_narrow else None)
 
     def with_scale(self, scale: Scale) -> Operand:
         """The same values, at another scale."""
@@ -251,5 +255,5 @@ class Operand(ScaledArray):
     def moved(self, source: Any, scale: Scale) -> Operand:
         """The source's elements somewhere else, as its scale's are."""
         unit = self.unit_at(scale)
-        x = self._with(source=source, scale=scale, unit=unit, _made={})
-        return x._with(origin=source, mantissa=1.0)
+        fields = dict(source=source, scale=scale, unit=unit, origin=source, mantissa=1.0, _made={})
+        return self._with(**fields, **self._type_of(source))

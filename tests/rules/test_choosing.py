@@ -41,6 +41,21 @@ def _are_close(function, rows, of=None):
                 )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_divisor_of_zeros_is_replaced_by_1(dtype, kind):
+    """`jnp.sinc` divides by `where(x == 0, 1, x)`, in float32 where x is float16."""
+    sizes = [2.0**-12, 1.0]
+    operands = [scaled(np.array([0.0, 0.0, 0.5]) * size, size, dtype, kind) for size in sizes]
+    if kind == "dynamic":  # zeros without a scale of their own
+        operands.append(jsa.as_scaled_array(jnp.zeros(3, dtype)))
+
+    def function(x):
+        return jnp.sinc(x), jax.grad(lambda x: jnp.sum(jnp.sinc(x)))(x)
+
+    _are_close(function, [((x,), dtype) for x in operands], of=1.0)
+
+
 # There, it divides by `where(m == 0, 1, m)`: small numbers beside a constant.
 _LIMIT = pytest.mark.xfail(jax.__version__ < "0.11", strict=True, reason="docs/limits.md")
 

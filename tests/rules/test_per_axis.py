@@ -269,6 +269,15 @@ def test_elements_of_all_scales_are_compared():
     check_all_exact(functions, rows)
 
 
+def test_elements_that_were_compared_are_multiplied():
+    x = scaled(5, 2.0 ** np.array([[-3, 0, -1, 3, -2, 1]]), "float16")
+    ones = jnp.ones((3, 1, 2), jnp.float16)
+    check_all_exact(
+        [lambda x: lax.top_k(x, 2)[0][None] * ones, lambda x: jnp.sort(x)[None, :, :2] * ones],
+        [(x,)],
+    )
+
+
 def test_fill_values_beside_scales():
     scales = 2.0 ** np.array([[-6, 0, -5, 3, -7, 1]])
     functions = [

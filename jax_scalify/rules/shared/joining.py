@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.base import dtypes
+from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import (
     align_constant,
@@ -35,10 +35,26 @@ def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
     arrays, numbers, constants = _voters(operands)
     if additive:
         return [x.scale for x in (*arrays, *numbers, *constants)]
+    own = [constant_scale(x.constant, x.dtype) for x in constants]
+    if not arrays and not numbers:
+        return own
     found = [x.scale for x in arrays]
+    if arrays and constants and dtypes.has_wide_range(constants[0].dtype):
+        found = [_unless_zero(algebra.join(*found), algebra.join(*own))]
     found += [x.scale * room(x.dtype) if arrays else x.scale for x in numbers]
-    ask = constant_floor if found else constant_scale
-    return found + [ask(x.constant, x.dtype) for x in constants]
+    return found + [constant_floor(x.constant, x.dtype) for x in constants]
+
+
+def _unless_zero(scale: Scale, other: Scale) -> Scale:
+    """A scale, or the other one where it is 0: `where(x == 0, 1, x)` of zeros has that of 1.
+
+    Data of a wide dtype may be 2**40, and what is divided by it a scale of as much. Of a narrow one
+    the least scale that holds a constant is near enough.
+    """
+    if scale.is_nonzero or scale.is_static:
+        return scale
+    table = scale.factors[0][0].table
+    return table.held(scale, other, pow2.MAX_EXPONENT)
 
 
 def _voters(
