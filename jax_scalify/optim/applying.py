@@ -11,8 +11,7 @@ from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import stop_scaling
-from jax_scalify.optim.random_bits import drawn
-from jax_scalify.optim.storing import chosen_scales, scales_of, store_weight, stored
+from jax_scalify.optim.storing import Kind, Leaf, store_leaves
 
 _POLICIES = ("statistic", "gradient")
 _ROUNDINGS = ("stochastic", "nearest")
@@ -92,18 +91,6 @@ def widen(tree: Any, *, plain: bool = False) -> Any:
     return jax.tree.map(wide, tree, is_leaf=is_scaled)
 
 
-def statistic_scales(leaves: list[tuple[Any, Any, bool]]) -> list[Any]:
-    """For each `(new, old, wide)` its scale by statistic, in the form that it is stored with."""
-    scaled = [i for i, (_, old, _) in enumerate(leaves) if is_scaled(old)]
-    others = [i for i in range(len(leaves)) if i not in scaled]
-    found: dict[int, Any] = {}
-    for which, choose in ((scaled, chosen_scales), (others, scales_of)):
-        if which:
-            xs, olds, wide = zip(*(leaves[i] for i in which), strict=True)
-            found.update(zip(which, choose(list(xs), list(olds), wide=wide), strict=True))
-    return [found[i] for i in range(len(leaves))]
-
-
 def rounded(params: Any, updates: Any, policy: str, factor: jax.Array) -> Any:
     """The updates from parameters to the numbers of their dtype where `_applied` would end."""
     each, tree = _weights_and_updates(params, updates)
@@ -131,34 +118,25 @@ def _applied(
     salts: list[Any] | None = None,
 ) -> list[Any]:
     """New parameters, each of a parameter and its update."""
-    params: list[Any] = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
-    totals: dict[int, Any] = {}
-    for i, (_, update) in enumerate(pairs):
-        if update is None:
-            continue
-        shape = jnp.shape(update)
-        if shape != params[i].shape:
+    new: list[Any] = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
+    which = [i for i, (_, update) in enumerate(pairs) if update is not None]
+    leaves = []
+    for i in which:
+        update, param = pairs[i][1], new[i]
+        if jnp.shape(update) != param.shape:
             raise ValueError(
-                f"`updates` must have the shapes of `params`, got {shape} for {params[i].shape}."
+                "`updates` must have the shapes of `params`, got "
+                f"{jnp.shape(update)} for {param.shape}."
             )
-        totals[i] = widen(params[i]) + widen(update)
-    chosen = [i for i in totals if is_scaled(params[i]) or policy == "statistic"]
-    found = dict(
-        zip(
-            chosen,
-            statistic_scales([(totals[i], params[i], False) for i in chosen]),
-            strict=True,
-        )
-    )
-    new = list(params)
-    for i, total in totals.items():
-        salt = None
-        if not nearest and keys[i] is None:
-            salt = widen(pairs[i][1]) if salts is None else salts[i]
-        drawn_bits = not nearest and keys[i] is not None
-        bits = dtypes.random_bits(keys[i], total.shape) if drawn_bits else None
-        if is_scaled(params[i]):
-            new[i] = stored(total, params[i], bits=drawn(total, bits, salt), scale=found[i])
-        else:
-            new[i] = store_weight(total, params[i], bits, salt, found.get(i))
+        step = widen(update)
+        salt = step if salts is None else salts[i]
+        bits = None
+        if nearest or keys[i] is not None:
+            salt = None
+        if not nearest and keys[i] is not None:
+            bits = dtypes.random_bits(keys[i], param.shape)
+        leaves.append(Leaf(widen(param) + step, param, salt, bits))
+    kind = Kind(keeps_scale=policy == "gradient")
+    for i, x in zip(which, store_leaves(leaves, [kind] * len(leaves)), strict=True):
+        new[i] = x
     return new

@@ -17,10 +17,9 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.mixing import mixed
 from jax_scalify.ops.scaling import stop_scaling
 from jax_scalify.optim.adding import add_stochastically
-from jax_scalify.optim.applying import statistic_scales, widen
+from jax_scalify.optim.applying import widen
 from jax_scalify.optim.low_precision import Optimizer, checked_dtype
-from jax_scalify.optim.random_bits import drawn
-from jax_scalify.optim.storing import store_weight, stored
+from jax_scalify.optim.storing import Kind, Leaf, store_leaves
 
 
 class EmaState(NamedTuple):
@@ -224,16 +223,12 @@ def _stored(
     likes = list(likes)
     for i in averaged:
         likes[i] = likes[i] if is_scaled(likes[i]) else jnp.asarray(likes[i])
-    scales = statistic_scales([(totals[i], likes[i], False) for i in averaged])
+    none = [None] * len(likes)
+    bits, salts = bits or none, salts or none
+    leaves = [Leaf(totals[i], likes[i], salts[i], bits[i]) for i in averaged]
     new = list(totals)
-    for i, scale in zip(averaged, scales, strict=True):
-        total, like = totals[i], likes[i]
-        own = None if bits is None else bits[i]
-        salt = None if salts is None else salts[i]
-        if is_scaled(like):
-            new[i] = stored(total, like, bits=drawn(total, own, salt), scale=scale)
-        else:
-            new[i] = store_weight(total, like, own, salt, scale)
+    for i, x in zip(averaged, store_leaves(leaves, [Kind()] * len(leaves)), strict=True):
+        new[i] = x
     return new
 
 

@@ -13,11 +13,11 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import match_scales, stop_scaling
-from jax_scalify.optim.applying import check_policy, rounded, statistic_scales, widen
-from jax_scalify.optim.random_bits import bits_of_moment, count_of
+from jax_scalify.optim.applying import check_policy, rounded, widen
+from jax_scalify.optim.random_bits import count_of
 from jax_scalify.optim.square_roots import SquareRoot, is_leaf, is_root, opened
 from jax_scalify.optim.state_leaves import Role, RoleFinder
-from jax_scalify.optim.storing import GRADIENT_EXPONENTS, Kind, store, stored
+from jax_scalify.optim.storing import GRADIENT_EXPONENTS, Kind, Leaf, store_leaf, store_leaves
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -182,9 +182,9 @@ class _LowPrecision:
             # two: in a compiled `init` moments are constants.
             x = lax.optimization_barrier(x)
             if self._is_root(role):
-                new.append(SquareRoot(stored(jnp.sqrt(x), self._like(x, role, weights))))
+                new.append(SquareRoot(store_leaf(jnp.sqrt(x), self._like(x, role, weights))))
             else:
-                new.append(stored(x, self._like(x, role, weights)))
+                new.append(store_leaf(x, self._like(x, role, weights)))
         return jax.tree.unflatten(tree, new)
 
     def _is_root(self, role: Role) -> bool:
@@ -306,7 +306,7 @@ def _is_stored(x: Any, role: Role) -> bool:
 def _kept(x: Any, old: Any) -> Any:
     """A leaf that is not stored in few bits: of the dtype and kind (plain, scaled) that it had."""
     if is_scaled(old):
-        return stored(x, old)
+        return store_leaf(x, old)
     kind = dtypes.leaf_dtype(old)
     if kind is None:
         return x
@@ -327,27 +327,14 @@ def _store(
 
     Each comes with its old value, its role, and whether it is a root.
     """
-    kinds = []
-    for _, old, role, root in leaves:
+    given, kinds = [], []
+    for x, old, role, root in leaves:
         follows = policy == "gradient" and role.degree in GRADIENT_EXPONENTS and not root
         degree = int(role.degree) if follows and role.degree and not is_scaled(old) else None
         fades = role.degree == 1 and not role.nonneg
-        kinds.append(Kind(role.is_wide, degree, fades, root, count is not None))
-    pairs = list(zip(leaves, kinds, strict=True))
-    by_statistic = [(x, old, kind.wide) for (x, old, _, _), kind in pairs if kind.degree is None]
-    scales = iter(statistic_scales(by_statistic))
-    none, counted = jnp.zeros((), jnp.int32), jnp.uint32(0) if count is None else count
-    new = []
-    for (x, old, role, _), kind in pairs:
-        grad = x if role.param is None else grads[role.param]
-        scale = next(scales) if kind.degree is None else none
-        if is_scaled(old):
-            bits = bits_of_moment(x, grad, count, old.dtype, fades=kind.fades)
-            like = {"wide": kind.wide, "is_root": kind.is_root}
-            new.append(stored(x, old, bits=bits, scale=scale, **like))
-        else:
-            new.append(store(x, old, grad, scale, counted, kind=kind))
-    return new
+        kinds.append(Kind(role.is_wide, degree, fades, root))
+        given.append(Leaf(x, old, x if role.param is None else grads[role.param]))
+    return store_leaves(given, kinds, count)
 
 
 def _count_factor(state: Any) -> jax.Array:

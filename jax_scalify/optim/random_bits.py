@@ -51,25 +51,34 @@ def count_of(state: Any) -> jax.Array | None:
     return mixed(total * np.uint32(0x9E3779B1) + np.uint32(1))
 
 
-def bits_of_moment(
-    x: jax.Array, grad: jax.Array, count: jax.Array | None, dtype: Any, *, fades: bool
-) -> jax.Array:
-    """The bits to round a leaf of an optimizer's state with.
+def bits_to_round(
+    x: jax.Array,
+    salt: jax.Array | None,
+    bits: jax.Array | None,
+    count: jax.Array | None,
+    dtype: Any,
+    *,
+    fades: bool = False,
+) -> jax.Array | None:
+    """The bits to round a leaf with: made of it and a salt, or those given; None for to nearest.
 
-    Where a gradient stays 0, as of a row of an embedding that does not occur, `x = 0.9 * old` is
-    the same whenever `old` is, and bits of the same numbers would round it back to `old` for ever:
-    the moment would move the weights at every step. A count mends it. Where there is none, what
-    `fades` is rounded towards zero there.
+    Where a gradient stays 0, as of a row of an embedding that does not occur, a moment
+    `x = 0.9 * old` is the same whenever `old` is, and bits of the same numbers would round it back
+    to `old` for ever: it would move the weights at every step. A count mends it. Where there is
+    none, what `fades` is rounded towards zero there.
 
     Args:
         x: what is rounded, in float32.
-        grad: the gradient of its parameter; of another shape it is not looked at.
+        salt: of a moment the gradient; of another shape it is not looked at.
+        bits: without a salt, `uint32`, one an element; or None.
         count: that of `count_of`, or None.
         dtype: that it is rounded to.
         fades: whether it is a first moment.
     """
-    has_gradient = jnp.shape(grad) == jnp.shape(x)
-    bits = bits_of(x, grad if has_gradient else x, count)
-    if count is not None or not (fades and has_gradient and dtypes.has_short_range(dtype)):
+    if salt is None:
         return bits
-    return jnp.where(grad == 0, _TOWARDS_ZERO, bits)
+    is_of_shape = jnp.shape(salt) == jnp.shape(x)
+    bits = bits_of(x, salt if is_of_shape else x, count)
+    if count is not None or not (fades and is_of_shape and dtypes.has_short_range(dtype)):
+        return bits
+    return jnp.where(salt == 0, _TOWARDS_ZERO, bits)

@@ -1,7 +1,9 @@
-"""How a float32 result becomes a `ScaledArray` of few bits: the choice of a scale, and one cast.
+"""How float32 results become `ScaledArray`s of few bits: the choice of scales, and one cast.
 
-Inside `scalify` these are the rules of functions that only cast; outside, the same code makes the
-`ScaledArray`s themselves.
+All leaves of a tree are stored together. Small ones of one shape are stacked for it: a compiler
+makes one kernel of the stack and not one of each leaf, and the rest of it is a few operations on
+vectors of scales. Inside `scalify` this is the rule of a function that only casts; outside, the
+same code makes the `ScaledArray`s itself.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +20,9 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.arrays import scaled_array as array_lib
-from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.optim.random_bits import bits_of_moment, drawn
+from jax_scalify.optim.random_bits import bits_to_round
 from jax_scalify.optim.square_roots import moved_for_square
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.scales.algebra import Scale
@@ -33,21 +35,37 @@ GRADIENT_EXPONENTS = {1: -6, 2: -2}
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a leaf of the state is stored.
+    """How a leaf is stored.
 
     Attributes:
         wide: whether its elements spread over a wide range, as squares do.
-        degree: by which its scale follows that of the gradient; None for by statistic.
-        fades: whether it is a first moment.
-        is_root: whether it is a square root.
-        is_counted: whether the state counts the steps.
+        degree: by which its scale follows that of the gradient, its salt; None for by statistic.
+        fades: whether it is a first moment, rounded towards 0 where its gradient is 0.
+        is_root: whether it is a square root, and it is the square that is right on average.
+        keeps_scale: whether it has the scale of its own law inside `scalify`, without a statistic.
     """
 
-    wide: bool
+    wide: bool = False
     degree: int | None = None
     fades: bool = False
     is_root: bool = False
-    is_counted: bool = False
+    keeps_scale: bool = False
+
+
+class Leaf(NamedTuple):
+    """What is to be stored, and how it was stored so far.
+
+    Attributes:
+        x: array of float32.
+        like: of its shape: the result has its dtype, and its shape of scale.
+        salt: an array of its shape: random bits to round with are made of it and `x`.
+        bits: the random bits themselves; with neither, rounding is to nearest even.
+    """
+
+    x: Any
+    like: Any
+    salt: Any = None
+    bits: Any = None
 
 
 _SMALLEST = math.ldexp(1.0, -pow2.MAX_EXPONENT)
@@ -121,17 +139,6 @@ def _larger_and_sum(x: tuple, y: tuple) -> tuple[jax.Array, jax.Array]:
     return jnp.maximum(x[0], y[0]), x[1] + y[1]
 
 
-def measured(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the scale of a leaf is chosen by: largest element and mean square, see `reduced`."""
-    largest, total = reduced(x, old)
-    return jnp.maximum(largest, 0), total * _share(x, old)
-
-
-def _share(x: jax.Array, old: jax.Array) -> float:
-    """One over the number of elements that share a scale."""
-    return max(1, old.size) / max(1, x.size)
-
-
 def scale_by_statistic(
     sizes: tuple[jax.Array, jax.Array], old: jax.Array, top: Any, by_rms: Any
 ) -> jax.Array:
@@ -158,47 +165,6 @@ def _top(dtype: Any) -> int:
     return min(pow2.floor_exponent(jnp.finfo(dtype).max) - 1, 14)
 
 
-def _by_rms(dtype: Any, wide: bool) -> bool:
-    """Whether the RMS chooses: not of leaves of a wide range, and not in FP8."""
-    return not (wide or dtypes.is_narrow_float(dtype))
-
-
-def chosen_scales(
-    xs: Sequence[jax.Array], likes: Sequence[ScaledArray], wide: Sequence[bool]
-) -> list[jax.Array | None]:
-    """The scales by statistic of all leaves that have one dynamic scale, None for the others.
-
-    They are found together, on vectors: devices that share the leaves exchange two of them.
-    """
-    which = [i for i, y in enumerate(likes) if not _is_fixed(y) and not jnp.ndim(y.scale)]
-    if not which:
-        return [None] * len(xs)
-    olds = {i: jnp.asarray(likes[i].scale, jnp.float32) for i in which}
-    groups: dict[Any, list[int]] = {}
-    for i in which:
-        groups.setdefault(jax.typeof(xs[i]) if xs[i].size <= _SMALL else i, []).append(i)
-    found = [_reduced_together([xs[i] for i in g], [olds[i] for i in g]) for g in groups.values()]
-    largest, total = (jnp.concatenate(part) for part in zip(*found, strict=True))
-    which = [i for group in groups.values() for i in group]
-    top = np.array([_top(likes[i].dtype) for i in which])
-    by_rms = np.array([_by_rms(likes[i].dtype, wide[i]) for i in which])
-    shares = np.array([_share(xs[i], olds[i]) for i in which], np.float32)
-    sizes = jnp.maximum(largest, 0), total * shares
-    scales = scale_by_statistic(sizes, jnp.stack([olds[i] for i in which]), top, by_rms)
-    numbers = {i: number for number, i in enumerate(which)}
-    return [scales[numbers[i]] if i in numbers else None for i in range(len(xs))]
-
-
-def _reduced_together(xs: Sequence[jax.Array], olds: Sequence[jax.Array]) -> list[jax.Array]:
-    """Of leaves of one shape, each with one scale: what `reduced` finds, as two vectors."""
-    ndim = xs[0].ndim
-    if len(xs) == 1:
-        found = reduced(xs[0], olds[0])
-    else:
-        found = reduced(jnp.stack(xs), jnp.stack(olds).reshape((len(xs), *(1,) * ndim)))
-    return [x.reshape(len(xs)).astype(jnp.float32) for x in found]
-
-
 def _is_fixed(like: ScaledArray) -> bool:
     """Tell whether a leaf keeps its scale: it is static, and not 0, which is none."""
     return bool(like.is_static and like.scale)
@@ -223,146 +189,254 @@ def scale_of_gradient(grad: ScaledArray, old: jax.Array, degree: int) -> jax.Arr
     return jnp.where((scale == 0) | keeps, old, followed.astype(old.dtype))
 
 
-def stored(
-    x: jax.Array,
-    like: ScaledArray,
-    *,
-    wide: bool = False,
-    bits: jax.Array | None = None,
-    grad: ScaledArray | None = None,
-    degree: int | None = None,
-    scale: jax.Array | None = None,
-    is_root: bool = False,
-) -> ScaledArray:
-    """Return `x` as `like` is stored: in its dtype, with its shape of scale.
+def store_leaves(
+    leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | None = None
+) -> list[Any]:
+    """Leaves in few bits: those like a `ScaledArray` as one, others as arrays of their dtype.
+
+    Inside `scalify` the others are arrays that have scales, if what they are like has.
 
     Args:
-        x: what is to be stored, in float32.
-        like: as it was stored so far. A static scale is kept.
-        wide: whether the elements spread over a wide range, as squares do.
-        bits: random bits, for stochastic rounding; by default, to nearest even.
-        grad: the gradient, if the scale follows it by `degree`; else a statistic is taken.
-        degree: of `x` in the gradient.
-        scale: if the statistic has been taken.
-        is_root: whether it is the square of `x` that counts; see `saturate`.
+        leaves: to be stored.
+        kinds: one for each.
+        count: that of `random_bits.count_of`, for the random bits.
     """
-    old = array_lib.align_scale(jnp.asarray(like.scale, jnp.float32), like.ndim)
-    if _is_fixed(like):
-        scale = old
-    elif grad is not None and degree is not None:
-        scale = jnp.broadcast_to(scale_of_gradient(grad, old, degree), old.shape)
-    elif scale is None:
-        top, by_rms = _top(like.dtype), _by_rms(like.dtype, wide)
-        scale = scale_by_statistic(measured(x, old), old, top, by_rms)
-    inverse = (1 / jnp.where(scale == 0, 1, scale)).astype(x.dtype)
-    data = jnp.where((scale == 0) & jnp.isfinite(x), 0, x * inverse)
-    data = saturate(data, like.dtype, wide=wide, bits=bits, is_root=is_root)
-    if _is_fixed(like):
-        return ScaledArray(data, like.scale)
-    # A scale is not negative. On GPUs a slice that is a result is a kernel of its own; what is
-    # computed of slices, if only this, is one kernel for many.
-    return ScaledArray(data, jnp.maximum(scale, 0).reshape(jnp.shape(like.scale)))
+    new: list[Any] = [None] * len(leaves)
+    for select, function in ((True, _stored), (False, _stored_inside)):
+        which = [i for i, leaf in enumerate(leaves) if is_scaled(leaf.like) is select]
+        if which:
+            found = function([leaves[i] for i in which], [kinds[i] for i in which], count)
+            for i, x in zip(which, found, strict=True):
+                new[i] = x
+    return new
 
 
-@custom_scale(static_argnames=("wide",))
-def scales_of(
-    xs: list[jax.Array], likes: list[jax.Array], *, wide: tuple[bool, ...]
-) -> list[jax.Array]:
-    """The bits of the scales that leaves are to be stored at; without `scalify` nothing.
+def store_leaf(x: jax.Array, like: ScaledArray) -> ScaledArray:
+    """Return `x` as `like` is stored, rounded to nearest even."""
+    return _stored([Leaf(x, like)], [Kind()], None)[0]
 
-    Bits, since a number in float32 would get a scale of its own.
+
+def _stored(
+    leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | None
+) -> list[ScaledArray]:
+    """Every leaf at its scale: a static one that it has, or one that is chosen."""
+    groups = [_Group.of(leaves, kinds, which) for which in _alike(leaves, kinds)]
+    by_statistic = [g for g in groups if g.is_scalar and not g.is_fixed and g.kind.degree is None]
+    scales = dict(zip(map(id, by_statistic), _chosen_scales(by_statistic), strict=True))
+    new: list[Any] = [None] * len(leaves)
+    for group in groups:
+        found = group.stored(scales.get(id(group)), count)
+        for i, x in zip(group.which, found, strict=True):
+            new[i] = x
+    return new
+
+
+def _alike(leaves: Sequence[Leaf], kinds: Sequence[Kind]) -> list[list[int]]:
+    """The positions of the leaves that are stored in one stack."""
+    groups: dict[Any, list[int]] = {}
+    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if jnp.ndim(leaf.like.scale) or kind.degree is not None or leaf.x.size > _SMALL:
+            groups[i] = [i]
+            continue
+        types = [None if part is None else jax.typeof(part) for part in (leaf.salt, leaf.bits)]
+        alike = (jax.typeof(leaf.x), leaf.like.dtype, kind, _is_fixed(leaf.like), *types)
+        groups.setdefault(alike, []).append(i)
+    return list(groups.values())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Group:
+    """Leaves of one shape, dtype and kind, in one array: one leaf, or a stack.
+
+    Attributes:
+        which: their numbers.
+        leaf: of all of them; its `like` has no data.
+        likes: as each was stored so far.
+        kind: of each.
+        old: the scales that they were stored at, which lie along the array.
     """
-    return [jnp.zeros((), jnp.int32) for _ in xs]
+
+    which: list[int]
+    leaf: Leaf
+    likes: list[ScaledArray]
+    kind: Kind
+    old: jax.Array
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf], kinds: Sequence[Kind], which: list[int]) -> _Group:
+        """Stack some leaves; an array that several operations read is made once."""
+        first, likes = leaves[which[0]], [leaves[i].like for i in which]
+        if len(which) == 1:
+            old = array_lib.align_scale(jnp.asarray(likes[0].scale, jnp.float32), first.x.ndim)
+            return cls(which, first, likes, kinds[which[0]], old)
+        x, salt, bits = (
+            None if part is None else jnp.stack([leaves[i][place] for i in which])
+            for place, part in enumerate(first)
+            if place != 1
+        )
+        x, salt = lax.optimization_barrier((x, salt))
+        scales = [like.scale for like in likes]
+        is_static = all(like.is_static for like in likes)
+        old = np.asarray(scales, np.float32) if is_static else jnp.stack(scales)
+        old = jnp.asarray(old, jnp.float32).reshape(len(which), *(1,) * first.x.ndim)
+        return cls(which, Leaf(x, likes[0], salt, bits), likes, kinds[which[0]], old)
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether each leaf has one scale."""
+        return not jnp.ndim(self.likes[0].scale)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the leaves keep their scales."""
+        return _is_fixed(self.likes[0])
+
+    @property
+    def by_rms(self) -> bool:
+        """Whether the RMS chooses: not of leaves of a wide range, and not in FP8."""
+        return not (self.kind.wide or dtypes.is_narrow_float(self.leaf.like.dtype))
+
+    def stored(self, scale: jax.Array | None, count: jax.Array | None) -> list[ScaledArray]:
+        """Each leaf, at scales that have been chosen together, or at its own."""
+        scale = self._own_scale() if scale is None else scale.reshape(self.old.shape)
+        (x, like, salt, bits), kind = self.leaf, self.kind
+        inverse = (1 / jnp.where(scale == 0, 1, scale)).astype(x.dtype)
+        data = jnp.where((scale == 0) & jnp.isfinite(x), 0, x * inverse)
+        salt = salt.data if is_scaled(salt) else salt
+        bits = bits_to_round(x, salt, bits, count, like.dtype, fades=kind.fades)
+        data = saturate(data, like.dtype, wide=kind.wide, bits=bits, is_root=kind.is_root)
+        if len(self.which) == 1:
+            parts = [(data, scale)]
+        else:
+            data = lax.optimization_barrier(data)
+            parts = [(data[i], scale[i]) for i in range(len(self.which))]
+        return list(map(self._leaf, parts, self.likes))
+
+    def _own_scale(self) -> jax.Array:
+        if self.is_fixed:
+            return self.old
+        if self.kind.degree is not None:
+            scale = scale_of_gradient(self.leaf.salt, self.old, self.kind.degree)
+            return jnp.broadcast_to(scale, self.old.shape)
+        largest, total = reduced(self.leaf.x, self.old)
+        sizes = jnp.maximum(largest, 0), total * self.share
+        return scale_by_statistic(sizes, self.old, _top(self.leaf.like.dtype), self.by_rms)
+
+    @property
+    def share(self) -> float:
+        """One over the number of elements that share a scale."""
+        return max(1, self.old.size) / max(1, self.leaf.x.size)
+
+    def _leaf(self, part: tuple[jax.Array, jax.Array], like: ScaledArray) -> ScaledArray:
+        data, scale = part
+        if _is_fixed(like):
+            return ScaledArray(data, like.scale)
+        # A scale is not negative. On GPUs a slice that is a result is a kernel of its own; what is
+        # computed of slices, if only this, is one kernel for many.
+        return ScaledArray(data, jnp.maximum(scale, 0).reshape(jnp.shape(like.scale)))
 
 
-@scales_of.defscale
-def _scales_of_scale(
-    xs: list[ScaledArray], likes: list[ScaledArray], *, wide: tuple[bool, ...]
-) -> list[jax.Array]:
-    likes = list(map(_with_array, likes))
-    values = [x.to_array(dtypes.compute_dtype(x.dtype)) for x in xs]
-    scales = chosen_scales(values, likes, wide)
-    none = jnp.zeros((), jnp.int32)
-    return [none if s is None else lax.bitcast_convert_type(s, jnp.int32) for s in scales]
+def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
+    """The scales by statistic of leaves that have one each, a vector for each group.
 
-
-def _from_bits(bits: jax.Array, like: ScaledArray) -> jax.Array | None:
-    """A scale of `scales_of`, for a leaf of one scale."""
-    return None if jnp.ndim(like.scale) else lax.bitcast_convert_type(bits, jnp.float32)
-
-
-@custom_scale(static_argnames=("kind",))
-def store(
-    x: jax.Array,
-    like: jax.Array,
-    grad: jax.Array,
-    scale: jax.Array,
-    count: jax.Array,
-    *,
-    kind: Kind,
-) -> jax.Array:
-    """Cast `x` to the dtype of `like`; inside `scalify`, choose a scale.
-
-    With a degree the scale follows that of the gradient, else it is one of `scales_of`.
+    They are found together, on vectors: devices that share the leaves exchange two of them.
     """
-    return saturate(x, like.dtype, wide=kind.wide)
-
-
-@store.defscale
-def _store_scale(
-    x: ScaledArray,
-    like: ScaledArray,
-    grad: ScaledArray,
-    scale: jax.Array,
-    count: jax.Array,
-    *,
-    kind: Kind,
-) -> ScaledArray:
-    like, grad = _with_array(like), _with_array(grad)
-    values = x.to_array()
-    counted = count if kind.is_counted else None
-    bits = bits_of_moment(values, grad.data, counted, like.dtype, fades=kind.fades)
-    return stored(
-        values,
-        like,
-        wide=kind.wide,
-        bits=bits,
-        grad=grad,
-        degree=kind.degree,
-        scale=_from_bits(scale, like),
-        is_root=kind.is_root,
+    if not groups:
+        return []
+    counts = [len(g.which) for g in groups]
+    found = [reduced(g.leaf.x, g.old) for g in groups]
+    largest, total = (
+        jnp.concatenate([x.reshape(-1).astype(jnp.float32) for x in part])
+        for part in zip(*found, strict=True)
     )
+    top = np.repeat([_top(g.leaf.like.dtype) for g in groups], counts)
+    by_rms = np.repeat([g.by_rms for g in groups], counts)
+    shares = np.repeat(np.array([g.share for g in groups], np.float32), counts)
+    olds = jnp.concatenate([g.old.reshape(-1) for g in groups])
+    sizes = jnp.maximum(largest, 0), total * shares
+    scales = scale_by_statistic(sizes, olds, top, by_rms)
+    if len(top) > 1:  # or each leaf's kernel computes all of them again
+        scales = lax.optimization_barrier(scales)
+    ends = np.cumsum(counts)
+    return [scales[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
-@custom_scale
-def store_weight(
-    x: jax.Array,
-    like: jax.Array,
-    bits: jax.Array | None,
-    salt: jax.Array | None,
-    scale: jax.Array | None,
-) -> jax.Array:
-    """Cast `x` to the dtype of `like`; inside `scalify`, at a scale of `scales_of` or its own.
-
-    With a salt the bits to round with are made of it and `x`; with neither, to nearest even.
-    """
-    return saturate(x, like.dtype, bits=drawn(x, bits, salt))
+def _stored_inside(
+    leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | None
+) -> list[jax.Array]:
+    xs, likes, salts, bits = map(list, zip(*leaves, strict=True))
+    return _store(xs, likes, salts, bits, count, kinds=tuple(kinds))
 
 
-@store_weight.defscale
-def _store_weight_scale(
-    x: ScaledArray, like: ScaledArray, bits: Any, salt: Any, scale: jax.Array | None
-) -> ScaledArray:
-    values = x.to_array()
-    bits = drawn(values, bits, salt.to_array() if array_lib.is_scaled(salt) else salt)
-    if scale is not None:
-        like = _with_array(like)
-        return stored(values, like, bits=bits, scale=_from_bits(scale, like))
-    return ScaledArray(saturate(x.data, like.dtype, bits=bits), x.scale)
+@custom_scale(static_argnames=("kinds",), keeps_plain=True)
+def _store(
+    xs: list[Any],
+    likes: list[Any],
+    salts: list[Any],
+    bits: list[Any],
+    count: Any,
+    *,
+    kinds: tuple[Kind, ...],
+) -> list[jax.Array]:
+    """Cast to the dtypes of others; inside `scalify` what has a scale gets a new one."""
+    leaves = map(Leaf, xs, likes, salts, bits)
+    return [_cast(leaf, kind, count) for leaf, kind in zip(leaves, kinds, strict=True)]
 
 
-def _with_array(x: ScaledArray) -> ScaledArray:
+def _cast(leaf: Leaf, kind: Kind, count: jax.Array | None) -> jax.Array:
+    """A leaf without a scale, in the dtype of another one."""
+    x, like, salt, bits = leaf
+    bits = bits_to_round(x, salt, bits, count, like.dtype, fades=kind.fades)
+    return saturate(x, like.dtype, wide=kind.wide, bits=bits, is_root=kind.is_root)
+
+
+@_store.defscale
+def _store_scale(
+    xs: list[Any],
+    likes: list[Any],
+    salts: list[Any],
+    bits: list[Any],
+    count: Any,
+    *,
+    kinds: tuple[Kind, ...],
+) -> list[Any]:
+    leaves = list(map(Leaf, xs, likes, salts, bits))
+    new: list[Any] = [None] * len(leaves)
+    scaled = []
+    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if not any(map(is_scaled, leaf)):
+            new[i] = _cast(leaf, kind, count)
+        elif kind.keeps_scale:
+            new[i] = _at_own_scale(leaf, count)
+        else:
+            scaled.append(i)
+    which = [_with_values(leaves[i], kinds[i]) for i in scaled]
+    for i, x in zip(scaled, _stored(which, [kinds[i] for i in scaled], count), strict=True):
+        new[i] = x
+    return new
+
+
+def _at_own_scale(leaf: Leaf, count: jax.Array | None) -> ScaledArray:
+    x = leaf.x if is_scaled(leaf.x) else ScaledArray(leaf.x, 1.0)
+    dtype = leaf.like.dtype
+    bits = bits_to_round(_value(x), _value(leaf.salt), leaf.bits, count, dtype)
+    return ScaledArray(saturate(x.data, dtype, bits=bits), x.scale)
+
+
+def _with_values(leaf: Leaf, kind: Kind) -> Leaf:
+    """A leaf of values, whose scales are numbers if they are static, or arrays."""
+    salt = _with_array(leaf.salt) if kind.degree is not None else _value(leaf.salt)
+    return Leaf(_value(leaf.x), _with_array(leaf.like), salt, leaf.bits)
+
+
+def _value(x: Any) -> Any:
+    return x.to_array(dtypes.compute_dtype(x.dtype)) if is_scaled(x) else x
+
+
+def _with_array(x: Any) -> ScaledArray:
     """The scale of a rule's operand as a number, if it is known while tracing, or an array."""
+    if not is_scaled(x):
+        return ScaledArray(x, 1.0)
     scale = x.scale
     if isinstance(scale, Scale):
         scale = scale.value if scale.is_static else jnp.asarray(scale)

@@ -37,6 +37,8 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
             and nothing that it closes over; by this its derivative is the plain one.
         static_argnames: names of arguments that are not arrays (an axis, a flag). Rules get them
             by keyword.
+        keeps_plain: for functions of whole trees: rules get what has no scale inside `scalify` as
+            an array, and may return such arrays.
 
     Raises:
         TypeError: if `fun` or a rule is not callable or does not take the arguments; when called,
@@ -57,9 +59,15 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         2.0
     """
 
-    def __init__(self, fun: Callable | None = None, *, static_argnames: Sequence[str] | str = ()):
+    def __init__(
+        self,
+        fun: Callable | None = None,
+        *,
+        static_argnames: Sequence[str] | str = (),
+        keeps_plain: bool = False,
+    ):
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-        self.static_argnames = names
+        self.static_argnames, self._keeps_plain = names, keeps_plain
         self._rule: Callable | None = None
         self._vjp_rule: Callable | None = None
         if fun is not None:
@@ -138,7 +146,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         if self._rule is None and self._vjp_rule is None:
             return fun(*operands)
         rule = None if self._rule is None else functools.partial(self._rule, **static)
-        call, arrays = _traced(self._name, fun, rule, operands)
+        call, arrays = _traced(self._name, fun, rule, operands, keeps_plain=self._keeps_plain)
         if self._vjp_rule is None:
             return call(arrays)
         return _with_vjp(call, functools.partial(self._vjp_rule, **static), arrays)
@@ -185,7 +193,11 @@ class _Call:
 
 
 def _traced(
-    name: str, fun: Callable, rule: Callable | None, operands: tuple[Any, ...]
+    name: str,
+    fun: Callable,
+    rule: Callable | None,
+    operands: tuple[Any, ...],
+    keeps_plain: bool = False,
 ) -> tuple[_Call, list[Any]]:
     """The call of a function, and its arrays."""
     arrays, tree = jax.tree.flatten(operands)
@@ -198,7 +210,7 @@ def _traced(
 
     closed = jax.make_jaxpr(flat)(*arrays)
     opened = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
-    applied = AppliedRule(name, rule, tree, out_tree, len(closed.consts))
+    applied = AppliedRule(name, rule, tree, out_tree, len(closed.consts), keeps_plain)
     return _Call(opened, applied), [*closed.consts, *arrays]
 
 
@@ -262,6 +274,7 @@ class AppliedRule:
         rule: of the function's arguments; None to propagate through its body.
         in_tree, out_tree: of arguments and results.
         num_consts: arrays before the arguments, that the function closes over.
+        keeps_plain: whether operands and results without a scale are arrays.
         batched: for each enclosing `vmap`, innermost first, which arguments have its axis (in
             front), its size and its name.
     """
@@ -271,6 +284,7 @@ class AppliedRule:
     in_tree: Any
     out_tree: Any
     num_consts: int
+    keeps_plain: bool = False
     batched: tuple[tuple[tuple[bool, ...], int, Any], ...] = ()
 
 

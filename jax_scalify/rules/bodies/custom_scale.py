@@ -43,7 +43,7 @@ def custom_scale_rule(
         return ctx.scale_jaxpr(jaxpr, list(args))
     operands = []
     for value in values:
-        if value.is_scalable:
+        if value.is_scalable and (value.is_scaled or not applied.keeps_plain):
             x = promote(value, ctx.table, full=True)
             known = isinstance(x.source, jax.Array)
             operands.append(x if known else x.moved(jnp.asarray(x.source), x.scale))
@@ -97,6 +97,7 @@ def _flat_rule(function: Callable, applied: AppliedRule) -> FlatRule:
 def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[Any]) -> None:
     for x, aval in zip(results, avals, strict=True):
         scaled = dtypes.is_scalable(aval.dtype)
+        scaled = is_scaled(x) if scaled and applied.keeps_plain else scaled
         if scaled != is_scaled(x):
             got, wanted = type(x).__name__, "a ScaledArray" if scaled else "an array"
             raise TypeError(f"The scale rule of `{applied.name}` must return {wanted}, got {got}.")
