@@ -11,7 +11,8 @@ from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import stop_scaling
-from jax_scalify.optim.storing import Kind, Leaf, store_leaves
+from jax_scalify.optim.leaves import Kind, Leaf
+from jax_scalify.optim.storing import store_leaves
 
 _POLICIES = ("statistic", "gradient")
 _ROUNDINGS = ("stochastic", "nearest")
@@ -119,24 +120,26 @@ def _applied(
 ) -> list[Any]:
     """New parameters, each of a parameter and its update."""
     new: list[Any] = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
-    which = [i for i, (_, update) in enumerate(pairs) if update is not None]
-    leaves = []
-    for i in which:
-        update, param = pairs[i][1], new[i]
+    follows = policy == "gradient"  # scales do: those of sums
+    kind = Kind(keeps_scale=follows, adds=not follows)
+    leaves, which = [], []
+    for i, (param, (_, update)) in enumerate(zip(new, pairs, strict=True)):
+        if update is None:
+            continue
         if jnp.shape(update) != param.shape:
             raise ValueError(
                 "`updates` must have the shapes of `params`, got "
                 f"{jnp.shape(update)} for {param.shape}."
             )
         step = widen(update)
-        salt = step if salts is None else salts[i]
-        bits = None
-        if nearest or keys[i] is not None:
-            salt = None
-        if not nearest and keys[i] is not None:
+        x = widen(param) + step if follows else step
+        salt = bits = None
+        if not nearest and keys[i] is None:
+            salt = step if salts is None else salts[i]
+        elif not nearest:
             bits = dtypes.random_bits(keys[i], param.shape)
-        leaves.append(Leaf(widen(param) + step, param, salt, bits))
-    kind = Kind(keeps_scale=policy == "gradient")
+        which.append(i)
+        leaves.append(Leaf(x, param, salt, bits))
     for i, x in zip(which, store_leaves(leaves, [kind] * len(leaves)), strict=True):
         new[i] = x
     return new

@@ -18,8 +18,9 @@ from jax_scalify.base.mixing import mixed
 from jax_scalify.ops.scaling import stop_scaling
 from jax_scalify.optim.adding import add_stochastically
 from jax_scalify.optim.applying import widen
+from jax_scalify.optim.leaves import Kind, Leaf
 from jax_scalify.optim.low_precision import Optimizer, checked_dtype
-from jax_scalify.optim.storing import Kind, Leaf, store_leaves
+from jax_scalify.optim.storing import store_leaves
 
 
 class EmaState(NamedTuple):

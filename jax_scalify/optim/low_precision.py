@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,10 +15,14 @@ from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import match_scales, stop_scaling
 from jax_scalify.optim.applying import check_policy, rounded, widen
+from jax_scalify.optim.leaves import Kind, Leaf, store_leaf
 from jax_scalify.optim.random_bits import count_of
-from jax_scalify.optim.square_roots import SquareRoot, is_leaf, is_root, opened
+from jax_scalify.optim.scale_choice import GRADIENT_EXPONENTS
+from jax_scalify.optim.square_roots import SquareRoot, is_leaf, is_root
+from jax_scalify.optim.stacked_update import array_of, stacked_leaves, updated
+from jax_scalify.optim.stacking import Item
 from jax_scalify.optim.state_leaves import Role, RoleFinder
-from jax_scalify.optim.storing import GRADIENT_EXPONENTS, Kind, Leaf, store_leaf, store_leaves
+from jax_scalify.optim.storing import store_leaves
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -228,29 +233,44 @@ class _LowPrecision:
         given, weights = grads, params
         # Scales that are found by statistic need no others: on plain numbers a step is shorter.
         plain = self.policy == "statistic"
-        grads, state, params = widen((grads, state, params), plain=plain)
-        state = opened(state)
-        roles = self.find_roles(grads, state, params, extra_args)
-        updates, new = self.optimizer.update(grads, state, params, **extra_args)
+        types = [_wide_types(tree) for tree in (grads, state, params)]
+        roles = self.find_roles(types[0], types[1], types[2], extra_args)
+        owners = [role.param for role in roles]
+        call = functools.partial(self.optimizer.update, **extra_args)
+        gradients, updates, new = updated(call, grads, state, params, owners, plain=plain)
+        updates = jax.tree.map(array_of, updates)
+        leaves, tree = jax.tree.flatten(new)
         if self.round_updates:
-            updates = rounded(weights, updates, self.policy, _count_factor(new))
+            updates = rounded(weights, updates, self.policy, _count_factor(map(array_of, leaves)))
         elif plain:
             updates = _scaled_like(updates, given if weights is None else weights)
-        leaves, tree = jax.tree.flatten(new)
         few = [i for i, role in enumerate(roles) if _is_stored(leaves[i], role)]
-        gradients = jax.tree.leaves(grads if plain else given)
-        each = [
-            (jnp.sqrt(leaves[i]) if roots[i] else leaves[i], olds[i], roles[i], roots[i])
-            for i in few
-        ]
-        narrow = _store(each, gradients, self.policy, count_of(new))
-        stored_by_place = dict(zip(few, narrow, strict=True))
+        if not plain:
+            gradients = jax.tree.leaves(given)
+        each = [(leaves[i], olds[i], roles[i], roots[i]) for i in few]
+        count = count_of([array_of(x) for x in leaves if not _shape(x)])
+        stored_by_place = dict(zip(few, _store(each, gradients, self.policy, count), strict=True))
         new = [
-            stored_by_place[i] if i in stored_by_place else _kept(x, old)
+            stored_by_place[i] if i in stored_by_place else _kept(array_of(x), old)
             for i, (x, old) in enumerate(zip(leaves, olds, strict=True))
         ]
         new = [SquareRoot(x) if root else x for x, root in zip(new, roots, strict=True)]
         return updates, tree.unflatten(new)
+
+
+def _wide_types(tree: Any) -> Any:
+    """Shapes and dtypes of the leaves that an optimizer is given."""
+
+    def wide(leaf: Any) -> Any:
+        leaf = leaf.root if is_root(leaf) else leaf
+        kind = leaf.dtype if is_scaled(leaf) else dtypes.leaf_dtype(leaf)
+        if kind is None or not dtypes.is_scalable(kind):
+            return leaf
+        return jax.ShapeDtypeStruct(
+            jnp.shape(leaf.data if is_scaled(leaf) else leaf), dtypes.compute_dtype(kind)
+        )
+
+    return jax.tree.map(wide, tree, is_leaf=is_leaf)
 
 
 def _stored_leaves(state: Any) -> list[Any]:
@@ -298,9 +318,13 @@ def _first_difference(name: str, tree: Any, like_name: str, like: Any) -> str | 
 
 def _is_stored(x: Any, role: Role) -> bool:
     """Whether a leaf is stored in few bits: a real floating array that belongs to a parameter."""
-    kind = dtypes.leaf_dtype(x)
+    kind = x.aval.dtype if isinstance(x, Item) else dtypes.leaf_dtype(x)
     floating = kind is not None and jnp.issubdtype(kind, jnp.floating)
-    return floating and bool(jnp.ndim(x)) and role.param is not None
+    return floating and bool(_shape(x)) and role.param is not None
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.aval.shape if isinstance(x, Item) else jnp.shape(x)
 
 
 def _kept(x: Any, old: Any) -> Any:
@@ -327,21 +351,34 @@ def _store(
 
     Each comes with its old value, its role, and whether it is a root.
     """
-    given, kinds = [], []
+    given, kinds, salts = [], [], []
     for x, old, role, root in leaves:
         follows = policy == "gradient" and role.degree in GRADIENT_EXPONENTS and not root
         degree = int(role.degree) if follows and role.degree and not is_scaled(old) else None
         fades = role.degree == 1 and not role.nonneg
         kinds.append(Kind(role.is_wide, degree, fades, root))
-        given.append(Leaf(x, old, x if role.param is None else grads[role.param]))
-    return store_leaves(given, kinds, count)
+        salts.append(x if role.param is None else grads[role.param])
+        given.append(Leaf(x, old, salts[-1]))
+    groups = stacked_leaves(given, kinds)
+    merged = [_as_stored(leaf, kinds[which[0]]) for which, leaf in groups]
+    found = store_leaves(merged, [kinds[which[0]] for which, _ in groups], count)
+    new: list[Any] = [None] * len(leaves)
+    for (which, leaf), xs in zip(groups, found, strict=True):
+        for i, x in zip(which, xs if isinstance(leaf.like, list) else [xs], strict=True):
+            new[i] = x
+    return new
 
 
-def _count_factor(state: Any) -> jax.Array:
+def _as_stored(leaf: Leaf, kind: Kind) -> Leaf:
+    """What of a leaf is stored: its square root, if it is one."""
+    return leaf._replace(x=jnp.sqrt(leaf.x)) if kind.is_root else leaf
+
+
+def _count_factor(leaves: Iterable[Any]) -> jax.Array:
     """A number that is another one at each step, if the state counts the steps."""
     counts = [
         leaf
-        for leaf in jax.tree.leaves(state)
+        for leaf in leaves
         if jnp.ndim(leaf) == 0 and jnp.issubdtype(jnp.result_type(leaf), jnp.integer)
     ]
     total = sum(counts, start=jnp.int32(0))

@@ -1,18 +1,19 @@
 """One equation for many leaves: an optimizer's update, evaluated on stacks of small leaves.
 
-optax maps a function over the leaves of a tree, so the jaxpr of an update repeats each equation for
-each leaf, and a compiler makes kernels of each. Here such a jaxpr is evaluated with one equation for
-all leaves of a stack, wherever an equation does the same to several of them: what is computed
-element by element, and sums over whole leaves. All else is evaluated leaf by leaf, so that any
-optimizer will do: one that is masked or wrapped, and one that looks at the shapes of its leaves.
+optax maps a function over the leaves of a tree, so that the jaxpr of an update repeats each
+equation for each leaf, and a compiler makes kernels of each. Here it is evaluated with one equation
+for all leaves of a stack wherever the same is done to several of them: what is computed element by
+element, and sums over whole leaves. All else is evaluated leaf by leaf. So any optimizer will do:
+one that is masked or wrapped, and one that looks at the shapes of its leaves.
 
-With `mu = {"a": m0, "b": m1}`, `0.9 * m0 + 0.1 * g0` and `0.9 * m1 + 0.1 * g1` are `0.9 * M + 0.1 * G`
-of two stacks, `M[k]` of the parameter `k`.
+With `mu = {"a": m0, "b": m1}`, `0.9 * m0 + 0.1 * g0` and `0.9 * m1 + 0.1 * g1` are
+`0.9 * M + 0.1 * G`, of two stacks with a row for each parameter.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,11 @@ class Stack:
     members: dict[int, Item] = dataclasses.field(default_factory=dict)
     array: Any = None
 
+    @functools.cached_property
+    def pinned(self) -> Any:
+        """Its array; it is not computed again for each leaf that is read."""
+        return lax.optimization_barrier(self.array) if self.depth else self.array
+
     @property
     def places(self) -> list[int]:
         """The numbers of the leaves."""
@@ -56,6 +62,7 @@ class Item:
     Attributes:
         depth: how many equations it is away from what was given.
         aval: its shape and dtype.
+        is_common: whether it is computed of several leaves, as a norm over all of them.
         eqn, operands: the equation that it is a result of; None of what was given.
         results: those of the equation, it among them.
         stack, place: where it stands, if the same is done to other leaves.
@@ -64,6 +71,7 @@ class Item:
 
     depth: int
     aval: Any
+    is_common: bool = False
     eqn: Any = None
     operands: Sequence[Item] = ()
     results: Sequence[Item] = ()
@@ -77,7 +85,7 @@ class Item:
         if self.known is None:
             assert self.stack is not None
             where = self.stack.places.index(self.place)
-            self.known = lax.index_in_dim(self.stack.array, where, keepdims=False)
+            self.known = lax.index_in_dim(self.stack.pinned, where, keepdims=False)
         return self.known
 
 
@@ -96,8 +104,7 @@ def given(array: Any) -> Item:
 
 def call(closed: Any, operands: Sequence[Item]) -> list[Item]:
     """Evaluate a closed jaxpr; what several leaves have in common is computed in stacks."""
-    graph = _Graph()
-    results = graph.trace(closed, operands)
+    results = _Graph().trace(closed, operands)
     for unit in _in_order(results):
         _compute(unit)
     return results
@@ -128,7 +135,8 @@ class _Graph:
             return self.trace(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), operands)
         depth = 1 + max((x.depth for x in operands), default=0)
         made: list[Item] = []
-        made += [Item(depth, var.aval, eqn, operands, made) for var in eqn.outvars]
+        common = any(x.is_common or x.stack is not None for x in operands)
+        made += [Item(depth, var.aval, common, eqn, operands, made) for var in eqn.outvars]
         key = _key(eqn, operands)
         if key is None:
             return made
@@ -136,6 +144,8 @@ class _Graph:
         places = {x.place for x in operands if x.stack is not None}
         if not places:
             return [self._alone.setdefault(key, item)]
+        if not item.aval.shape and any(x.is_common and x.stack is None for x in operands):
+            return made  # `(s0 + s1) + s2`
         [item.place] = places
         item.stack = self._stacks.setdefault(key, Stack(depth))
         return [item.stack.members.setdefault(item.place, item)]
@@ -150,7 +160,7 @@ def _key(eqn: Any, operands: Sequence[Item]) -> Any:
     key = (
         eqn.primitive,
         tuple(sorted(eqn.params.items())),
-        tuple(id(x.stack or x) for x in operands),
+        tuple(x.stack or x for x in operands),
     )
     try:
         hash(key)
@@ -252,151 +262,6 @@ def _filled(x: Any, is_stack: bool, shape: tuple[int, ...], is_case: bool) -> An
         return x
     start = 0 if is_stack else 1
     return lax.broadcast_in_dim(x, shape, tuple(range(start, start + jnp.ndim(x))))
-
-
-def trace(self, jaxpr: Any, operands: Sequence[Any]) -> list[Item]:
-        return evaluate(
-            jaxpr, operands, self._equation, self._literal, lambda var, value: given(value)
-        )
-
-    def _literal(self, atom: Any) -> Item:
-        value = np.asarray(atom.val, atom.aval.dtype)
-        key = value.dtype, value.shape, value.tobytes(), atom.aval.weak_type
-        if key not in self._literals:
-            self._literals[key] = Item(0, atom.aval, known=value)
-        return self._literals[key]
-
-    def _equation(self, eqn: Any, operands: list[Item]) -> list[Item]:
-        if eqn.primitive.name in _INLINED:
-            return self.trace(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), operands)
-        depth = 1 + max((x.depth for x in operands), default=0)
-        made: list[Item] = []
-        made += [Item(depth, var.aval, eqn, operands, made) for var in eqn.outvars]
-        key = _key(eqn, operands)
-        if key is None:
-            return made
-        [item] = made
-        places = {x.place for x in operands if x.stack is not None}
-        if not places:
-            return [self._alone.setdefault(key, item)]
-        [item.place] = places
-        item.stack = self._stacks.setdefault(key, Stack(depth))
-        return [item.stack.members.setdefault(item.place, item)]
-
-
-def _key(eqn: Any, operands: Sequence[Item]) -> Any:
-    """What equations have in common that are evaluated as one; None of others."""
-    if not _may_be_stacked(eqn) or len({x.place for x in operands if x.stack is not None}) > 1:
-        return None
-    if any(x.stack is not None and x.aval.shape not in _shapes(eqn) for x in operands):
-        return None
-    key = (
-        eqn.primitive,
-        tuple(sorted(eqn.params.items())),
-        tuple(id(x.stack or x) for x in operands),
-    )
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _may_be_stacked(eqn: Any) -> bool:
-    name, params = eqn.primitive.name, eqn.params
-    if eqn.effects or eqn.primitive.multiple_results or params.get("sharding") is not None:
-        return False
-    if params.get("out_sharding") is not None:
-        return False
-    if name == "reshape":
-        return params["dimensions"] is None
-    return name in _REDUCTIONS or name == "broadcast_in_dim" or traits_of(name).elementwise
-
-
-def _shapes(eqn: Any) -> list[Any]:
-    """The shapes that an operand from a stack may have."""
-    if traits_of(eqn.primitive.name).elementwise:
-        return [(), eqn.outvars[0].aval.shape]
-    return [v.aval.shape for v in eqn.invars]
-
-
-def _in_order(results: Sequence[Item]) -> list[Item | Stack]:
-    """What has to be computed for some results: what stands alone, and stacks."""
-    needed: dict[Item, None] = {}
-    rest = list(results)
-    while rest:
-        item = rest.pop()
-        if item not in needed and item.eqn is not None:
-            needed[item] = None
-            rest += item.operands
-    units: dict[Item | Stack, None] = {}
-    members: dict[Stack, dict[int, Item]] = {}
-    for item in needed:
-        if item.stack is None:
-            units[item] = None
-        else:
-            members.setdefault(item.stack, {})[item.place] = item
-    for stack, found in members.items():
-        stack.members = found
-        if len(found) > 1:
-            units[stack] = None
-        else:
-            units[next(iter(found.values()))] = None
-    return sorted(units, key=lambda unit: unit.depth)
-
-
-def _compute(unit: Item | Stack) -> None:
-    if isinstance(unit, Stack):
-        unit.array = _stacked(unit)
-        return
-    if unit.known is not None:  # of an equation of several results
-        return
-    eqn = unit.eqn
-    params = eqn.primitive.get_bind_params(eqn.params)
-    out = eqn.primitive.bind(*(x.array for x in unit.operands), **params)
-    for item, array in zip(unit.results, out if eqn.primitive.multiple_results else [out]):
-        item.known = array
-
-
-def _stacked(stack: Stack) -> Any:
-    """The array of a stack whose operands are computed."""
-    places = stack.places
-    items = [stack.members[p] for p in places]
-    eqn, shape, count = items[0].eqn, items[0].aval.shape, len(items)
-    name, params = eqn.primitive.name, dict(eqn.params)
-    operands = []
-    for parts in zip(*(item.operands for item in items), strict=True):
-        first = parts[0]
-        if first.stack is None:
-            operands.append(first.array)
-        elif first.stack.places == places:
-            operands.append(first.stack.array)
-        else:
-            operands.append(jnp.stack([part.array for part in parts]))
-    stacks = [items[0].operands[i].stack is not None for i in range(len(operands))]
-    if name in _REDUCTIONS:
-        params["axes"] = tuple(a + 1 for a in params["axes"])
-    elif name == "broadcast_in_dim":
-        params["shape"] = (count, *shape)
-        params["broadcast_dimensions"] = (0, *(d + 1 for d in params["broadcast_dimensions"]))
-    elif name == "reshape":
-        params["new_sizes"] = (count, *shape)
-    else:
-        operands = [
-            _filled(x, is_stack, (count, *shape), name == "select_n" and i > 0)
-            for i, (x, is_stack) in enumerate(zip(operands, stacks, strict=True))
-        ]
-    return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
-
-
-def _filled(x: Any, is_stack: bool, count: int, shape: tuple[int, ...]) -> Any:
-    """An operand of an elementwise equation, in the shape of the stack; a number stays one."""
-    own = jnp.shape(x)[1:] if is_stack else jnp.shape(x)
-    if not is_stack and not own or is_stack and own == shape:
-        return x
-    start = 0 if is_stack else 1
-    axes = range(start, start + jnp.ndim(x)) if own else (0,)
-    return lax.broadcast_in_dim(x, (count, *shape), tuple(axes))
 
 
 def trace(function: Callable[..., Any], operands: Sequence[Any], tree: Any) -> tuple[Any, Any]:

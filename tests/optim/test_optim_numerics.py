@@ -11,7 +11,7 @@ from test_low_precision import all_finite, make_step, problem, shapes, train
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from jax_scalify.optim.storing import reduced, saturate
+from jax_scalify.optim.scale_choice import reduced, saturate
 
 optax = pytest.importorskip("optax")
 

@@ -1,0 +1,144 @@
+"""An optimizer's update on the leaves of a state, small ones of one shape in stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import is_scaled
+from jax_scalify.base import dtypes
+from jax_scalify.optim import stacking
+from jax_scalify.optim.applying import widen
+from jax_scalify.optim.leaves import SMALL, Kind, Leaf
+from jax_scalify.optim.square_roots import is_leaf, is_root
+from jax_scalify.optim.stacking import Item
+from jax_scalify.optim.storing import load_stack
+
+
+def updated(
+    update: Callable[..., Any],
+    grads: Any,
+    state: Any,
+    params: Any,
+    owners: Sequence[int | None],
+    *,
+    plain: bool,
+) -> tuple[list[Any], Any, Any]:
+    """Call an optimizer's `update` on what a state's leaves stand for, in float32.
+
+    Args:
+        update: `update(grads, state, params) -> (updates, state)`.
+        grads: leaves of few bits, as those of the other trees.
+        state: likewise; some may be square roots.
+        params: likewise, or None.
+        owners: of each leaf of the state, the number of its parameter.
+        plain: whether they are plain numbers, without scales inside `scalify`.
+
+    Returns:
+        The gradients' leaves, updates, and the new state; leaves are arrays or items of stacks.
+    """
+    leaves, tree = jax.tree.flatten((grads, state, params), is_leaf=is_leaf)
+    count, size = len(jax.tree.leaves(grads, is_leaf=is_leaf)), len(owners)
+    of_param = [*range(count), *owners, *range(len(leaves) - count - size)]
+    tags = [0] * count + [1] * size + [2] * (len(leaves) - count - size)
+    stacks = _stacks(leaves, of_param, tags, count) if plain else []
+    if not stacks:
+        wide = [_wide(leaf, plain) for leaf in leaves]
+        updates, new = update(*tree.unflatten(wide))
+        return wide[:count], updates, new
+    items: list[Any] = [None] * len(leaves)
+    for which in stacks:
+        array = load_stack([leaves[i].root if is_root(leaves[i]) else leaves[i] for i in which])
+        array = jnp.square(array) if is_root(leaves[which[0]]) else array
+        found = stacking.given_stack(array, [int(of_param[i] or 0) for i in which])
+        for i, item in zip(which, found, strict=True):
+            items[i] = item
+    for i, leaf in enumerate(leaves):
+        if items[i] is None:
+            items[i] = stacking.given(jnp.asarray(_wide(leaf, plain)))
+    types = [item.aval if item.known is None else item.known for item in items]
+    closed, out = stacking.trace(update, types, tree)
+    results = stacking.call(closed, items)
+    return (items[:count], *jax.tree.unflatten(out, results))
+
+
+def _wide(leaf: Any, plain: bool) -> Any:
+    """What a leaf stands for."""
+    if is_root(leaf):
+        return jnp.square(widen(leaf.root, plain=plain))
+    return widen(leaf, plain=plain)
+
+
+def _stacks(
+    leaves: Sequence[Any], of_param: Sequence[int | None], tags: Sequence[int], count: int
+) -> list[list[int]]:
+    """The numbers of small leaves of one shape, each list in the order of their parameters.
+
+    Those of one list are gradients, parameters, or one slot of the state, as first moments.
+    """
+    if any(dtypes.leaf_dtype(_array(leaf)) is None for leaf in leaves):
+        return []
+    groups: dict[Any, dict[int, int]] = {}
+    for i, (leaf, param, tag) in enumerate(zip(leaves, of_param, tags, strict=True)):
+        array = _array(leaf)
+        if param is None or not _may_be_stacked(array):
+            continue
+        like = _array(leaves[param])
+        key = (tag, *_type(array), is_root(leaf), is_scaled(leaf), *_type(like))
+        slot = 0
+        while param in groups.get((*key, slot), {}):
+            slot += 1
+        groups.setdefault((*key, slot), {})[param] = i
+    found = [[group[param] for param in sorted(group)] for group in groups.values()]
+    return [which for which in found if len(which) > 1]
+
+
+def _array(leaf: Any) -> Any:
+    leaf = leaf.root if is_root(leaf) else leaf
+    return leaf.data if is_scaled(leaf) else leaf
+
+
+def _type(array: Any) -> tuple[Any, ...]:
+    return jnp.shape(array), dtypes.leaf_dtype(array)
+
+
+def _may_be_stacked(array: Any) -> bool:
+    kind = dtypes.leaf_dtype(array)
+    if not jnp.ndim(array) or jnp.size(array) > SMALL or not jnp.issubdtype(kind, jnp.floating):
+        return False
+    if not isinstance(array, jax.Array):
+        return False
+    kind = jax.typeof(array)
+    return _compat.explicit_sharding(kind) is None and not _compat.varying_axes(kind)
+
+
+def array_of(x: Any) -> Any:
+    """The array of an item; anything else as it is."""
+    return x.array if isinstance(x, Item) else x
+
+
+def stacked_leaves(leaves: Sequence[Leaf], kinds: Sequence[Kind]) -> list[tuple[list[int], Leaf]]:
+    """Leaves whose new values have been computed in one stack as one `Leaf`, with their numbers."""
+    groups: dict[Any, dict[int, int]] = {}
+    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        x, salt, stack = leaf.x, leaf.salt, None
+        if isinstance(x, Item) and isinstance(salt, Item) and x.stack and salt.stack:
+            stack = x.stack if x.known is None or x.stack.array is not None else None
+        key = i if stack is None else (id(stack), id(salt.stack), kind, leaf.like.dtype)
+        groups.setdefault(key, {})[x.place if stack is not None else 0] = i
+    merged = []
+    for group in groups.values():
+        which = [group[place] for place in sorted(group)]
+        first = leaves[which[0]]
+        if len(which) > 1 and first.x.stack.places == first.salt.stack.places == sorted(group):
+            likes = [leaves[i].like for i in which]
+            merged.append((which, Leaf(first.x.stack.array, likes, first.salt.stack.array)))
+            continue
+        for i in which:
+            leaf = leaves[i]
+            merged.append(([i], Leaf(array_of(leaf.x), leaf.like, array_of(leaf.salt))))
+    return merged

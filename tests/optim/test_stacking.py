@@ -1,0 +1,125 @@
+"""Updates of small leaves in stacks: the same numbers as leaf by leaf, in fewer equations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_scalify as jsa
+from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.optim import stacking
+from jax_scalify.optim.stacked_update import array_of, updated
+from jax_scalify.optim.state_leaves import owners_of
+
+SHAPES = {"kernel": (4, 6), "bias": (6,), "square": (6, 6)}
+
+
+def _tree(seed, layers=3):
+    rng = np.random.default_rng(seed)
+    leaves = {f"{name}{i}": shape for i in range(layers) for name, shape in SHAPES.items()}
+    leaves["embedding"], leaves["gain"] = (7, 6), ()
+    return {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in leaves.items()}
+
+
+def _matrices(tree):
+    return jax.tree.map(lambda x: x.ndim > 1, tree)
+
+
+def _first_layer(tree):
+    return {name: name.endswith("0") for name in tree}
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+    "mask by rank": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=_matrices),
+    "mask by name": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=_first_layer),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+    "clipped leaf by leaf": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1e-2)),
+    "lamb": lambda: optax.lamb(1e-2),
+    "lars behind clipping": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.lars(1e-2)),
+    "lion": lambda: optax.lion(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "prodigy": lambda: optax.contrib.prodigy(1e-2),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-2)),
+    "finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+    "multi steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
+    "two rates": lambda: optax.multi_transform(
+        {True: optax.adam(1e-2), False: optax.sgd(1e-3, momentum=0.9)}, _first_layer
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_numbers_are_those_of_the_optimizer(name):
+    optimizer, params = OPTIMIZERS[name](), _tree(0)
+    state = plain = optimizer.init(params)
+    for step in range(3):
+        grads = _tree(step + 1)
+        wanted, plain = optimizer.update(grads, plain, params)
+        owners = owners_of(state, params)
+        _, got, state = updated(optimizer.update, grads, state, params, owners, plain=True)
+        got, state = jax.tree.map(array_of, (got, state))
+        assert jax.tree.structure((got, state)) == jax.tree.structure((wanted, plain))
+        for a, b in zip(
+            jax.tree.leaves((got, state)), jax.tree.leaves((wanted, plain)), strict=True
+        ):
+            assert a.dtype == b.dtype
+            if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def _count(function, *args):
+    return sum(1 for _ in all_equations(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+@pytest.mark.parametrize("name", ["adamw", "mask by rank", "lion", "clipped"])
+def test_equations_do_not_grow_with_the_layers(name):
+    optimizer, counts = OPTIMIZERS[name](), []
+    for layers in (4, 12):
+        params = _tree(0, layers)
+        state = optimizer.init(params)
+        owners = owners_of(state, params)
+
+        def update(grads, state, params, owners=owners):
+            found = updated(optimizer.update, grads, state, params, owners, plain=True)[1:]
+            stacks = {x.stack for x in jax.tree.leaves(found) if isinstance(x, stacking.Item)}
+            return [s.array for s in stacks if s is not None and s.array is not None]
+
+        counts.append(_count(update, params, state, params))
+    # What is left for each leaf: it goes into three or four stacks.
+    assert counts[1] - counts[0] < 8 * 3 * 6
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_stacks_of_all_kinds_of_leaves(dtype):
+    """Plain leaves, static scales, scales of rows, and zeros beside those with one scale."""
+    params = {name: x.astype(jnp.float16) for name, x in _tree(0).items()}
+    optimizer = jsa.optim.low_precision(optax.adam(1e-2), dtype=jnp.dtype(dtype))
+    state = optimizer.init(params)
+    mixed = jsa.as_scaled_array(params, scale="rms", dtype="float16")
+    mixed["kernel1"] = params["kernel1"]
+    mixed["square1"] = jsa.freeze_scales(mixed["square1"])
+    mixed["square2"] = jsa.as_scaled_array(params["square2"], scale="rms", dtype="float16", axis=0)
+    mixed["bias2"] = jsa.as_scaled_array(jnp.zeros_like(params["bias2"]))
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return jsa.optim.apply_updates(params, updates), state
+
+    grads = _tree(1)
+    new, new_state = jax.jit(jsa.scalify(step))(mixed, state, grads)
+    wanted = jax.tree.map(
+        lambda p, u: p + u,
+        jsa.asarray(mixed, jnp.float32),
+        optax.adam(1e-2).update(grads, optax.adam(1e-2).init(_tree(0)))[0],
+    )
+    for name, x in new.items():
+        np.testing.assert_allclose(
+            jsa.asarray(x, jnp.float32), wanted[name], rtol=2e-3, atol=2e-3, err_msg=name
+        )
+    assert float(new["square1"].scale) == mixed["square1"].scale  # a static one stays
+    assert jnp.shape(new["square2"].scale) == jnp.shape(mixed["square2"].scale)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
