@@ -14,6 +14,7 @@ from typing import Any
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import is_var
 from jax_scalify.base.pins import pin
 from jax_scalify.interpreter.operand import Operand
@@ -30,12 +31,15 @@ def count_uses(jaxpr: Any, equations: Sequence[Any]) -> collections.Counter:
 
 
 def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:
-    """Count the alignments that XLA may fuse into the kernels of everything that uses a result."""
+    """Count the alignments that XLA may fuse into the kernels of everything that uses a result.
+
+    Those of wide dtypes at static scales are sums as in plain JAX.
+    """
     traits = traits_of(eqn.primitive.name)
     fuses = traits.elementwise or traits.is_view
     if not fuses or not isinstance(out, ScaledArray) or not out.shape:
         return 0
-    aligns = traits.aligns and not out.scale.is_static
+    aligns = traits.aligns and not (out.scale.is_static and dtypes.has_wide_range(out.dtype))
     return max(v.depth for v in inputs) + aligns
 
 

@@ -191,8 +191,9 @@ class _Group:
         if data.ndim == like.ndim:
             parts = [(data, scale)]
         else:
-            data = lax.optimization_barrier(data)
-            parts = [(data[i], scale[i]) for i in range(len(self.likes))]
+            # On GPUs a slice that is a result is a kernel of its own; casts of slices are one.
+            data = lax.optimization_barrier(data.astype(x.dtype))
+            parts = [(data[i].astype(like.dtype), scale[i]) for i in range(len(self.likes))]
         return list(map(self._leaf, parts, self.likes))
 
     def _own_scale(self) -> jax.Array:
