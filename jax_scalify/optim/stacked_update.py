@@ -46,10 +46,21 @@ def updated(
     of_param = [*range(count), *owners, *range(len(leaves) - count - size)]
     tags = [0] * count + [1] * size + [2] * (len(leaves) - count - size)
     stacks = _stacks(leaves, of_param, tags, count) if plain else []
-    if not stacks:
-        wide = [_wide(leaf, plain) for leaf in leaves]
-        updates, new = update(*tree.unflatten(wide))
-        return wide[:count], updates, new
+    found = _on_stacks(update, leaves, tree, stacks, of_param) if stacks else None
+    if found is not None:
+        return found[0][:count], *found[1]
+    wide = [_wide(leaf, plain) for leaf in leaves]
+    return wide[:count], *update(*tree.unflatten(wide))
+
+
+def _on_stacks(
+    update: Callable[..., Any],
+    leaves: Sequence[Any],
+    tree: Any,
+    stacks: Sequence[Sequence[int]],
+    of_param: Sequence[int | None],
+) -> tuple[list[Item], Any] | None:
+    """What the leaves stand for, and the results; None if the update does more than to compute."""
     items: list[Any] = [None] * len(leaves)
     for which in stacks:
         array = load_stack([leaves[i].root if is_root(leaves[i]) else leaves[i] for i in which])
@@ -59,11 +70,12 @@ def updated(
             items[i] = item
     for i, leaf in enumerate(leaves):
         if items[i] is None:
-            items[i] = stacking.given(jnp.asarray(_wide(leaf, plain)))
+            items[i] = stacking.given(jnp.asarray(_wide(leaf, True)))
     types = [item.aval if item.known is None else item.known for item in items]
     closed, out = stacking.trace(update, types, tree)
-    results = stacking.call(closed, items)
-    return (items[:count], *jax.tree.unflatten(out, results))
+    if closed.effects:
+        return None
+    return items, jax.tree.unflatten(out, stacking.call(closed, items))
 
 
 def _wide(leaf: Any, plain: bool) -> Any:
@@ -128,8 +140,13 @@ def stacked_leaves(leaves: Sequence[Leaf], kinds: Sequence[Kind]) -> list[tuple[
         x, salt, stack = leaf.x, leaf.salt, None
         if isinstance(x, Item) and isinstance(salt, Item) and x.stack and salt.stack:
             stack = x.stack if x.known is None or x.stack.array is not None else None
-        key = i if stack is None else (id(stack), id(salt.stack), kind, leaf.like.dtype)
-        groups.setdefault(key, {})[x.place if stack is not None else 0] = i
+        if stack is None:
+            groups[i] = {0: i}
+            continue
+        key, slot = (id(stack), id(salt.stack), kind, leaf.like.dtype), 0
+        while x.place in groups.get((*key, slot), {}):  # two leaves may be the same value
+            slot += 1
+        groups.setdefault((*key, slot), {})[x.place] = i
     merged = []
     for group in groups.values():
         which = [group[place] for place in sorted(group)]

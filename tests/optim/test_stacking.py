@@ -123,3 +123,34 @@ def test_stacks_of_all_kinds_of_leaves(dtype):
     assert float(new["square1"].scale) == mixed["square1"].scale  # a static one stays
     assert jnp.shape(new["square2"].scale) == jnp.shape(mixed["square2"].scale)
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
+
+
+def test_two_leaves_may_be_one_value():
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return zeros, zeros
+
+    def update(grads, state, params=None):
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state[0], grads)
+        return moments, (moments, moments)
+
+    optimizer = jsa.optim.low_precision(optax.GradientTransformation(init, update))
+    params, grads = _tree(0), _tree(1)
+    _, (first, second) = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    for tree in (first, second):
+        for x, g in zip(jax.tree.leaves(jsa.asarray(tree, jnp.float32)), jax.tree.leaves(grads)):
+            np.testing.assert_allclose(x, g, rtol=2e-3)
+
+
+def test_an_update_that_prints_does_so(capfd):
+    adam = optax.adam(1e-2)
+
+    def update(grads, state, params=None):
+        jax.debug.print("bias {}", grads["bias0"][0])
+        return adam.update(grads, state, params)
+
+    optimizer = jsa.optim.low_precision(optax.GradientTransformation(adam.init, update))
+    params = _tree(0)
+    jax.block_until_ready(jax.jit(optimizer.update)(params, optimizer.init(params), params))
+    jax.effects_barrier()
+    assert "bias" in capfd.readouterr().out
