@@ -119,12 +119,18 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(Problem):
-    """Trained by the README's recipe, everything in float16; the plain step is in float32."""
+    """Trained by the README's recipe, everything in float16; the plain step is in float32.
+
+    Attributes:
+        narrow_loss: `loss` of a model that computes in float16.
+    """
+
+    narrow_loss: Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]] | None = None
 
     def scaled_update(self, state: State, batch: PyTree) -> tuple[State, jax.Array]:
         """Return the next state, rounded stochastically, and the loss."""
         narrow = jax.tree.map(lambda x: x.astype(np.float16) if x.dtype == np.float32 else x, batch)
-        loss_fn = jax.value_and_grad(self.loss, has_aux=True)
+        loss_fn = jax.value_and_grad(self.narrow_loss or self.loss, has_aux=True)
         (loss, other), grads = loss_fn(state.params, state.other, narrow)
         optimizer = jsa.optim.low_precision(self.optimizer)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -194,9 +200,9 @@ def gpt_init(config: Config) -> tuple[PyTree, PyTree]:
     return gpt_step.init_state(config, get_preset("fp32"), seed=0).params, ()
 
 
-def make_gpt(config: Config) -> Problem:
+def make_gpt(config: Config, preset: str = "fp32") -> Problem:
     """The GPT of the example, with AdamW and clipping."""
-    loss = gpt_step.make_loss(config, get_preset("fp32"))
+    loss = gpt_step.make_loss(config, get_preset(preset))
     optimizer = gpt_step.make_optimizer(config)
     init = functools.partial(gpt_init, config)
     return Problem(init, without_state(loss), gpt_tokens(config), optimizer)
@@ -260,11 +266,14 @@ def make_resnet() -> Problem:
     return Problem(lambda: model.init(0), loss, batch, optax.sgd(0.01, momentum=0.9))
 
 
-def make_recipe(make: Callable[[], Problem], optimizer: Any = None) -> Problem:
-    """The same model, trained by the README's recipe."""
+def make_recipe(
+    make: Callable[..., Problem], optimizer: Any = None, preset: str | None = None
+) -> Problem:
+    """The same model, trained by the README's recipe; what has a `preset` computes by that."""
     problem = make()
     fields = {f.name: getattr(problem, f.name) for f in dataclasses.fields(problem)}
-    return Recipe(**fields | ({"optimizer": optimizer} if optimizer else {}))
+    narrow = make(preset=preset).loss if preset else None
+    return Recipe(**fields | ({"optimizer": optimizer} if optimizer else {}), narrow_loss=narrow)
 
 
 MODELS: dict[str, Callable[[], Problem]] = {
@@ -282,6 +291,6 @@ MODELS: dict[str, Callable[[], Problem]] = {
         make_recipe, functools.partial(make_mlp, (784, 512, 512, 10)), optax.adamw(1e-3)
     ),
     "recipe-gpt-4x128": functools.partial(
-        make_recipe, functools.partial(make_gpt, gpt_config(4, 128))
+        make_recipe, functools.partial(make_gpt, gpt_config(4, 128)), preset="fp16-all"
     ),
 }

@@ -67,7 +67,8 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         keeps_plain: bool = False,
     ):
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-        self.static_argnames, self._keeps_plain = names, keeps_plain
+        self.static_argnames = names
+        self._keeps_plain = keeps_plain
         self._rule: Callable | None = None
         self._vjp_rule: Callable | None = None
         if fun is not None:
