@@ -81,6 +81,12 @@ def split(leaf: Leaf) -> list[Leaf]:
     ]
 
 
+def added(x: jax.Array, leaf: jax.Array) -> jax.Array:
+    """The sum of an update and a leaf, in the wider of their dtypes, float32 at least."""
+    dtype = jnp.promote_types(x.dtype, dtypes.compute_dtype(leaf.dtype))
+    return x.astype(dtype) + leaf.astype(dtype)
+
+
 def store_leaf(x: jax.Array, like: ScaledArray) -> ScaledArray:
     """Return `x` as `like` is stored, rounded to nearest even."""
     return stored([Leaf(x, like)], [Kind()], None)[0]
@@ -151,7 +157,8 @@ class _Group:
         is_stack = len(likes) > 1 or isinstance(first.like, list)
         if not is_stack:
             old = array_lib.align_scale(jnp.asarray(likes[0].scale, jnp.float32), first.x.ndim)
-            x = first.x + likes[0].to_array(first.x.dtype) if kind.adds else first.x
+            wide = dtypes.compute_dtype(likes[0].dtype)
+            x = added(first.x, likes[0].to_array(wide)) if kind.adds else first.x
             return cls(which, first._replace(x=x), likes, kind, old)
         x, _, salt, bits = first if len(which) == 1 else _joined([leaves[i] for i in which])
         scales = [like.scale for like in likes]
@@ -160,7 +167,8 @@ class _Group:
         old = jnp.asarray(old, jnp.float32).reshape(len(likes), *(1,) * (x.ndim - 1))
         if kind.adds:
             data = jnp.stack([like.data for like in likes])
-            x = x + jnp.where(old == 0, 0, data.astype(x.dtype) * old)
+            data = data.astype(dtypes.compute_dtype(data.dtype))
+            x = added(x, jnp.where(old == 0, 0, data * old))
         x, salt = lax.optimization_barrier((x, salt))
         return cls(which, Leaf(x, likes[0], salt, bits), likes, kind, old)
 

@@ -45,11 +45,6 @@ def is_leaf(x: Any) -> bool:
     return is_scaled(x) or is_root(x)
 
 
-def opened(state: Any) -> Any:
-    """A state of arrays with the squares of its roots, as the optimizer knows it."""
-    return jax.tree.map(lambda x: jnp.square(x.root) if is_root(x) else x, state, is_leaf=is_root)
-
-
 def moved_for_square(x: jax.Array, dtype: Any) -> jax.Array:
     """Move numbers so that, rounded stochastically, their squares have the mean `x**2`.
 

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.optim.leaves import Kind, Leaf, has_one_scale, is_fixed, likes_of, split, stored
+from jax_scalify.optim.leaves import (
+    Kind,
+    Leaf,
+    added,
+    has_one_scale,
+    is_fixed,
+    likes_of,
+    split,
+    stored,
+)
 from jax_scalify.optim.random_bits import bits_to_round
 from jax_scalify.optim.scale_choice import saturate
 from jax_scalify.primitives.custom_scale import custom_scale
@@ -44,23 +53,13 @@ def store_leaves(
 
 def _stored_inside(
     leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | None
-) -> list[jax.Array]:
-    xs, likes, salts, bits = map(list, zip(*leaves, strict=True))
-    return _store(xs, likes, salts, bits, count, kinds=tuple(kinds))
+) -> list[Any]:
+    return _store(list(leaves), count, kinds=tuple(kinds))
 
 
 @custom_scale(static_argnames=("kinds",), keeps_plain=True)
-def _store(
-    xs: list[Any],
-    likes: list[Any],
-    salts: list[Any],
-    bits: list[Any],
-    count: Any,
-    *,
-    kinds: tuple[Kind, ...],
-) -> list[jax.Array]:
+def _store(leaves: list[Leaf], count: Any, *, kinds: tuple[Kind, ...]) -> list[Any]:
     """Cast to the dtypes of others; inside `scalify` what has a scale gets a new one."""
-    leaves = map(Leaf, xs, likes, salts, bits)
     return [_cast(leaf, kind, count) for leaf, kind in zip(leaves, kinds, strict=True)]
 
 
@@ -69,7 +68,7 @@ def _cast(leaf: Leaf, kind: Kind, count: jax.Array | None) -> Any:
     x, like, salt, bits = leaf
     is_stack = isinstance(like, list)
     if kind.adds:
-        x = x + (jnp.stack(like) if is_stack else like).astype(x.dtype)
+        x = added(x, jnp.stack(like) if is_stack else like)
     dtype = likes_of(leaf)[0].dtype
     bits = bits_to_round(x, salt, bits, count, dtype, fades=kind.fades)
     out = saturate(x, dtype, wide=kind.wide, bits=bits, is_root=kind.is_root)
@@ -77,16 +76,7 @@ def _cast(leaf: Leaf, kind: Kind, count: jax.Array | None) -> Any:
 
 
 @_store.defscale
-def _store_scale(
-    xs: list[Any],
-    likes: list[Any],
-    salts: list[Any],
-    bits: list[Any],
-    count: Any,
-    *,
-    kinds: tuple[Kind, ...],
-) -> list[Any]:
-    leaves = list(map(Leaf, xs, likes, salts, bits))
+def _store_scale(leaves: list[Leaf], count: Any, *, kinds: tuple[Kind, ...]) -> list[Any]:
     new: list[Any] = [None] * len(leaves)
     scaled: list[tuple[int, int | None, Leaf]] = []
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):

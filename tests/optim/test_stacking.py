@@ -154,3 +154,11 @@ def test_an_update_that_prints_does_so(capfd):
     jax.block_until_ready(jax.jit(optimizer.update)(params, optimizer.init(params), params))
     jax.effects_barrier()
     assert "bias" in capfd.readouterr().out
+
+
+def test_wide_parameters_keep_their_digits():
+    with jax.enable_x64(True):
+        params = {"a": jnp.asarray([1 + 2.0**-40]), "b": jnp.asarray([3 + 2.0**-40])}
+        updates = {"a": jnp.zeros(1, jnp.float32), "b": jnp.zeros(1, jnp.float32)}
+        new = jsa.optim.apply_updates(params, updates)
+        assert all(new[name] == params[name] for name in params)
