@@ -32,6 +32,8 @@ from jax.extend import core as jex_core
 
 from jax_scalify import _compat
 
+RUNS = 10
+_ROUNDED = RUNS - 1  # the run without noise
 _SMALL = 2.0**-14
 _TINY = 2.0**-100
 _LEAST = 2.0**-120
@@ -174,6 +176,9 @@ class _Noise:
             own = [jnp.maximum(size, 1.0) for size in own]
         elif name in ("mul", "dot_general"):
             own = [jnp.maximum(size, sizes[0] * sizes[1]) for size in own]
+        elif name == "div":  # nan has no size
+            divisor = jnp.where(sizes[1] > 0, sizes[1], 1.0)
+            own = [jnp.maximum(size, sizes[0] / divisor) for size in own]
         is_exact = name in _MOVES or name in _JOINS and self._eps < _NARROW
         if not is_exact:
             rounded = [self._rounded(x, size, run) for x, size in zip(results, own)]
@@ -239,7 +244,8 @@ class _Noise:
             return x
         relative = self._random(x, run)
         relative = jnp.sign(relative) * (1 + jnp.abs(relative)) / 2
-        return self._at_one_scale(x * (1 + self._eps * relative), x, largest, run)
+        changed = self._at_one_scale(x * (1 + self._eps * relative), x, largest, run)
+        return jnp.where(run == _ROUNDED, _to_digits(x, self._eps), changed)
 
     def perturbed(self, x: Any, run: Any) -> Any:
         """An argument: what is computed of it may be so in another dtype."""
@@ -266,7 +272,7 @@ class _Noise:
         if not self._is_short or not _is_inexact(x):
             return x
         scale = sizes[0] / sizes[1] if name == "div" else sizes[0] ** np.float64(params["y"])
-        return jnp.where((run < 2) & (jnp.abs(x) > _TOP * scale), x * jnp.inf, x)
+        return jnp.where(_cuts(run) & (jnp.abs(x) > _TOP * scale), x * jnp.inf, x)
 
     def _cut(self, x: Any, run: Any) -> Any:
         """What is left of an array at scale 1."""
@@ -275,7 +281,19 @@ class _Noise:
         x = jnp.asarray(x)
         size = jnp.abs(x)
         cut = jnp.where(size > _TOP, x * jnp.inf, jnp.where(size < 2.0**-24, 0, x))
-        return jnp.where(run < 2, cut, x)
+        return jnp.where(_cuts(run), cut, x)
+
+
+def _cuts(run: Any) -> Any:
+    return (run < 2) | (run == _ROUNDED)
+
+
+def _to_digits(x: Any, eps: float) -> Any:
+    """Numbers of float64 rounded to the digits of a dtype, whatever their exponents are."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(_to_digits(jnp.real(x), eps), _to_digits(jnp.imag(x), eps))
+    x = jnp.asarray(x)
+    return lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, min(-round(math.log2(eps)), 23))
 
 
 def _is_choice(name: str, operands: Sequence[Any], results: Sequence[Any]) -> bool:
