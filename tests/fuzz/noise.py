@@ -32,8 +32,8 @@ from jax.extend import core as jex_core
 
 from jax_scalify import _compat
 
-RUNS = 10
-_ROUNDED = RUNS - 1  # the run without noise
+RUNS = 11
+_ROUNDED = 9  # the run without noise
 _SMALL = 2.0**-14
 _TINY = 2.0**-100
 _LEAST = 2.0**-120
@@ -157,7 +157,7 @@ class _Noise:
             results = loops[name](params, operands, run)
             return results, list(map(_size, results))
         if name in _UNSCALED:
-            operands = [self._cut(x, run) for x in operands]
+            operands = [self._cut(x, run, run <= _ROUNDED) for x in operands]
         if name in ("scatter_add", "scatter_sub") and self._eps > _NARROW:  # rounded there, or not
             operands = [self._rounded(x, size, run) for x, size in zip(operands, sizes)]
         if name == "mul":  # XLA would make 0 of 0 * inf, where the 0 is a cast mask
@@ -274,18 +274,18 @@ class _Noise:
         scale = sizes[0] / sizes[1] if name == "div" else sizes[0] ** np.float64(params["y"])
         return jnp.where(_cuts(run) & (jnp.abs(x) > _TOP * scale), x * jnp.inf, x)
 
-    def _cut(self, x: Any, run: Any) -> Any:
+    def _cut(self, x: Any, run: Any, cuts: Any = True) -> Any:
         """What is left of an array at scale 1."""
         if not self._is_short or not _is_inexact(x):
             return x
         x = jnp.asarray(x)
         size = jnp.abs(x)
         cut = jnp.where(size > _TOP, x * jnp.inf, jnp.where(size < 2.0**-24, 0, x))
-        return jnp.where(_cuts(run), cut, x)
+        return jnp.where(_cuts(run) & cuts, cut, x)
 
 
 def _cuts(run: Any) -> Any:
-    return (run < 2) | (run == _ROUNDED)
+    return (run < 2) | (run >= _ROUNDED)
 
 
 def _to_digits(x: Any, eps: float) -> Any:
