@@ -20,7 +20,9 @@ from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.optim.random_bits import bits_to_round
 from jax_scalify.optim.scale_choice import (
+    inverse,
     reduced,
+    reduced_by_rows,
     saturate,
     scale_by_statistic,
     scale_of_gradient,
@@ -99,6 +101,7 @@ def is_fixed(like: ScaledArray) -> bool:
 
 def stored(leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | None) -> list[Any]:
     """Every leaf at its scale: a static one that it has, or one that is chosen."""
+    leaves = _with_scales_of_one_array(leaves)
     groups = [_Group.of(leaves, kinds, which) for which in _alike(leaves, kinds)]
     by_statistic = [g for g in groups if g.is_scalar and not g.is_fixed and g.kind.degree is None]
     scales = dict(zip(map(id, by_statistic), _chosen_scales(by_statistic), strict=True))
@@ -191,8 +194,8 @@ class _Group:
         """Each leaf, at scales that have been chosen together, or at its own."""
         scale = self._own_scale() if scale is None else scale.reshape(self.old.shape)
         (x, like, salt, bits), kind = self.leaf, self.kind
-        inverse = (1 / jnp.where(scale == 0, 1, scale)).astype(x.dtype)
-        data = jnp.where((scale == 0) & jnp.isfinite(x), 0, x * inverse)
+        data = x * inverse(scale).astype(x.dtype)
+        data = jnp.where((scale == 0) & jnp.isfinite(x), 0, data)
         salt = salt.data if is_scaled(salt) else salt
         bits = bits_to_round(x, salt, bits, count, like.dtype, fades=kind.fades)
         data = saturate(data, like.dtype, wide=kind.wide, bits=bits, is_root=kind.is_root)
@@ -210,7 +213,7 @@ class _Group:
         if self.kind.degree is not None:
             scale = scale_of_gradient(self.leaf.salt, self.old, self.kind.degree)
             return jnp.broadcast_to(scale, self.old.shape)
-        largest, total = reduced(self.leaf.x, self.old)
+        largest, total = reduced(self.leaf.x, self.old, inverse(self.old))
         sizes = jnp.maximum(largest, 0), total * self.share
         return scale_by_statistic(sizes, self.old, top_exponent(self.leaf.like.dtype), self.by_rms)
 
@@ -243,18 +246,65 @@ def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
     if not groups:
         return []
     counts = [len(g.likes) for g in groups]
-    found = [reduced(g.leaf.x, g.old) for g in groups]
+    ends = np.cumsum(counts)
+    olds = jnp.concatenate([g.old.reshape(-1) for g in groups])
+    units = inverse(olds)
+    if len(olds) > 1:  # or a GPU has a kernel for each
+        units = lax.optimization_barrier(units)
+    units = [units[end - count : end] for count, end in zip(counts, ends, strict=True)]
     largest, total = (
-        jnp.concatenate([x.reshape(-1).astype(jnp.float32) for x in part])
-        for part in zip(*found, strict=True)
+        jnp.concatenate([x.astype(jnp.float32) for x in part])
+        for part in zip(*_reduced_together(groups, units), strict=True)
     )
     top = np.repeat([top_exponent(g.leaf.like.dtype) for g in groups], counts)
     by_rms = np.repeat([g.by_rms for g in groups], counts)
     shares = np.repeat(np.array([g.share for g in groups], np.float32), counts)
-    olds = jnp.concatenate([g.old.reshape(-1) for g in groups])
     sizes = jnp.maximum(largest, 0), total * shares
     scales = scale_by_statistic(sizes, olds, top, by_rms)
     if len(top) > 1:  # or each leaf's kernel computes all of them again
         scales = lax.optimization_barrier(scales)
-    ends = np.cumsum(counts)
     return [scales[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+
+def _reduced_together(
+    groups: Sequence[_Group], units: Sequence[jax.Array]
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Vectors of the largest elements and of the sums of squares, of the leaves of each group."""
+    found: list[Any] = [None] * len(groups)
+    by_rows: dict[int, dict[int, tuple[jax.Array, jax.Array]]] = {}
+    for i, (g, unit) in enumerate(zip(groups, units, strict=True)):
+        x = g.leaf.x
+        if len(g.likes) == 1 and x.ndim > 1 and x.size > SMALL:
+            rows = reduced_by_rows(x, g.old, unit)
+            by_rows.setdefault(rows[0].size, {})[i] = rows
+        else:
+            parts = reduced(x, g.old, unit.reshape(g.old.shape))
+            found[i] = tuple(part.reshape(-1) for part in parts)
+    for members in by_rows.values():
+        largest, total = map(jnp.stack, zip(*members.values(), strict=True))
+        largest, total = jnp.max(largest, 1), jnp.sum(total, 1)
+        for n, i in enumerate(members):
+            found[i] = largest[n : n + 1], total[n : n + 1]
+    return found
+
+
+def _with_scales_of_one_array(leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+    """Leaves whose scales are read at once.
+
+    A donated argument whose place a result takes is copied if it is read again later.
+    """
+    likes = [like for leaf in leaves for like in likes_of(leaf)]
+    which = [i for i, x in enumerate(likes) if not x.is_static and not jnp.ndim(x.scale)]
+    if len(which) < 2:
+        return leaves
+    scales = jnp.stack([jnp.asarray(likes[i].scale, jnp.float32) for i in which])
+    scales = lax.optimization_barrier(scales)
+    for n, i in enumerate(which):
+        likes[i] = ScaledArray(likes[i].data, scales[n])
+    rest = iter(likes)
+    return [
+        leaf._replace(like=[next(rest) for _ in leaf.like])
+        if isinstance(leaf.like, list)
+        else leaf._replace(like=next(rest))
+        for leaf in leaves
+    ]

@@ -23,6 +23,8 @@ GRADIENT_EXPONENTS = {1: -6, 2: -2}
 
 
 _SMALLEST = math.ldexp(1.0, -pow2.MAX_EXPONENT)
+# Elements that a block of a GPU reduces without a second kernel.
+_ROW = 2**13
 # Squares that float32 flushes to 0 are less than 2**-26 of a mean square above this one.
 _SMALLEST_MEAN_SQUARE = 2.0**-100
 
@@ -51,21 +53,44 @@ def saturate(
     return dtypes.cast(x, dtype) if bits is None else dtypes.round_stochastically(x, bits, dtype)
 
 
-def reduced(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
+def reduced(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The largest element and the sum of squares over the old scale's, in one reading of `x`.
 
     Both are of the shape of the `old` scale, and infinite if an element is not finite. But of a
     leaf whose old scale is 0 the largest is that of the finite ones, since infinity at scale 0
-    would be nan. Of no elements it is -inf.
+    would be nan. Of no elements it is -inf. `unit` is the `inverse` of the old scale.
     """
     axes = tuple(a for a in range(x.ndim) if not old.ndim or old.shape[a] == 1)
+    largest, total = _reduced(x, old, unit, axes)
+    return largest.reshape(old.shape), total.reshape(old.shape)
+
+
+def reduced_by_rows(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `reduced`, of each row of `x`: as many of the last axes as a block of a GPU can reduce.
+
+    A GPU needs two kernels to reduce a large array. The rows of many arrays are reduced together,
+    and the second kernel is needed once.
+    """
+    first = x.ndim - 1
+    while first > 1 and math.prod(x.shape[first - 1 :]) <= _ROW:
+        first -= 1
+    largest, total = _reduced(x, old.reshape(()), unit.reshape(()), tuple(range(first, x.ndim)))
+    return largest.reshape(-1), total.reshape(-1)
+
+
+def inverse(scale: jax.Array) -> jax.Array:
+    """What a multiplication by takes a scale away; of a scale 0 it is 1."""
+    return 1 / jnp.where(scale == 0, 1, scale)
+
+
+def _reduced(
+    x: jax.Array, old: jax.Array, unit: jax.Array, axes: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
     finite, size = jnp.isfinite(x), jnp.abs(x)
     infinity = np.array(np.inf, x.dtype)
-    beyond = jnp.where(old == 0, 0, infinity)
-    unit = size * (1 / jnp.where(old == 0, 1, old)).astype(x.dtype)
-    sizes, squares = jnp.where(finite, size, beyond), jnp.where(finite, unit * unit, infinity)
-    largest, total = _largest_and_sum(sizes, squares, axes)
-    return largest.reshape(old.shape), total.reshape(old.shape)
+    in_units = size * unit.astype(x.dtype)
+    sizes = jnp.where(finite, size, jnp.where(old == 0, 0, infinity))
+    return _largest_and_sum(sizes, jnp.where(finite, in_units * in_units, infinity), axes)
 
 
 @functools.partial(jax.jit, static_argnames="axes", inline=True)
