@@ -278,6 +278,19 @@ def test_elements_that_were_compared_are_multiplied():
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_computed_elements_are_compared(dtype):
+    scales = 2.0 ** jnp.float32([-3, 5, 0, -2])
+    x = ScaledArray(jnp.asarray([1, 1.5, 1, -1], dtype), scales)
+    functions = [
+        lambda x: lax.top_k(x * x + x, 2)[0],
+        lambda x: lax.top_k(jnp.remainder(x, 3), 2)[0],
+        lambda x: jnp.sort(x * x + x)[1:],
+        lambda x: lax.cummax(x * x + x),
+    ]
+    check_all_exact(functions, [(x,)])
+
+
 def test_fill_values_beside_scales():
     scales = 2.0 ** np.array([[-6, 0, -5, 3, -7, 1]])
     functions = [

@@ -80,7 +80,7 @@ def least_scales(*arrays: Operand) -> list[Operand]:
 def comparable(x: Operand, axes: Sequence[int] | None = None) -> Operand:
     """Bring elements that are compared with each other to one scale, in at least float32."""
     axes = range(x.ndim) if axes is None else axes
-    if all(a % x.ndim not in varying_axes(x.unit) for a in axes):
+    if all(a % x.ndim not in varying_axes(x.scale, x.unit) for a in axes):
         return x
     if not dtypes.has_short_range(x.dtype):
         return uniform_over(Operand.of_value(x.value, x.scale), axes)
