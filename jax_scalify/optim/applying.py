@@ -12,7 +12,7 @@ from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import stop_scaling
 from jax_scalify.optim.leaves import Kind, Leaf
-from jax_scalify.optim.storing import store_leaves
+from jax_scalify.optim.storing import read_together, store_leaves
 
 _POLICIES = ("statistic", "gradient")
 _ROUNDINGS = ("stochastic", "nearest")
@@ -121,6 +121,9 @@ def _applied(
     """New parameters, each of a parameter and its update."""
     new: list[Any] = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
     follows = policy == "gradient"  # scales do: those of sums
+    updated = [i for i, (_, update) in enumerate(pairs) if update is not None and not follows]
+    for i, x in zip(updated, read_together([new[i] for i in updated]), strict=True):
+        new[i] = x
     kind = Kind(keeps_scale=follows, adds=not follows)
     leaves, which = [], []
     for i, (param, (_, update)) in enumerate(zip(new, pairs, strict=True)):

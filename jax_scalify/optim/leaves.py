@@ -101,7 +101,6 @@ def is_fixed(like: ScaledArray) -> bool:
 
 def stored(leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | None) -> list[Any]:
     """Every leaf at its scale: a static one that it has, or one that is chosen."""
-    leaves = _with_scales_of_one_array(leaves)
     groups = [_Group.of(leaves, kinds, which) for which in _alike(leaves, kinds)]
     by_statistic = [g for g in groups if g.is_scalar and not g.is_fixed and g.kind.degree is None]
     scales = dict(zip(map(id, by_statistic), _chosen_scales(by_statistic), strict=True))
@@ -286,25 +285,3 @@ def _reduced_together(
         for n, i in enumerate(members):
             found[i] = largest[n : n + 1], total[n : n + 1]
     return found
-
-
-def _with_scales_of_one_array(leaves: Sequence[Leaf]) -> Sequence[Leaf]:
-    """Leaves whose scales are read at once.
-
-    A donated argument whose place a result takes is copied if it is read again later.
-    """
-    likes = [like for leaf in leaves for like in likes_of(leaf)]
-    which = [i for i, x in enumerate(likes) if not x.is_static and not jnp.ndim(x.scale)]
-    if len(which) < 2:
-        return leaves
-    scales = jnp.stack([jnp.asarray(likes[i].scale, jnp.float32) for i in which])
-    scales = lax.optimization_barrier(scales)
-    for n, i in enumerate(which):
-        likes[i] = ScaledArray(likes[i].data, scales[n])
-    rest = iter(likes)
-    return [
-        leaf._replace(like=[next(rest) for _ in leaf.like])
-        if isinstance(leaf.like, list)
-        else leaf._replace(like=next(rest))
-        for leaf in leaves
-    ]

@@ -22,7 +22,7 @@ from jax_scalify.optim.square_roots import SquareRoot, is_leaf, is_root
 from jax_scalify.optim.stacked_update import array_of, stacked_leaves, updated
 from jax_scalify.optim.stacking import Item
 from jax_scalify.optim.state_leaves import Role, RoleFinder
-from jax_scalify.optim.storing import store_leaves
+from jax_scalify.optim.storing import read_together, store_leaves
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -228,6 +228,8 @@ class _LowPrecision:
             ) from error
 
     def _updated(self, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
+        if self.policy == "statistic":
+            state = _read_together(state)
         olds = _stored_leaves(state)
         roots = list(map(is_root, jax.tree.leaves(state, is_leaf=is_leaf)))
         given, weights = grads, params
@@ -271,6 +273,16 @@ def _wide_types(tree: Any) -> Any:
         )
 
     return jax.tree.map(wide, tree, is_leaf=is_leaf)
+
+
+def _read_together(state: Any) -> Any:
+    leaves, tree = jax.tree.flatten(state, is_leaf=is_leaf)
+    roots = list(map(is_root, leaves))
+    few = [x.root if root else x for x, root in zip(leaves, roots, strict=True)]
+    which = [i for i, x in enumerate(few) if hasattr(x, "dtype")]
+    for i, x in zip(which, read_together([few[i] for i in which]), strict=True):
+        leaves[i] = SquareRoot(x) if roots[i] else x
+    return tree.unflatten(leaves)
 
 
 def _stored_leaves(state: Any) -> list[Any]:

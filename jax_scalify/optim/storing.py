@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
@@ -158,3 +159,35 @@ def _loaded(leaves: list[Any]) -> jax.Array:
             scales = jnp.stack([jnp.asarray(x.scale, data.dtype) for x in leaves])
             return data * scales.reshape(len(leaves), *(1,) * (data.ndim - 1))
     return jnp.stack(list(map(_value, leaves)))
+
+
+def read_together(leaves: Sequence[Any]) -> list[Any]:
+    """Leaves whose scales are read at once, into one array.
+
+    A donated argument whose place a result takes is copied if it is read again later, and a copy of
+    a scale is a kernel on a GPU.
+    """
+    if any(map(is_scaled, leaves)):
+        return _with_one_array_of_scales(list(leaves))
+    return _read(list(leaves))
+
+
+@custom_scale(keeps_plain=True)
+def _read(leaves: list[Any]) -> list[Any]:
+    return leaves
+
+
+@_read.defscale
+def _with_one_array_of_scales(leaves: list[Any]) -> list[Any]:
+    leaves = [_with_array(x) if is_scaled(x) else x for x in leaves]
+    which = [
+        i
+        for i, x in enumerate(leaves)
+        if is_scaled(x) and not x.is_static and not jnp.ndim(x.scale)
+    ]
+    if len(which) > 1:
+        scales = jnp.stack([jnp.asarray(leaves[i].scale, jnp.float32) for i in which])
+        scales = lax.optimization_barrier(scales)
+        for n, i in enumerate(which):
+            leaves[i] = ScaledArray(leaves[i].data, scales[n])
+    return leaves

@@ -121,6 +121,7 @@ def scan_rule(
 
     sliced = [a is None for arrays in whole for a in arrays]
     shared = _shared_scales(body, y_forms, [False] * len(captured) + [True] * len(start) + sliced)
+    together = _scales_stacked_together(y_forms, shared)
 
     def step(carry: Any, sliced: Any) -> Any:
         rest, (before, _) = iter(sliced), carry
@@ -129,15 +130,25 @@ def scan_rule(
         after = _hold(carry_forms, before, out[: len(before)])
         ys = _grouped(y_forms, out[len(before) :])
         scales = [y[1] for y, is_shared in zip(ys, shared, strict=True) if is_shared]
-        own = [y[:1] if is_shared else y for y, is_shared in zip(ys, shared, strict=True)]
-        return (after, scales), own
+        tables = [jnp.stack([ys[i][1] for i in which]) for which in together]
+        alone = {i for which in together for i in which}
+        own = [
+            y[:1] if is_shared or i in alone else y
+            for i, (y, is_shared) in enumerate(zip(ys, shared, strict=True))
+        ]
+        return (after, scales), (own, tables)
 
     like = [f for f, is_shared in zip(y_forms, shared, strict=True) if is_shared]
     scales = [
         _compat.as_varying(jnp.zeros(f.scale_shape, ctx.table.dtype), f.varying) for f in like
     ]
     given = None if scanned else length  # `lax.scan` takes a symbolic one from arrays alone
-    carry, ys = lax.scan(step, (start, scales), scanned, given, reverse=reverse, unroll=unroll)
+    carry, (ys, tables) = lax.scan(
+        step, (start, scales), scanned, given, reverse=reverse, unroll=unroll
+    )
+    for which, table in zip(together, tables, strict=True):
+        for column, i in enumerate(which):
+            ys[i] = [*ys[i], table[:, column]]
     values = unpack(carry_forms, carry[0], ctx.table)
     return [*values, *_stacked(ctx, y_forms, ys, carry[1], length)]
 
@@ -157,6 +168,18 @@ def _shared_scales(body: Body, forms: list[Form], varies: list[bool]) -> list[bo
     arrays = sum(form.array_count for form in forms)
     found = _grouped(forms, depends(body.jaxpr, varies)[-arrays or len(varies) :])
     return [form.has_scale and not of_arrays[1] for form, of_arrays in zip(forms, found)]
+
+
+def _scales_stacked_together(forms: list[Form], shared: list[bool]) -> list[list[int]]:
+    """The numbers of stacked results whose scales, one a step, are stacked as one array.
+
+    A GPU has a kernel for each array that a step writes.
+    """
+    groups: dict[frozenset[Any], list[int]] = {}
+    for i, (form, is_shared) in enumerate(zip(forms, shared, strict=True)):
+        if form.has_scale and not is_shared and not form.scale_shape:
+            groups.setdefault(form.varying, []).append(i)
+    return list(groups.values())
 
 
 def _stacked(
