@@ -33,7 +33,7 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat
 
 RUNS = 11
-_ROUNDED = 9  # the run without noise
+ROUNDED = 9  # the run without noise
 _SMALL = 2.0**-14
 _TINY = 2.0**-100
 _LEAST = 2.0**-120
@@ -157,7 +157,7 @@ class _Noise:
             results = loops[name](params, operands, run)
             return results, list(map(_size, results))
         if name in _UNSCALED:
-            operands = [self._cut(x, run, run <= _ROUNDED) for x in operands]
+            operands = [self._cut(x, run, run <= ROUNDED) for x in operands]
         if name in ("scatter_add", "scatter_sub") and self._eps > _NARROW:  # rounded there, or not
             operands = [self._rounded(x, size, run) for x, size in zip(operands, sizes)]
         if name == "mul":  # XLA would make 0 of 0 * inf, where the 0 is a cast mask
@@ -245,7 +245,7 @@ class _Noise:
         relative = self._random(x, run)
         relative = jnp.sign(relative) * (1 + jnp.abs(relative)) / 2
         changed = self._at_one_scale(x * (1 + self._eps * relative), x, largest, run)
-        return jnp.where(run == _ROUNDED, _to_digits(x, self._eps), changed)
+        return jnp.where(run == ROUNDED, _to_digits(x, self._eps), changed)
 
     def perturbed(self, x: Any, run: Any) -> Any:
         """An argument: what is computed of it may be so in another dtype."""
@@ -285,7 +285,7 @@ class _Noise:
 
 
 def _cuts(run: Any) -> Any:
-    return (run < 2) | (run >= _ROUNDED)
+    return (run < 2) | (run >= ROUNDED)
 
 
 def _to_digits(x: Any, eps: float) -> Any:
