@@ -1,4 +1,4 @@
-"""Tables of `benchmarks/cost/steps.py`: ratios, targets, times and sizes; `docs/cost.md`."""
+"""Tables of `benchmarks/cost/steps.py`: ratios, times and sizes; `docs/cost.md`."""
 
 import dataclasses
 import json
@@ -9,11 +9,6 @@ from rich.table import Table
 
 Results = dict[str, dict[str, dict]]  # by model, then by variant
 
-OLD_JAX = "0.10."
-OLD_FACTOR = 1.5  # its targets for what the compiler does
-MLPS = ("mlp-784-512-512-10", "mlp-8x512", "mlp-8x64")
-DEEP = ("gpt-12x128", "gpt-12x512", "gpt-12x128-scanned")
-RECIPE = "recipe-"  # of models that are trained otherwise than the plain step
 NAMES = {
     "first_call": "trace + lower + compile",
     "hlo": "HLO instructions",
@@ -43,45 +38,6 @@ lowering and compiling were measured in processes of their own without a cache, 
 processor time; steps were timed in turn in one process, on two CPU cores.
 `benchmarks/cost/steps.py` says more.
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A limit for the ratio to the plain step.
-
-    Attributes:
-        variant: `dynamic` or `frozen`.
-        column: what is compared.
-        limit: the largest ratio on the newest JAX.
-        models: for which models; for all if there are none.
-    """
-
-    variant: str
-    column: str
-    limit: float
-    models: tuple[str, ...] = ()
-
-    def limit_on(self, version: str) -> float:
-        """Return the limit on a version of JAX: the old compiler may do worse."""
-        is_old = version.startswith(OLD_JAX) and self.column in ("hlo", "first_call")
-        return self.limit * (OLD_FACTOR if is_old else 1)
-
-
-TARGETS = (
-    Target("dynamic", "hlo", 2.0, MLPS),
-    Target("dynamic", "first_call", 1.4, MLPS),
-    Target("dynamic", "step", 1.02, MLPS[:2]),
-    Target("dynamic", "step", 1.10, MLPS[2:]),
-    Target("dynamic", "hlo", 2.2, DEEP),
-    Target("dynamic", "first_call", 1.5, DEEP),
-    Target("dynamic", "step", 1.03, DEEP),
-    Target("dynamic", "temporary", 1.03, DEEP),
-    Target("frozen", "hlo", 1.25),
-    Target("frozen", "fusions", 1.25),
-    Target("frozen", "first_call", 1.25),
-    Target("frozen", "step", 1.01),
-)
-GROWTH = 1.1  # of the instructions a layer, from 4 layers to 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,15 +77,14 @@ def ratio(variants: dict[str, dict], variant: str, column: str) -> float:
 
 def make_tables(version: str, results: Results) -> list[Rows]:
     """Return all tables of one version of JAX."""
-    makers = (ratio_rows, time_rows, size_rows, target_rows)
-    return [make(f"JAX {version}: ", results, version) for make in makers]
+    return [make(f"JAX {version}: ", results) for make in (ratio_rows, time_rows, size_rows)]
 
 
 def _every(results: Results) -> list[tuple[str, str, dict[str, dict]]]:
     return [(model, variant, of) for model, of in results.items() for variant in of]
 
 
-def ratio_rows(title: str, results: Results, version: str) -> Rows:
+def ratio_rows(title: str, results: Results) -> Rows:
     """What people ask first: everything as a ratio to plain."""
     rows = [
         (model, variant, *(f"{ratio(of, variant, column):.2f}×" for column in NAMES))
@@ -139,7 +94,7 @@ def ratio_rows(title: str, results: Results, version: str) -> Rows:
     return Rows(title + "ratios to the plain step", ("model", "variant", *NAMES.values()), rows)
 
 
-def time_rows(title: str, results: Results, version: str) -> Rows:
+def time_rows(title: str, results: Results) -> Rows:
     """Seconds, with quartiles."""
 
     def shown(quartiles: list[float], unit: float) -> str:
@@ -160,7 +115,7 @@ def time_rows(title: str, results: Results, version: str) -> Rows:
     return Rows(title + "median times (quartiles)", header, rows)
 
 
-def size_rows(title: str, results: Results, version: str) -> Rows:
+def size_rows(title: str, results: Results) -> Rows:
     """Instructions and bytes."""
     counts = ("stablehlo", "scalars", "hlo", "fusions")
     sizes = ("temporary", "arguments")
@@ -176,28 +131,6 @@ def size_rows(title: str, results: Results, version: str) -> Rows:
     header = ("model", "variant", "StableHLO", "of them scalar", "HLO", "fusions")
     header += ("temporary, MB", "arguments + outputs, MB")
     return Rows(title + "sizes of the programs", header, rows)
-
-
-def target_rows(title: str, results: Results, version: str) -> Rows:
-    """Every target, met or not."""
-    rows = []
-
-    def add(model: str, variant: str, name: str, got: float, limit: float) -> None:
-        verdict = "pass" if got <= limit else "FAIL"
-        rows.append((model, variant, name, f"{got:.3f}", f"{limit:.3g}", verdict))
-
-    for target in TARGETS:
-        for model in target.models or [m for m in results if not m.startswith(RECIPE)]:
-            if target.variant in results.get(model, {}):
-                got = ratio(results[model], target.variant, target.column)
-                limit = target.limit_on(version)
-                add(model, target.variant, NAMES[target.column], got, limit)
-    for width in (128, 512):
-        few, many = (results.get(f"gpt-{layers}x{width}", {}) for layers in (4, 12))
-        for variant in (v for v in few if v in many and v != "plain"):
-            got = (many[variant]["hlo"] / 12) / (few[variant]["hlo"] / 4)
-            add(f"gpt-12x{width}", variant, "HLO a layer, to 4 layers", got, GROWTH)
-    return Rows(title + "targets", ("model", "variant", "what", "ratio", "target", ""), rows)
 
 
 def write_page(path: Path, results: Path) -> None:
