@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -77,29 +78,48 @@ def _with_room(leaf: ScaledArray, scale: float) -> ScaledArray:
     """A leaf with the static scale at which its data has room to grow."""
     if _compat.is_traced(leaf.data):
         return ScaledArray(leaf.data, scale)
-    largest = float(_largest(leaf.data))
+    largest = largest_finite(leaf.data)
     above = octaves_too_high(math.log2(largest), leaf.dtype) if largest else -math.inf
     above = min(above, pow2.MAX_EXPONENT - pow2.floor_exponent(scale))
     if above <= 0:
         return ScaledArray(leaf.data, scale)
     exponent = int(above)
-    return ScaledArray(_moved_down(leaf.data, 2.0**exponent), math.ldexp(scale, exponent))
+    return ScaledArray(times_power(leaf.data, -exponent), math.ldexp(scale, exponent))
 
 
 @jax.jit
 def _largest(data: jax.Array) -> jax.Array:
-    """The size of the largest element that is finite; 0 if there is none."""
-    size = jnp.abs(data.astype(jnp.float32))
+    size = jnp.abs(data.astype(dtypes.compute_dtype(data.dtype)))
     return jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0)
 
 
+def largest_finite(data: jax.Array) -> float:
+    """The size of the largest element that is finite; 0 if there is none."""
+    return float(_largest(data))
+
+
+def times_power(data: jax.Array, exponent: int) -> jax.Array:
+    """Data times `2**exponent`.
+
+    In dtypes of few exponents, what is not 0 does not become 0: optimizers divide by moments.
+    """
+    powers = []
+    while exponent:  # no number of float32 holds the ratio of the smallest to the largest scale
+        part = max(-pow2.MAX_EXPONENT, min(pow2.MAX_EXPONENT, exponent))
+        powers.append(2.0**part)
+        exponent -= part
+    return _times(data, powers)
+
+
 @jax.jit
-def _moved_down(data: jax.Array, power: float) -> jax.Array:
-    """Data over a power of two. What is not 0 does not become 0: moments are divided by."""
-    wide = data.astype(jnp.float32)
-    smallest = np.float32(jnp.finfo(data.dtype).smallest_subnormal)
-    small = jnp.copysign(jnp.maximum(jnp.abs(wide) / power, smallest), wide)
-    return dtypes.cast(jnp.where(jnp.isfinite(wide) & (wide != 0), small, wide), data.dtype)
+def _times(data: jax.Array, powers: list[Any]) -> jax.Array:
+    wide = data.astype(dtypes.compute_dtype(data.dtype))
+    new = functools.reduce(dtypes.times, powers, wide)
+    if not dtypes.has_short_range(data.dtype):
+        return dtypes.cast(new, data.dtype)
+    smallest = np.array(jnp.finfo(data.dtype).smallest_subnormal, wide.dtype)
+    kept = jnp.copysign(jnp.maximum(jnp.abs(new), smallest), wide)
+    return dtypes.cast(jnp.where(jnp.isfinite(wide) & (wide != 0), kept, new), data.dtype)
 
 
 def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:

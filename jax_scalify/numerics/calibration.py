@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import _compat
+from jax_scalify.arrays.freezing import largest_finite, times_power
 from jax_scalify.arrays.nnx_objects import shares_scaled
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
-from jax_scalify.base import dtypes
-from jax_scalify.base.pow2 import MAX_EXPONENT
 from jax_scalify.interpreter.corrections import Corrections
 from jax_scalify.interpreter.observing import is_observing
 from jax_scalify.interpreter.tracing import argument_name
@@ -341,17 +340,12 @@ def _frozen(leaf: ScaledArray, m: Measured, name: str) -> ScaledArray:
     factor = round(math.log2(own)) - exponent
     if not factor:
         return ScaledArray(leaf.data, own)
-    data = leaf.data.astype(dtypes.compute_dtype(leaf.dtype))
-    while factor:  # no number of float32 holds the ratio of the smallest to the largest scale
-        part = max(-MAX_EXPONENT, min(MAX_EXPONENT, factor))
-        data, factor = dtypes.times(data, jnp.float32(2.0**part)), factor - part
-    largest = float(jnp.max(jnp.where(jnp.isfinite(data), jnp.abs(data), 0), initial=0))
-    if largest > float(jnp.finfo(leaf.dtype).max):
+    if math.ldexp(largest_finite(leaf.data), factor) > float(jnp.finfo(leaf.dtype).max):
         raise ValueError(
             f"`state`: {name} has grown beyond the scale 2^{exponent} that it was calibrated with: "
             "`jsa.calibrate` the step with this state."
         )
-    return ScaledArray(dtypes.cast(data, leaf.dtype), 2.0**exponent)
+    return ScaledArray(times_power(leaf.data, factor), 2.0**exponent)
 
 
 def _rows(record: Record) -> dict[str, dict[str, float]]:

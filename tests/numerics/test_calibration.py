@@ -819,6 +819,17 @@ def test_freezing_gives_the_calibrated_scales():
         jax.jit(c.freeze)({"m": state["m"], "rows": rows, "w": state["w"]})
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_freezing_makes_no_second_moment_zero(dtype):
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
+    moment = jnp.asarray([1, smallest, -smallest, 0], dtype)
+    measured = Measured(role="state", dtype=dtype, log2_rms=0.0, log2_max=0.0, scale=2)
+    frozen = jsa.Calibration({}, {"args[0]": measured}).freeze(jsa.ScaledArray(moment, 1.0))
+    assert frozen.scale == 4.0
+    expected = [0.25, smallest, -smallest, 0]
+    np.testing.assert_array_equal(np.asarray(frozen.data, np.float32), np.float32(expected))
+
+
 @pytest.mark.full
 def test_accumulated_gradients_are_frozen_with_the_scale_that_they_had():
     """They are zero after each second step, the last one that is calibrated, too."""
