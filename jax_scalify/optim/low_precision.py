@@ -10,13 +10,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import match_scales, stop_scaling
 from jax_scalify.optim.applying import check_policy, rounded, widen
+from jax_scalify.optim.gradient_layout import row_major
 from jax_scalify.optim.leaves import Kind, Leaf, store_leaf
 from jax_scalify.optim.random_bits import count_of
 from jax_scalify.optim.scale_choice import GRADIENT_EXPONENTS
@@ -230,13 +229,13 @@ class _LowPrecision:
             ) from error
 
     def _updated(self, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
-        if self.policy == "statistic":
-            grads, state = _row_major(grads), _read_together(state)
+        # Scales that are found by statistic need no others: on plain numbers a step is shorter.
+        plain = self.policy == "statistic"
+        if plain:
+            grads, state = row_major(grads), _read_together(state)
         olds = _stored_leaves(state)
         roots = list(map(is_root, jax.tree.leaves(state, is_leaf=is_leaf)))
         given, weights = grads, params
-        # Scales that are found by statistic need no others: on plain numbers a step is shorter.
-        plain = self.policy == "statistic"
         types = [_wide_types(tree) for tree in (grads, state, params)]
         roles = self.find_roles(types[0], types[1], types[2], extra_args)
         owners = [role.param for role in roles]
@@ -275,30 +274,6 @@ def _wide_types(tree: Any) -> Any:
         )
 
     return jax.tree.map(wide, tree, is_leaf=is_leaf)
-
-
-def _row_major(grads: Any) -> Any:
-    """Gradients that lie in a GPU's memory as their parameters do.
-
-    XLA leaves a gradient as its matmul wrote it, which may be transposed, and would bring moments
-    and parameters to that layout, in float32, and back.
-    """
-    leaves, tree = jax.tree.flatten(grads, is_leaf=is_scaled)
-    arrays = {i: x.data if is_scaled(x) else x for i, x in enumerate(leaves)}
-    arrays = {i: x for i, x in arrays.items() if _compat.is_traced(x) and jnp.ndim(x) > 1}
-    if not arrays:
-        return grads
-    found = lax.platform_dependent(
-        list(arrays.values()), cuda=_in_row_major_layout, default=lambda xs: xs
-    )
-    for i, x in zip(arrays, found, strict=True):
-        leaf = leaves[i]
-        leaves[i] = dataclasses.replace(leaf, data=x) if is_scaled(leaf) else x
-    return tree.unflatten(leaves)
-
-
-def _in_row_major_layout(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in arrays]
 
 
 def _read_together(state: Any) -> Any:
