@@ -16,6 +16,7 @@ from jax import export, tree_util
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
+from jax_scalify.base.stochastic_rounding import cast
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ class ScaledArray:
         With a `key` of `jax.random` the rounding is stochastic, else to nearest even.
         """
         dtype = dtypes.as_floating(dtype, "dtype")
-        return ScaledArray(dtypes.cast(jnp.asarray(self.data), dtype, key=key), self.scale)
+        return ScaledArray(cast(jnp.asarray(self.data), dtype, key=key), self.scale)
 
     def to_array(self, dtype: Any = None) -> jax.Array:
         """Return `data * scale`, multiplied in at least float32 and cast once to `dtype`."""

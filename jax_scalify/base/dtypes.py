@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-from jax_scalify.base import pow2
 
 
 @functools.cache
@@ -103,17 +100,14 @@ def times(data: Any, factor: Any) -> Any:
     return lax.complex(lax.real(data) * factor, lax.imag(data) * factor)
 
 
-def cast(data: Any, dtype: Any, *, key: Any = None) -> Any:
+def cast(data: Any, dtype: Any) -> Any:
     """Cast an array; to a float of at most 8 bits, finite values and infinities saturate.
 
-    nan stays nan where the dtype has one. With a `key` of `jax.random` the rounding is
-    stochastic (`round_stochastically`), else to nearest even.
+    nan stays nan where the dtype has one. Rounding is to nearest even.
     """
     dtype = jnp.dtype(dtype)
     if jnp.dtype(data.dtype) == dtype:
         return data
-    if key is not None:
-        return round_stochastically(data, random_bits(key, data.shape), dtype)
     if is_narrow_float(dtype) and not jnp.issubdtype(data.dtype, jnp.complexfloating):
         return _saturate(data, dtype)
     return lax.convert_element_type(data, dtype)
@@ -132,69 +126,6 @@ def _saturate(data: jax.Array, dtype: np.dtype) -> jax.Array:
     below = lax.lt(lax.bitcast_convert_type(data, integer), (low + low / 2).view(integer)[()])
     below = lax.bitwise_and(below, lax.eq(data, data))
     return lax.select(below, lax.full_like(normal, low.astype(dtype)), normal)
-
-
-def random_bits(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Return the random bits that `round_stochastically` takes, one `uint32` an element."""
-    return jax.random.bits(key, shape, jnp.uint32)
-
-
-def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Array:
-    """Round each element up with a probability that is its distance from the number below.
-
-    The result is one of the two neighbours in `dtype`, and its mean the value; numbers of `dtype`
-    stay as they are. Finite values saturate in every dtype. Towards a dtype of at least 32 bits,
-    and from integers, it is an ordinary cast. Of E8M0 the smallest binade rounds to nearest, since
-    it is subnormal in float32.
-
-    Args:
-        data: array of a floating dtype.
-        bits: random `uint32`, of the shape of `data`.
-        dtype: the target.
-
-    Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications",
-    2022, mode 1.
-    """
-    target = jnp.finfo(dtype)
-    if target.bits >= 32 or not jnp.issubdtype(data.dtype, jnp.floating):
-        return cast(data, dtype)
-    data = lax.convert_element_type(data, compute_dtype(data.dtype))
-    size, same_range = lax.abs(data), target.minexp == jnp.finfo(data.dtype).minexp
-    rounded = (_round_upper_half if same_range else _round_steps)(size, bits, target)
-    return cast(lax.select(lax.is_finite(data), jnp.copysign(rounded, data), data), dtype)
-
-
-def _round_steps(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
-    """Round positive numbers to multiples of the target's ulp; every step is exact."""
-    wide, source = size.dtype, jnp.finfo(size.dtype)
-    smallest = max(math.ldexp(1.0, target.minexp), float(source.smallest_normal))
-    largest = math.ldexp(1.0, source.maxexp - 2)  # XLA may flush the reciprocal of a larger one
-    power = lax.clamp(np.array(smallest, wide), binade(size), np.array(largest, wide))
-    ulp = power * np.array(2.0**-target.nmant, wide)
-    steps = size / ulp
-    down = lax.floor(steps)
-    threshold = ((steps - down) * np.array(2.0**32, wide)).astype(jnp.uint32)
-    rounded = (down + (bits < threshold).astype(wide)) * ulp
-    # XLA may flush what is subnormal here, which E8M0 alone can tell from 0.
-    rounded = lax.select(size < source.smallest_normal, size, rounded)
-    return lax.min(rounded, np.array(target.max, wide))
-
-
-def binade(size: jax.Array) -> jax.Array:
-    """The powers of two at or below positive numbers; of subnormal ones 0."""
-    integer, nmant = pow2.exponent_layout(size.dtype)
-    infinity = np.array(np.inf, size.dtype).view(integer)
-    exponent = lax.bitwise_and(lax.bitcast_convert_type(size, integer), infinity)
-    return lax.bitcast_convert_type(exponent, size.dtype)
-
-
-def _round_upper_half(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
-    """Round positive float32 to bfloat16, its upper half, subnormal numbers included."""
-    pattern = lax.bitcast_convert_type(size, jnp.uint32)
-    pattern += lax.shift_right_logical(bits, np.uint32(16))
-    pattern = lax.bitwise_and(pattern, np.uint32(0xFFFF0000))
-    largest = np.float32(target.max).view(np.uint32)
-    return lax.bitcast_convert_type(lax.min(pattern, largest), jnp.float32)
 
 
 def leaf_dtype(leaf: Any) -> Any:

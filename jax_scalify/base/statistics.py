@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify.base import dtypes
+from jax_scalify.base.stochastic_rounding import binade
 
 STATISTICS = ("rms", "l2", "l1", "max")
 
@@ -50,7 +51,7 @@ def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -
         sizes = _sizes(data, wide)
         # XLA may flush the reciprocal of a larger power.
         largest = math.ldexp(1.0, finfo.maxexp - 2)
-        power = jnp.minimum(dtypes.binade(_average(sizes, "max", axes)), largest)
+        power = jnp.minimum(binade(_average(sizes, "max", axes)), largest)
         power = jnp.where(power == 0, jnp.ones_like(power), power)
         unit = _average(sizes / power, stat, axes)
         is_number = (unit > 0) & (unit < jnp.inf)

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.base.mixing import mixed
+from jax_scalify.base.stochastic_rounding import round_sizes
 from jax_scalify.blocks.formats import BlockFormat
 
 _EXPONENT, _FRACTION = np.uint32(0x7F800000), np.uint32(0x007FFFFF)
@@ -81,14 +82,14 @@ def round_blocks(
     if format.is_mx:
         codes = _e8m0_codes(amax, format)
         scaled = _times_power(size, -_exponents(codes))
-        elements = _round_sizes(scaled, format.dtype, bits)
+        elements = round_sizes(scaled, format.dtype, bits)
     else:
         codes, scale = _e4m3_codes(amax)
         nonzero = jnp.where(scale == 0, jnp.float32(1), scale)
         if bits is None:
             elements = _nearest_quotient(size, nonzero)
         else:
-            elements = _round_sizes(size / nonzero, format.dtype, bits)
+            elements = round_sizes(size / nonzero, format.dtype, bits)
         elements = jnp.where((scale == 0) | jnp.isnan(scale), jnp.float32(0), elements)
     if not format.is_fp8:  # which has no nan: it is the block scale that has
         elements = jnp.where(amax > _EXPONENT, jnp.float32(0), elements)
@@ -135,31 +136,6 @@ def hashed_bits(x: jax.Array) -> jax.Array:
     """
     place = lax.iota(jnp.uint32, x.size).reshape(x.shape)
     return mixed(lax.bitcast_convert_type(x, jnp.uint32) ^ (place * np.uint32(0x9E3779B9)))
-
-
-def _round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None) -> jax.Array:
-    """Round positive numbers to those of a narrow dtype; what is beyond them saturates.
-
-    With random `uint32` bits the rounding is stochastic, else to nearest even. nan stays nan.
-    """
-    info = jnp.finfo(dtype)
-    # Products with powers of two made of bits are exact on every device, as quotients need not be.
-    binade = lax.bitcast_convert_type(size, jnp.uint32) >> np.uint32(23)
-    binade = jnp.clip(binade, np.uint32(info.minexp + _BIAS), np.uint32(info.maxexp + _BIAS))
-    ulp, inverse = (
-        lax.bitcast_convert_type(biased << np.uint32(23), jnp.float32)
-        for biased in (binade - np.uint32(info.nmant), np.uint32(254 + info.nmant) - binade)
-    )
-    steps = size * inverse
-    if bits is None:
-        steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
-    else:
-        down = lax.floor(steps)
-        threshold = ((steps - down) * np.float32(2.0**32)).astype(jnp.uint32)
-        steps = down + (bits < threshold).astype(jnp.float32)
-    rounded = jnp.where(size == np.inf, np.float32(info.max), steps * ulp)
-    rounded = jnp.where(rounded > np.float32(info.max), np.float32(info.max), rounded)
-    return jnp.where(jnp.isnan(size), size, rounded)
 
 
 def _smallest_exponent(amax: jax.Array, largest: float) -> jax.Array:

@@ -17,6 +17,7 @@ from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import check_statistic
+from jax_scalify.base.stochastic_rounding import random_bits
 from jax_scalify.blocks.array import is_array_of_ours
 from jax_scalify.config import current_config
 from jax_scalify.primitives.definitions import (
@@ -56,7 +57,7 @@ def cast(x: jax.Array, dtype: Any, key: Any = None) -> jax.Array:
         return x
     if key is None:
         return cast_p.bind(x, dtype=dtype)
-    return stochastic_cast_p.bind(x, dtypes.random_bits(key, x.shape), dtype=dtype)
+    return stochastic_cast_p.bind(x, random_bits(key, x.shape), dtype=dtype)
 
 
 def set_scaling(x: Any, scale: Any) -> Any:

@@ -193,8 +193,7 @@ class _Group:
         """Each leaf, at scales that have been chosen together, or at its own."""
         scale = self._own_scale() if scale is None else scale.reshape(self.old.shape)
         (x, like, salt, bits), kind = self.leaf, self.kind
-        data = x * inverse(scale).astype(x.dtype)
-        data = jnp.where((scale == 0) & jnp.isfinite(x), 0, data)
+        data = x * inverse(scale, 0.0).astype(x.dtype)  # what has a scale 0 is 0
         salt = salt.data if is_scaled(salt) else salt
         bits = bits_to_round(x, salt, bits, count, like.dtype, fades=kind.fades)
         data = saturate(data, like.dtype, wide=kind.wide, bits=bits, is_root=kind.is_root)

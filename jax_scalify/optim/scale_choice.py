@@ -14,6 +14,7 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.stochastic_rounding import off_zero, round_stochastically, with_sign_of
 from jax_scalify.optim.square_roots import moved_for_square
 
 # `j` in `scale = 2**j * s**d`, for a leaf of degree `d` in a gradient of scale `s`. The data of
@@ -43,14 +44,15 @@ def saturate(
     `bits` (`uint32`, one an element) the rounding is stochastic, else to nearest even. Of a root it
     is the square that is right on average.
     """
+    wide = wide and dtypes.has_short_range(dtype)
+    if bits is not None:
+        x = moved_for_square(x, dtype) if is_root else x
+        return round_stochastically(x, bits, dtype, keeps_nonzero=wide)
     limit = np.array(jnp.finfo(dtype).max, x.dtype)
     x = jnp.where(jnp.isfinite(x), lax.clamp(-limit, x, limit), x)
-    if wide and dtypes.has_short_range(dtype):
-        smallest = np.array(jnp.finfo(dtype).smallest_subnormal, x.dtype)
-        x = jnp.where((x != 0) & (jnp.abs(x) < smallest), jnp.copysign(smallest, x), x)
-    if is_root and bits is not None:
-        x = moved_for_square(x, dtype)
-    return dtypes.cast(x, dtype) if bits is None else dtypes.round_stochastically(x, bits, dtype)
+    if wide:
+        x = with_sign_of(x, off_zero(jnp.abs(x), dtype))
+    return dtypes.cast(x, dtype)
 
 
 def reduced(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -78,9 +80,10 @@ def reduced_by_rows(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.
     return largest.reshape(-1), total.reshape(-1)
 
 
-def inverse(scale: jax.Array) -> jax.Array:
-    """What a multiplication by takes a scale away; of a scale 0 it is 1."""
-    return 1 / jnp.where(scale == 0, 1, scale)
+def inverse(scale: jax.Array, of_zero: float = 1.0) -> jax.Array:
+    """What a multiplication by takes a scale away; a scale 0 has none."""
+    is_zero = scale == 0
+    return jnp.where(is_zero, of_zero, 1.0) / jnp.where(is_zero, 1, scale)
 
 
 def _reduced(

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.arrays.scaled_array import is_scaled
-from jax_scalify.base import dtypes
+from jax_scalify.base.stochastic_rounding import round_stochastically
 
 
 class SquareRoot(NamedTuple):
@@ -64,7 +64,7 @@ def moved_for_square(x: jax.Array, dtype: Any) -> jax.Array:
     # A square root may be some ulp beside a number of the dtype, which it ought to be.
     slack = np.float32(1 + 2.0**-20)
     size = x * slack
-    low = dtypes.round_stochastically(size, jnp.full_like(x, 2**32 - 1, jnp.uint32), dtype)
+    low = round_stochastically(size, jnp.full_like(x, 2**32 - 1, jnp.uint32), dtype)
     pattern = lax.bitcast_convert_type(low, bits)
     high = lax.bitcast_convert_type(jnp.minimum(pattern + bits.type(1), top), dtype)
     low, high = low.astype(x.dtype), high.astype(x.dtype)

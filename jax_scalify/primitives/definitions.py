@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_scalify.base import dtypes
+from jax_scalify.base.stochastic_rounding import round_stochastically
 
 NOTHING_SEEN = -(2**30)
 """What a history says of a step that has not been, or in which everything was zero."""
@@ -85,7 +86,7 @@ cast_p = define(
 
 stochastic_cast_p = define(
     "stochastic_cast",
-    lambda x, bits, *, dtype: dtypes.round_stochastically(x, bits, dtype),
+    lambda x, bits, *, dtype: round_stochastically(x, bits, dtype),
     lambda x, bits, *, dtype: x.update(dtype=dtype, weak_type=False),
 )
 

@@ -14,6 +14,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.filling import filled
 from jax_scalify.base.statistics import statistic
+from jax_scalify.base.stochastic_rounding import round_stochastically
 from jax_scalify.blocks.dot import block_round_p
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.interpreter.operand import Facts, Operand
@@ -96,7 +97,7 @@ def straight_through_rule(ctx: RuleContext, x: Operand, *_: Any, **params: Any) 
 def stochastic_cast_rule(ctx: RuleContext, x: Operand, bits: Any, *, dtype: Any) -> ScaledArray:
     """The data only, saturating; scale unchanged."""
     data = filled(x.data, ctx.out_avals[0])
-    return ScaledArray(dtypes.round_stochastically(data, bits, dtype), x.scale)
+    return ScaledArray(round_stochastically(data, bits, dtype), x.scale)
 
 
 @register_scale_rule(primitives.rebalance_scale_p, elements="rescaled")

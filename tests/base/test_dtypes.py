@@ -11,7 +11,7 @@ import pytest
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
-from jax_scalify.base import dtypes
+from jax_scalify.base import dtypes, stochastic_rounding
 
 # JAX has names for float6 as well, but its CPU compiler does not take them.
 NARROW = """float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2
@@ -117,7 +117,7 @@ def test_every_number_goes_round_trip(dtype):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_infinities_saturate_and_nan_stays(dtype, key):
     x = jnp.asarray([np.inf, -np.inf, np.nan, -np.nan])
-    out = exact(jax.jit(lambda v: dtypes.cast(v, dtype, key=key))(x))
+    out = exact(jax.jit(lambda v: stochastic_rounding.cast(v, dtype, key=key))(x))
     np.testing.assert_array_equal(out[:2], numbers(dtype)[[-1, 0]])
     has_nan = dtype != "float4_e2m1fn"
     np.testing.assert_array_equal(np.isnan(out[2:]), has_nan)
@@ -137,7 +137,7 @@ def test_integers_saturate(dtype):
 def rounded(x, bits, dtype):
     shape = jnp.broadcast_shapes(x.shape, bits.shape)
     x, bits = jnp.broadcast_to(x, shape), jnp.broadcast_to(bits, shape)
-    return dtypes.round_stochastically(x, bits, jnp.dtype(dtype))
+    return stochastic_rounding.round_stochastically(x, bits, jnp.dtype(dtype))
 
 
 @pytest.mark.sampled(4)
@@ -210,10 +210,12 @@ def test_stochastic_saturates_finite_numbers_only(dtype):
 def test_stochastic_to_a_wider_dtype_is_exact():
     x = jnp.asarray(numbers("float8_e5m2"), jnp.float16)
     for dtype in (jnp.float32, jnp.float16):
-        out = dtypes.cast(x, dtype, key=jax.random.key(0))
+        out = stochastic_rounding.cast(x, dtype, key=jax.random.key(0))
         assert out.dtype == dtype
         assert_same(out, x)
-    whole = dtypes.cast(jnp.asarray([1, 1000]), jnp.float8_e4m3fn, key=jax.random.key(0))
+    whole = stochastic_rounding.cast(
+        jnp.asarray([1, 1000]), jnp.float8_e4m3fn, key=jax.random.key(0)
+    )
     assert_same(whole, [1, 448])
 
 
@@ -233,7 +235,7 @@ BACKWARD = [jsa.ops.cast_on_backward, jsa.ops.reduce_precision_on_backward]
 
 def exactly(dtype, key, x):
     """What a cast with this key gives."""
-    return exact(dtypes.cast(jnp.asarray(x), dtype, key=key)).astype(np.float32)
+    return exact(stochastic_rounding.cast(jnp.asarray(x), dtype, key=key)).astype(np.float32)
 
 
 @pytest.mark.sampled(16)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify.base import dtypes
+from jax_scalify.base.stochastic_rounding import round_stochastically
 from jax_scalify.optim.square_roots import moved_for_square
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -41,7 +41,7 @@ def test_numbers_of_the_dtype_stay(dtype):
 
     @jax.jit
     def store_again(x, bits):
-        return dtypes.round_stochastically(moved_for_square(jnp.sqrt(x * x), dtype), bits, dtype)
+        return round_stochastically(moved_for_square(jnp.sqrt(x * x), dtype), bits, dtype)
 
     for bits in (0, 2**31, 2**32 - 1):
         again = store_again(x, jnp.full(x.shape, bits, jnp.uint32))
