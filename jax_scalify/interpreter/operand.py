@@ -82,7 +82,7 @@ class Operand(ScaledArray):
     Attributes:
         source: an array, or a number that stands for an array of equal elements.
         scale: the `Scale` that the law gives.
-        unit: the `Scale` that the source has.
+        unit: the `Scale` that the source has; if it lies along an axis, it is the operand's scale.
         origin, mantissa: the source it is a multiple of, and the mantissa of the constant.
         home: the scale of the state's leaf that it is a multiple of, element by element: see
             `interpreter/homes.py`; None if it is of no leaf, or of several.
@@ -210,6 +210,14 @@ class Operand(ScaledArray):
         if self.unit.is_one:
             return self.source
         return self._once("value", lambda: self.at_unit(ONE, self.source.dtype))
+
+    @property
+    def at_scalar_unit(self) -> tuple[Any, Scale]:
+        """The source and its unit; the array of values and 1, if the unit lies along an axis.
+
+        For results whose unit is not their scale: only a scale goes along where elements move.
+        """
+        return (self.value, ONE) if self.unit.ndim else (self.source, self.unit)
 
     def at_unit(self, unit: Scale, dtype: Any = None, **options: Any) -> Any:
         """The array `values / unit`, multiplied as `multiply` does."""

@@ -62,8 +62,9 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
             mantissa = _mantissa(x)
             if not mantissa:
                 return ctx.on_values(scale, lhs, rhs, **params)
-            out = ctx.bind(*(a.value if a is x else a.source for a in (lhs, rhs)), **params)
-            return ctx.of_value(out, scale, other.unit).as_multiple(other, mantissa)
+            source, unit = other.at_scalar_unit
+            out = ctx.bind(*(a.value if a is x else source for a in (lhs, rhs)), **params)
+            return ctx.of_value(out, scale, unit).as_multiple(other, mantissa)
         if sign := _sign_of(x):
             data = filled(other.data, ctx.out_avals[0])
             return rounded(ctx, data if sign > 0 else lax.neg(data), scale)
@@ -81,7 +82,8 @@ def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
         data = filled(lhs.data, ctx.out_avals[0])
         return rounded(ctx, data if sign > 0 else lax.neg(data), scale)
     if ctx.holds_values and rhs.constant is not None and _mantissa(rhs):
-        return ctx.of_value(ctx.bind(lhs.source, rhs.value, **params), scale, lhs.unit)
+        source, unit = lhs.at_scalar_unit
+        return ctx.of_value(ctx.bind(source, rhs.value, **params), scale, unit)
     return bind_product(ctx, (lhs, rhs), scale, params)
 
 

@@ -49,7 +49,7 @@ def reduce_sum_rule(ctx: RuleContext, x: Operand, *, axes: Any, **params: Any) -
 
 def _sum_of_values(ctx: RuleContext, x: Operand, scale: Scale, **params: Any) -> Operand:
     """A sum of values, accumulated in at least float32, in the unit of its terms."""
-    terms, unit = (x.value, ONE) if x.unit.ndim else (x.source, x.unit)
+    terms, unit = x.at_scalar_unit
     wide = lax.convert_element_type(terms, dtypes.compute_dtype(x.dtype))
     return ctx.of_value(ctx.bind(wide, **params), scale, unit)
 

@@ -291,6 +291,34 @@ def test_computed_elements_are_compared(dtype):
     check_all_exact(functions, [(x,)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("multiple", ["times", "over", "minus"])
+def test_multiples_move_with_their_scales(multiple, dtype):
+    """The scale of each element goes along, also where the law's scale is another one by now."""
+    of = {"times": lambda x: x * 12, "over": lambda x: x / 0.25, "minus": lambda x: -(x * 0.5)}
+    moves = [
+        lambda x: x.T,
+        lambda x: x.reshape(-1),
+        lambda x: x[:, 1:4],
+        lambda x: x[1:3],
+        lambda x: x[::-1, ::-1],
+        lambda x: x[IDX],
+        lambda x: x[:, None],
+        lambda x: lax.broadcast_in_dim(x, (6, 3, 4), (2, 0)) if x.shape == (4, 6) else x,
+        lambda x: jnp.concatenate([x, x], 1),
+        lambda x: jnp.stack([x, x], 1),
+        lambda x: jnp.repeat(x, 2, axis=0),
+        lambda x: jnp.pad(x, 1),
+        lambda x: x.at[IDX[:2]].set(x[:2]),
+        lambda x: jax.vmap(lambda r: r * 2)(x),
+        lambda x: lax.scan(lambda c, r: (c, r), 0.0, x)[1],
+        lambda x: jnp.abs(x),
+    ]
+    functions = [lambda x, f=f: f(of[multiple](x)) for f in moves]
+    cases = [(scaled(0, SCALES[s], dtype),) for s in ("rows", "columns", "both")]
+    check_all_exact(functions, cases)
+
+
 def test_fill_values_beside_scales():
     scales = 2.0 ** np.array([[-6, 0, -5, 3, -7, 1]])
     functions = [
