@@ -64,9 +64,17 @@ def test_the_links_of_a_page_lead_to_files(page):
             assert (DOCS / target).exists(), target
 
 
+def test_the_first_page_says_what_the_readme_says():
+    readme = (DOCS.parent / "README.md").read_text().replace("](docs/", "](")
+    index = (DOCS / "index.md").read_text()
+    for start, end in (("**Train", "## Install"), ("```python", "## What"), ("| | float16", "## W")):
+        shared = readme[readme.index(start) :]
+        assert shared[: shared.index(f"\n{end}")].strip() in index
+
+
 def test_the_readme_calls_every_page_by_its_title():
-    readme = (DOCS.parent / "README.md").read_text()
-    listed = dict(re.findall(r"^\| \[([^]]+)\]\(docs/(\w+)\.md\)", readme, re.MULTILINE))
+    links = (DOCS.parent / "README.md").read_text().partition("\n## Documentation\n")[2]
+    listed = dict(re.findall(r"\[([^]]+)\]\(docs/(\w+)\.md\)", links))
     titles = {}
     for file in DOCS.glob("*.md"):
         title = re.search(r"^# (.+)$", file.read_text(), re.MULTILINE)
