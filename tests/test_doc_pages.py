@@ -67,7 +67,11 @@ def test_the_links_of_a_page_lead_to_files(page):
 def test_the_first_page_says_what_the_readme_says():
     readme = (DOCS.parent / "README.md").read_text().replace("](docs/", "](")
     index = (DOCS / "index.md").read_text()
-    for start, end in (("**Train", "## Install"), ("```python", "## What"), ("| | float16", "## W")):
+    for start, end in (
+        ("**Train", "## Install"),
+        ("```python", "## What"),
+        ("| | float16", "## W"),
+    ):
         shared = readme[readme.index(start) :]
         assert shared[: shared.index(f"\n{end}")].strip() in index
 
