@@ -185,8 +185,9 @@ def dynamic_rescale(
 
     The statistic is taken in float32 over the whole leaf (for each index of a scale that is not
     scalar) and rounded to a power of two, so that moving it between data and scale is exact as
-    long as no element becomes subnormal. A leaf that is all zero gets scale 0 ("any scale"); one
-    with a non-finite statistic is left alone.
+    long as no element becomes subnormal. A nonzero element never becomes 0: optimizers divide by
+    second moments. A leaf that is all zero gets scale 0 ("any scale"); a leaf with a non-finite
+    statistic is left unchanged.
 
     Args:
         tree: pytree with `ScaledArray` leaves outside `scalify`, or arrays inside it. Other leaves

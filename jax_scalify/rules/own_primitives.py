@@ -135,7 +135,8 @@ def dynamic_rescale_rule(
 ) -> list[Any]:
     """Read the data: its statistic, as a power of two, moves into the scale.
 
-    A zero gets scale 0; a non-finite statistic changes nothing.
+    A zero gets scale 0; a non-finite statistic changes nothing. No other element becomes 0: in the
+    state of an optimizer it may be a second moment, which is divided by.
     """
     examples = ctx.out_avals[1].shape
     if not isinstance(value, Operand):
@@ -149,7 +150,13 @@ def dynamic_rescale_rule(
     power = lax.mul(power, jnp.asarray(1 / target, power.dtype))
     factor = ctx.table.atom(jnp.where(finite, power, jnp.ones_like(power)))
     flag = _of_examples(finite, examples)
-    return [at_scale(x, x.scale * factor), flag]
+    out = at_scale(x, x.scale * factor)
+    if dtypes.has_short_range(x.dtype) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        lost = (out.source == 0) & (x.source != 0)
+        smallest = np.array(jnp.finfo(x.dtype).smallest_subnormal, out.source.dtype)
+        kept = jnp.where(x.source < 0, -smallest, smallest)
+        out = out.as_pair(jnp.where(lost, kept, out.source), out.scale)
+    return [out, flag]
 
 
 def _measured_axes(x: Operand, batch_ndim: int) -> tuple[int, ...] | None:

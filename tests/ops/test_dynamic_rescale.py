@@ -136,3 +136,17 @@ def test_leaves_of_one_shape_share_a_program():
     assert program.count("stablehlo.case") == 1  # the one of float32's range
     out = jsa.dynamic_rescale(tree)
     assert all(float(x.scale) == 2.0**i for i, x in out.items())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_not_zero_does_not_become_zero(inside, dtype):
+    """Second moments are divided by: those far below the RMS become the smallest number."""
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
+    top = float(jnp.finfo(dtype).max)
+    x = jsa.ScaledArray(jnp.asarray([top, smallest, -smallest, 0, smallest * 8], dtype), 2.0**-20)
+    out = jax.jit(jsa.scalify(jsa.dynamic_rescale))(x) if inside else jsa.dynamic_rescale(x)
+    assert out.scale > x.scale
+    data = np.asarray(out.data, np.float64)
+    np.testing.assert_array_equal(data[1:4], [smallest, -smallest, 0])
+    np.testing.assert_array_equal(jsa.dynamic_rescale(out).data, out.data)
