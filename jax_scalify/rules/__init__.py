@@ -1,4 +1,4 @@
-"""The scale rules, one file a family; importing them registers them."""
+"""The scale rules, one module for each family. Importing a module registers its rules."""
 
 from jax_scalify.rules import (
     aligning,

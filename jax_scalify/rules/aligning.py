@@ -1,4 +1,8 @@
-"""Aligning primitives: the scale is the largest vote, and every operand is brought to it."""
+"""Aligning primitives. The scale is the largest vote, and every operand is brought to it.
+
+The votes are those of `rules/shared/joining.py`: an array votes with its scale, and a constant with
+the smallest scale at which it can be written.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +60,10 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             return rounded(ctx, filled(lhs.data, out), lhs.scale)
         if lhs.constant == 0 and not ctx.holds_values:
             data = rhs.data
-            data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data  # 0 - 0 is no -0
+            # `0 - x` and not `-x`: the difference of zeros is 0, not -0.
+            data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data
             return rounded(ctx, filled(data, out), rhs.scale)
-        operation = lax.sub if negate_rhs else lax.add  # `add_any` takes no numbers
+        operation = lax.sub if negate_rhs else lax.add  # `add_any` does not broadcast numbers
         leading = [x for x in (lhs, rhs) if x.facts.leads]
         if len(leading) == 1:
             scale = leading[0].scale
@@ -72,14 +77,14 @@ def _sum_rule(negate_rhs: bool) -> Rule:
         return rounded(ctx, operation(*widened(ctx, data)), scale)
 
     rule.__doc__ = (
-        "`scale = max(lhs.scale, rhs.scale)`, of a state's leaf in wide dtypes its own; a constant "
-        "0 changes nothing."
+        "`scale = max(lhs.scale, rhs.scale)`, without that of a constant 0; the sum that updates a "
+        "float32 or bfloat16 leaf of the state keeps the leaf's scale."
     )
     return rule
 
 
 def _growth(ctx: RuleContext, *terms: Operand) -> Scale:
-    """The cotangents of a weight that is used n times grow like `sqrt(n)`."""
+    """Return the growth of a sum of cotangents: `sqrt(n)` for a weight that is used n times."""
     counts = [x.facts.sums for x in terms]
     if ctx.primitive.name != "add_any" or not all(counts):
         return algebra.ONE
@@ -99,10 +104,10 @@ register_scale_rule(lax.sub_p, elements="new", elementwise=True, degree="sum")(
 def concatenate_rule(
     ctx: RuleContext, *args: Operand, dimension: int, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the operands' votes, or, along the axis, the operands' scales.
+    """`scale = max(votes)`; if an operand has scales along the axis, each keeps its own scales.
 
-    One scale along the axis is enough where every operand has one. If an operand has several, it
-    keeps them, and so does each other operand.
+    With scales of shape `(4,)` and `()`, operands of shape `(4,)` and `(2,)` give scales of shape
+    `(6,)`.
     """
     args = tuple(x if x.size else uniform_over(x) for x in args)
     if not any(lies_along(x, dimension) for x in args):
@@ -121,7 +126,7 @@ def concatenate_rule(
 
 @register_scale_rule("stack", elements="joined")
 def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> ScaledArray:
-    """`scale = max` of the operands' votes."""
+    """`scale = max(votes)` of the operands."""
     arrays = least_scales(*args)
     scale = scale_for(arrays)
     data = at_shared_scale(ctx, arrays, ctx.in_avals, scale)
@@ -133,9 +138,10 @@ def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> Sc
 def pad_rule(
     ctx: RuleContext, x: Operand, value: Operand, *, padding_config: Any, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the votes of array and padding value.
+    """`scale = max(votes)` of the array and the padding value.
 
-    Where new indices have scales of their own, it is 0 if their elements are, else the largest.
+    If the array has scales along a padded axis, new indices get the scale 0 when the padding value
+    is 0, and otherwise the array's largest scale.
     """
     x = x if x.size else uniform_over(x)
     if not x.scale.ndim:
@@ -166,12 +172,12 @@ def pad_rule(
 def dynamic_update_slice_rule(
     ctx: RuleContext, x: Operand, update: Operand, *starts: Any, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the votes of array and update; that of the array where it is not updated."""
+    """`scale = max(votes)`; with scales along axes, only updated indices change their scales."""
     x, update = least_scales(x, update)
     axes = varying_axes(x.scale, update.scale)
     shape, window = (aval.shape for aval in ctx.in_avals[:2])
     partial = {a for a, (n, size) in enumerate(zip(shape, window, strict=True)) if n != size}
-    if not partial & set(axes):  # every scale is one of old and of new elements
+    if not partial & set(axes):  # every scale belongs to old and to new elements
         scale = scale_for((x, update))
         data = at_shared_scale(ctx, (x, update), ctx.in_avals[:2], scale)
         return rounded(ctx, ctx.bind(*data, *starts, **params), scale)
@@ -179,7 +185,7 @@ def dynamic_update_slice_rule(
     old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
     new = scale_array(ctx.table, own[1], [n if a in axes else 1 for a, n in enumerate(window)])
     offsets = [s if a in axes else np.zeros((), s.dtype) for a, s in enumerate(starts)]
-    if not partial <= set(axes):  # some old elements have the same scales as new ones
+    if not partial <= set(axes):  # some old elements share a scale with new elements
         new = lax.max(new, lax.dynamic_slice(old, offsets, new.shape))
     scale = scale_of(ctx.table, lax.dynamic_update_slice(old, new, offsets))
     kept = own[0] if partial <= set(axes) else scale
@@ -190,7 +196,7 @@ def dynamic_update_slice_rule(
 
 @register_scale_rule(lax.gather_p, elements="taken")
 def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> ScaledArray:
-    """`out = gather(data)`, and so for scales; a finite fill value is divided by them."""
+    """`out = gather(data)`, `scale = gather(scale)`; a finite fill value votes."""
     (x,) = least_scales(x)
     windows = Windows.gathered(params["dimension_numbers"], params["slice_sizes"])
     fill = params["fill_value"]
@@ -211,7 +217,8 @@ def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> Sc
     return ScaledArray(jnp.where(inside, taken, align_constant(fill, x.dtype, scale)), scale)
 
 
-# An element that is picked out of many keeps 12 octaves in float16.
+# In float16 and FP8, sparse updates lower the scale by at most 2**-4. Data of unit size is then
+# 2**4, and 12 octaves remain up to the largest float16.
 _LEAST_DENSITY = Scale(-4)
 
 
@@ -221,10 +228,10 @@ _LEAST_DENSITY = Scale(-4)
 def scatter_rule(
     ctx: RuleContext, x: Operand, indices: Any, updates: Operand, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the votes of array and updates; updates are summed in float32.
+    """`scale = max(votes)` of array and updates; updates are summed in float32.
 
-    Added to n zeros, k updates have `scale * pow2(sqrt(k / n))`: a gradient that is 0 almost
-    everywhere, as that of one logit a token. A function that is applied is so to plain values.
+    The sum of n zeros and k updates has `scale * pow2(sqrt(k / n))`, its RMS: a gradient that picks
+    one logit for each token is almost everywhere 0. `x.at[i].apply(f)` applies `f` to plain values.
     """
     x, updates = least_scales(x, updates)
     if ctx.primitive is lax.scatter_p and applies_function(params):
@@ -252,7 +259,7 @@ def scatter_rule(
 def select_and_scatter_add_rule(
     ctx: RuleContext, source: Operand, operand: Operand, **params: Any
 ) -> ScaledArray:
-    """`scale = source.scale`, added up in float32; the operand only says where."""
+    """`scale = source.scale`, added up in float32; the operand only selects positions."""
     axes = windowed_axes(ctx, **params)
     source = uniform_over(source, axes)
     compute = dtypes.compute_dtype(ctx.out_dtype)
@@ -267,7 +274,7 @@ def select_and_scatter_add_rule(
 
 @register_scale_rule(lax.complex_p, elements="new", elementwise=True)
 def complex_rule(ctx: RuleContext, re: Operand, im: Operand, **params: Any) -> ScaledArray:
-    """`scale = max` of the scales of real and imaginary part."""
+    """`scale = max(re.scale, im.scale)`."""
     return ctx.on_values(shared_scale(re, im, additive=True), re, im)
 
 
@@ -275,7 +282,7 @@ def complex_rule(ctx: RuleContext, re: Operand, im: Operand, **params: Any) -> S
     lax.rem_p, family="remainder", elements="new", elementwise=True, nonnegative="keeps"
 )
 def rem_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
-    """`scale = min(lhs.scale, rhs.scale)`, in at least float32: no divisor becomes 0."""
+    """`scale = min(lhs.scale, rhs.scale)`, in at least float32: the divisor must not underflow."""
     scale = algebra.meet(lhs.scale, rhs.scale)
     if ctx.holds_values:
         return ctx.on_values(scale, lhs, rhs, **params)

@@ -1,7 +1,7 @@
-"""Choices: the largest, the smallest, one of several cases.
+"""Choosing primitives: `max`, `min`, `clamp` and `select_n`.
 
-Where one choice is made for a whole array, it chooses the scale too. Where each element is chosen
-by itself, all have the largest scale that an operand asks for.
+If one predicate chooses a whole array, it chooses the scale too. If each element is chosen
+separately, the operands are brought to the largest vote.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def _extremum_rule(sign: int) -> Rule:
         numbers = [x.constant for x in args]
         harmless = [n is not None and sign * n <= 0 for n in numbers]
         bound = None
-        if any(harmless):  # max(x, c <= 0): the constant saturates, right for every finite x
+        if any(harmless):  # max(x, c <= 0): the constant may saturate, exact for every finite x
             which = harmless.index(True)
             other = args[which ^ 1]
             scale, limit = other.scale, _bound(args[which])
             if sign < 0 and other.facts.nonneg:  # 0 <= min(x, c) <= c
                 scale = algebra.meet(scale, limit)
             elif other.facts.bound is not None and sign * other.facts.bound > 0:
-                bound = other.facts.bound  # the second half of `clip`
+                bound = other.facts.bound  # `other` is the first half of `clip`
                 own = Scale(pow2.split_constant(bound)[1])
                 scale = algebra.meet(scale, algebra.join(limit, own))
         else:
@@ -56,12 +56,15 @@ def _extremum_rule(sign: int) -> Rule:
         if ctx.holds_values:
             return ctx.on_values(scale, lhs, rhs, **params)
         out = ctx.bind(*same_dtype(*(align(x, scale) for x in args)), **params)
-        if bound is not None:  # at the scale of the first half it may have been too small to write
+        if bound is not None:  # at the scale of the first half it may have underflowed
             again = align_constant(bound, out.dtype, scale)
             out = lax.max(out, again) if sign < 0 else lax.min(out, again)
         return rounded(ctx, out, scale)
 
-    rule.__doc__ = "`scale = max(lhs.scale, rhs.scale)`; a constant on the far side of 0: no vote."
+    rule.__doc__ = (
+        "`scale = max(lhs.scale, rhs.scale)`, without a constant c in `max(x, c <= 0)` or "
+        "`min(x, c >= 0)`."
+    )
     return rule
 
 
@@ -74,7 +77,7 @@ register_scale_rule(lax.min_p, family="aligning", elements="placed", elementwise
 
 
 def _bound(x: Operand) -> Scale:
-    """The scale of a constant bound; an infinite one is no bound."""
+    """Return the scale of a constant bound; the largest scale for an infinite bound."""
     return x.scale if np.isfinite(np.float64(x.constant)) else Scale(pow2.MAX_EXPONENT)
 
 
@@ -82,7 +85,7 @@ def _bound(x: Operand) -> Scale:
 def clamp_rule(
     ctx: RuleContext, low: Operand, x: Operand, high: Operand, **params: Any
 ) -> ScaledArray:
-    """`scale = max` of the votes; between constants: `x.scale`, clamped to their scales."""
+    """`scale = max(votes)`; with constant bounds, `x.scale` clamped to the bounds' scales."""
     if low.constant is None or high.constant is None:
         scale = shared_scale(low, x, high)
     else:
@@ -99,7 +102,7 @@ def clamp_rule(
 
 
 def _is_own_number(ctx: RuleContext, operands: Sequence[Operand]) -> bool:
-    """Whether a result of rank 0 is chosen among numbers of several scales."""
+    """Return whether a 0-d result is chosen among operands of different scales."""
     numbers = [x.constant for x in operands]
     zeros = [n is not None and (n == 0 or not np.isfinite(np.float64(n))) for n in numbers]
     scales = {x.scale for x, zero in zip(operands, zeros) if not (zero or x.scale.is_zero)}
@@ -110,10 +113,10 @@ def _is_own_number(ctx: RuleContext, operands: Sequence[Operand]) -> bool:
 def _number(
     ctx: RuleContext, operands: Sequence[Operand], scale: Scale, params: dict[str, Any]
 ) -> Operand:
-    """A result of rank 0 that was chosen among others: its scale is its own exponent.
+    """Return a chosen 0-d result, with its own exponent as its scale.
 
-    The smaller of a norm of 1e-9 and of 1 has data of 1e-9 at the scale that both share, and would
-    make zeros of the float16 that it multiplies.
+    At the shared scale 1, `min(1e-9, 1.0)` would have data 1e-9, and float16 data that is
+    multiplied by it would underflow. The rule returns data of about 1 at the scale 2**-30.
     """
     if ctx.holds_values:
         out = ctx.on_values(ONE, *operands, **params)
@@ -125,10 +128,10 @@ def _number(
 
 
 def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:
-    """By how much the scale of multiples of one array may be less than the largest.
+    """Return by which factor, at most 1, a choice among multiples of one array lowers the scale.
 
-    `where(x < 0.03, 4096 * x, x)`, as in `hypot`, multiplies what is small. At the scale of the
-    multiple the other elements would be as small as these were.
+    `hypot` computes `where(x < 0.03, 4096 * x, x)`, which multiplies small elements only. At the
+    scale of `4096 * x`, all other elements would underflow.
     """
     first, *others = cases
     multiples = [x.scale / first.scale for x in others]
@@ -141,15 +144,16 @@ def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:
     return Scale(max(min(exponents) - max(exponents), room(dtype).exponent))
 
 
-# Cases whose static scales are nearer than this have one scale.
+# Cases whose static exponents differ by at most this share one scale.
 _NEAR = 2
 
 
 def _chosen_scale(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Scale | None:
-    """The scale that a predicate of rank 0 chooses; None where one scale is as good.
+    """Return the scale that a 0-d predicate chooses; None if one shared scale is as good.
 
-    `where(norm < 1, g, g / norm)` has gradients of 1e-9 on one side and of 1 on the other. It is
-    as good in a step of wide dtypes that keeps its scales. A zero that is chosen has the scale 0.
+    `where(norm < 1, g, g / norm)` may have gradients of 1e-9 on one side and of 1 on the other.
+    One scale is as good if the cases' scales are nearly equal, and in a step of wide dtypes whose
+    scales are all static (`splits_scalars` is False). A chosen constant 0 has the scale 0.
     """
     numbers = [None if x.constant is None else np.complex128(x.constant) for x in cases]
     scales = [x.scale for x, n in zip(cases, numbers) if n is None or (n != 0 and np.isfinite(n))]
@@ -177,9 +181,9 @@ def _chosen_scale(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Sca
 
 @register_scale_rule(lax.select_n_p, family="aligning", elements="placed", elementwise=True)
 def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) -> Any:
-    """`scale = max` of the cases' votes; of one array's multiples, the least that fits them all.
+    """`scale = max(votes)` of the cases; for multiples of one array, less if all still fit.
 
-    One predicate for the whole array chooses the scale too: that of the case that is chosen.
+    A 0-d predicate chooses the scale too: the result has the scale of the chosen case.
     """
     if not np.ndim(which):
         cases = tuple(map(within_range, cases))

@@ -1,6 +1,6 @@
-"""Collectives: each device has a scale of its own, so the data is brought to the largest first.
+"""Collectives. Devices may have different scales, so data is first brought to the largest scale.
 
-Only scales are compared; no statistic of the data is taken.
+Only scales are compared. No statistic of the data is taken.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from jax_scalify.scales.multiplying import multiply
 
 
 def _axis_names(params: dict[str, Any]) -> tuple[Any, ...]:
-    """The named axes; `vmap` with an axis name leaves positional ones, which are integers."""
+    """Return the named axes. `vmap` replaces a name by a positional axis, an integer."""
     axes = params["axes"] if "axes" in params else params["axis_name"]
     axes = axes if isinstance(axes, (tuple, list)) else (axes,)
     return tuple(a for a in axes if not isinstance(a, int))
 
 
 def _is_shared(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> bool:
-    """Tell whether the types say that all devices that take part have the same scale.
+    """Return whether the types prove that all participating devices have the same scale.
 
-    They say it of the axes of a checked `shard_map`, along which the data varies.
+    Only a `shard_map` with `check_vma=True` has such types: they name the mesh axes along which an
+    array varies.
     """
     names = set(_axis_names(params))
     if scale.is_static or not names:
@@ -45,7 +46,7 @@ def _is_shared(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]
 
 
 def _largest(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> Scale:
-    """The largest scale among the devices that take part."""
+    """Return the largest scale of all participating devices."""
     if _is_shared(ctx, scale, data, params):
         return scale
     names = _axis_names(params)
@@ -55,13 +56,13 @@ def _largest(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) 
 
 
 def _collected(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> Scale:
-    """What a collective makes of scales, which may differ where the types say that data does."""
+    """Apply the collective to the scale. The scale may vary along the axes of the data."""
     varying = _compat.varying_axes(data) & set(_axis_names(params))
     return ctx.table.atom(ctx.bind(_compat.as_varying(scale.array, varying), **params))
 
 
 def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple[Any, Scale]:
-    """Bring an array's data to the scale that all devices share, one for what is mixed."""
+    """Return the data at the scale of all devices, and that scale, uniform over mixed axes."""
     x = x.moved(filled(x.source, ctx.in_avals[0]), x.scale)
     x = uniform_over(x, _mixed_axes(ctx, params))
     scale = _largest(ctx, x.scale, x.source, params)
@@ -69,7 +70,7 @@ def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple
 
 
 def _mixed_axes(ctx: RuleContext, params: dict[str, Any]) -> Any:
-    """The array's axes along which a collective moves elements; None for all."""
+    """Return the array axes along which a collective moves elements; None for all axes."""
     name, tiled = ctx.primitive.name, params.get("tiled", False)
     positional = any(isinstance(a, int) for a in params.get("axes", ()))
     if positional or (name == "all_to_all" and not tiled):
@@ -82,7 +83,7 @@ def _mixed_axes(ctx: RuleContext, params: dict[str, Any]) -> Any:
 
 
 def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
-    """The scale of a result that has an axis more, one for each device, or an axis less."""
+    """Return the scale of a result with one axis more or less: untiled collectives have one."""
     if params.get("tiled", True):
         return scale
     if "all_gather_dimension" in params:
@@ -98,7 +99,7 @@ def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
 @register_scale_rule("pmax", "pmin", elements="new", nonnegative="keeps")
 @register_scale_rule("pbroadcast", elements="same")
 def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale` = the largest of all devices, or, along the axis that is gathered, theirs."""
+    """`scale = max` over all devices; scales along a gathered axis are gathered too."""
     if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
         data = filled(x.source, ctx.in_avals[0])
         scale = _collected(ctx, x.scale, data, params)
@@ -112,11 +113,12 @@ def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     *("psum", "psum_invariant", "reduce_scatter"), elements="new", nonnegative="keeps", degree=1
 )
 def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale` = the largest of all n devices `* pow2(n**p)`; p as of `reduce_sum`.
+    """`scale = max(devices' scales) * pow2(n**p)` for n devices; p as in `reduce_sum`.
 
-    Data in 16 bits travels in 16 bits: in float16 behind its factor, so that no partial sum is
-    larger than the result may be, in bfloat16, which has the range for it, before. FP8 is for
-    gradients, where `ScalifyConfig(sum_dtype=...)` asks for it.
+    Data of 16 bits is communicated in 16 bits. float16 data is divided by `pow2(n**p)` before the
+    collective, so that partial sums do not overflow. bfloat16 has the range of float32, so it is
+    divided afterwards. `ScalifyConfig(sum_dtype=...)` chooses float32 instead, or FP8 for
+    gradients.
     """
     data, scale = _at_one_scale(ctx, x, params)
     positional = [a for a in params.get("axes", ()) if isinstance(a, int)]
@@ -127,7 +129,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     factor = growth(ctx, count, Terms.of(x))
     sum_dtype, out = ctx.config.sum_dtype, ctx.out_dtype
     if sum_dtype == jnp.float8_e5m2 and not positional and _is_gradient(ctx, names):
-        data = x.at_unit(scale)  # E5M2 asks for data
+        data = x.at_unit(scale)  # E5M2 needs data of unit size, not values
         total, scale = _summed_in_fp8(ctx, data, params, devices), _moved(scale, params)
         result = finish(ctx, total, scale, factor, scale)
         is_part = ctx.primitive.name == "reduce_scatter"
@@ -145,24 +147,24 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 
 def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:
-    """Tell whether a sum over devices is one of gradients: of matrices, and of no forward pass."""
+    """Return whether `psum` adds gradients: arrays of rank 2 or more, outside a forward pass."""
     is_forward = _compat.is_forward_pass()
     is_real = jnp.issubdtype(ctx.out_dtype, jnp.floating)
     return bool(names) and is_real and ctx.in_avals[0].ndim > 1 and not is_forward
 
 
 def _summed_in_fp8(ctx: RuleContext, data: Any, params: dict[str, Any], devices: int) -> Any:
-    """Each device's part of the sum, in float32 of data that travelled in E5M2.
+    """Return each device's part of the sum: data communicated in E5M2, added in float32.
 
-    Each term is rounded once: a reduction in E5M2 would round the partial sums as well, and one of
-    equal terms would stop at its eighth, `8 + 1 = 8`. An axis whose length the devices do not
-    divide is filled up.
+    Each term is rounded to E5M2 once. A reduction in E5M2 would round the partial sums too: a sum
+    of ones would stop at 8, because `8 + 1` rounds to 8. If the number of devices does not divide
+    the axis, the axis is padded.
     """
     axis, size = _cut_axis(ctx, params, devices)
     if size * devices != data.shape[axis]:
         padding = [(0, size * devices - n if a == axis else 0) for a, n in enumerate(data.shape)]
         data = jnp.pad(data, padding)
-    # The cast saturates, but infinity has to remain what it is.
+    # The cast saturates, but an infinity must stay infinite.
     infinite = lax.convert_element_type(data, jnp.float8_e5m2)
     parts = lax.select(jnp.isinf(data), infinite, dtypes.cast(data, jnp.float8_e5m2))
     parts = parts.reshape(*data.shape[:axis], devices, size, *data.shape[axis + 1 :])
@@ -173,7 +175,7 @@ def _summed_in_fp8(ctx: RuleContext, data: Any, params: dict[str, Any], devices:
 
 
 def _cut_axis(ctx: RuleContext, params: dict[str, Any], devices: int) -> tuple[int, int]:
-    """The axis along which devices have parts of a sum, and the length of a part."""
+    """Return the axis along which the sum is divided among devices, and the length of a part."""
     shape = ctx.in_avals[0].shape
     if "scatter_dimension" in params:
         axis = params["scatter_dimension"]
@@ -183,7 +185,7 @@ def _cut_axis(ctx: RuleContext, params: dict[str, Any], devices: int) -> tuple[i
 
 
 def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: int) -> ScaledArray:
-    """The whole of a sum, of which each device has a part, in the dtype of the result."""
+    """Gather the parts of a sum from all devices, in the dtype of the result."""
     aval, axis = ctx.out_avals[0], _cut_axis(ctx, params, devices)[0]
     whole = lax.all_gather(
         part.source,
@@ -198,7 +200,7 @@ def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: 
 
 @register_scale_rule("ppermute", elements="taken")
 def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """The scale travels with the data, where it differs; where nothing arrives both are 0."""
+    """The scale moves with the data; a device that receives nothing has data 0 and scale 0."""
     data, scale = filled(ctx.array_of(x, x.scale), ctx.in_avals[0]), x.scale
     if not _is_shared(ctx, scale, data, params):
         scale = _collected(ctx, scale, data, params)
@@ -209,7 +211,7 @@ def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 def ragged_all_to_all_rule(
     ctx: RuleContext, x: Operand, out: Operand, *sizes: Any, **params: Any
 ) -> ScaledArray:
-    """`scale` = the largest of operand and output buffer, of all devices."""
+    """`scale = max` of the scales of operand and output buffer on all devices."""
     x, out = uniform_over(x), uniform_over(out)
     scale = _largest(ctx, algebra.join(x.scale, out.scale), x.source, params)
     data = [

@@ -1,4 +1,4 @@
-"""Primitives whose results have no one scale: evaluated on dequantised values, and reported."""
+"""Primitives without a scale law. They are evaluated on dequantised values, and reported."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jax_scalify.rules.scattering import scatter
 
 
 def own_dtype_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
-    """`scale = 1`, on plain values of the operands' own dtype."""
+    """`scale = 1`; evaluated on dequantised values in the operands' own dtype."""
     if ctx.primitive is lax.bitcast_convert_type_p and ctx.out_dtype == args[0].dtype:
-        return [args[0]]  # as they were
+        return [args[0]]  # a bitcast to the same dtype is the identity: it keeps the scale
     return evaluate_plain(ctx, args, params, wide=False)
 
 
@@ -61,7 +61,7 @@ register_scale_rule(lax.bitcast_convert_type_p, dequantises=_BITS, elements="new
 def scatter_mul_rule(
     ctx: RuleContext, x: Operand, indices: Any, updates: Operand, **params: Any
 ) -> ScaledArray:
-    """The operand's scale; updates are plain numbers."""
+    """`scale = operand.scale`; the updates are dequantised."""
     if ctx.holds_values:
         return ctx.on_values(x.scale, x, indices, updates, **params)
     compute = dtypes.compute_dtype(x.dtype)

@@ -1,7 +1,8 @@
-"""Attention as one kernel of cuDNN: `jax.nn.dot_product_attention(..., implementation="cudnn")`.
+"""Attention in one cuDNN kernel: `jax.nn.dot_product_attention(..., implementation="cudnn")`.
 
-Results are linear in the values, and gradients in the values and the cotangent: their scales go
-around the kernel. Queries, keys and the bias stand inside an `exp`, as the numbers that they are.
+The result is linear in the value operand, and the gradients are linear in the value operand and the
+cotangent. The kernel gets the data of these, and their scales multiply its results. Queries, keys
+and the bias are arguments of an `exp`, so they are dequantised.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.scales.algebra import ONE
 
-# The operands: query, key, value, bias, six of lengths and pages; backward these, the statistics
-# of the softmax, the result and its cotangent.
+# The forward operands are query, key, value, bias, and six of sequence lengths and pages. The
+# backward operands are these, the softmax statistics, the result and its cotangent.
 _VALUE, _RESULT, _COTANGENT = 2, 11, 12
 
 
 def _number(ctx: RuleContext, x: Any) -> Any:
-    """An operand as the number that it is, in its own dtype, as the kernel takes it."""
+    """Return the plain values of an operand in its own dtype, the dtype that the kernel takes."""
     return dtypes.cast(ctx.dequantise(x), x.dtype) if isinstance(x, Operand) else x
 
 
 @register_scale_rule("dot_product_attention_fwd_wrapper", elements="new")
 def fused_attention_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[ScaledArray]:
-    """`scale = value.scale`; the statistics of the softmax have a static 1."""
+    """`scale = value.scale`; the softmax statistics have the static scale 1."""
     value = uniform_over(args[_VALUE])
     arrays = [_number(ctx, x) for x in args]
     arrays[_VALUE] = filled(value.data, ctx.in_avals[_VALUE])
@@ -40,7 +41,7 @@ def fused_attention_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Sc
 def fused_attention_gradients_rule(
     ctx: RuleContext, *args: Any, **params: Any
 ) -> list[ScaledArray]:
-    """`cotangent.scale * value.scale`, of the value's gradient `cotangent.scale`."""
+    """`scale = cotangent.scale * value.scale`; the value's gradient has `cotangent.scale`."""
     value, result, cotangent = (uniform_over(args[i]) for i in (_VALUE, _RESULT, _COTANGENT))
     arrays = [_number(ctx, x) for x in args]
     aligned = result.at_unit(value.scale, result.dtype)

@@ -1,6 +1,6 @@
-"""Linear algebra: each result is homogeneous in the matrix, of a degree of its own.
+"""Linear algebra. Each result is homogeneous in the matrix, with its own degree.
 
-The two axes of a matrix have one scale; those of a batch keep theirs.
+Each matrix is brought to one scale. The matrices of a batch may have different scales.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ register_scale_rule(lax.linalg.schur_p, elements="new")(_factor_rule(1, 0))
 
 @register_scale_rule(lax.linalg.cholesky_p, elements="new")
 def cholesky_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
+    """`scale = scale**(1/2)`; for an odd exponent, one factor of two moves into the data."""
     x = _matrix(ctx, 0, x)
     return ctx.on_values(x.scale.root(2)[0], x, **params)
 
 
 @register_scale_rule("cholesky_update", elements="new")
 def cholesky_update_rule(ctx: RuleContext, r: Operand, w: Operand, **params: Any) -> ScaledArray:
-    """`scale = max(r.scale, w.scale)`: the result is of degree 1 in both together."""
+    """`scale = max(r.scale, w.scale)`: the result has degree 1 in `(r, w)` together."""
     r, w = uniform_over(r), uniform_over(w)
     data = [filled(x.value, aval) for x, aval in zip((r, w), ctx.in_avals, strict=True)]
     return ctx.on_values(algebra.join(r.scale, w.scale), *data, **params)
@@ -69,7 +69,7 @@ def cholesky_update_rule(ctx: RuleContext, r: Operand, w: Operand, **params: Any
 def triangular_solve_rule(
     ctx: RuleContext, a: Operand, b: Operand, *, unit_diagonal: bool, **params: Any
 ) -> ScaledArray:
-    """`scale = b.scale / a.scale`; with a unit diagonal `b.scale`, and `a` is dequantised."""
+    """`scale = b.scale / a.scale`; with a unit diagonal, `scale = b.scale`."""
     a, b = _matrix(ctx, 0, a), _matrix(ctx, 1, b)
     scale = b.scale if unit_diagonal else b.scale / a.scale
     return ctx.on_values(scale, a, b, unit_diagonal=unit_diagonal, **params)

@@ -1,4 +1,4 @@
-"""Multiplicative primitives: homogeneous of degree k, so the scale is `scale**k`."""
+"""Multiplicative primitives. They are homogeneous of degree k: `out.scale = scale**k`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from jax_scalify.rules.shared.products import bind_product, rounded, widened
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
-# Beyond, a constant exponent is no power that a model has, and its scale would leave every range.
+# The largest `2 * |y|` of `x**y` that has a power law. Models have no larger powers, and their
+# scales would leave the range of every dtype.
 _LARGEST_POWER = 64
-# A small element has a large reciprocal: that of an element at 2**-5 of the scale, to the third
-# power, is 2**15.
+# Small elements have large reciprocals: data of 2**-5 gives 2**15 in `x**-3`, close to the largest
+# float16. The scale of a negative power is therefore 2**3 times larger.
 _ROOM = 3
 
 
 def _sign_of(x: Operand) -> int:
-    """+1 or -1 if a constant operand's data is that number, else 0."""
+    """Return 1 or -1 if the operand is a constant whose data is that number, else 0."""
     if x.constant is None:
         return 0
     return int(x.data == 1) - int(x.data == -1)
 
 
-# Of a larger constant, or a smaller one than its inverse, a multiple of data may leave the range.
+# Data of float32 times a constant may leave the range of float32 if the constant is larger than
+# this, or smaller than its inverse.
 _LARGEST_FACTOR = 2.0**32
 
 
 def _mantissa(x: Operand) -> float:
-    """What of a constant its scale does not say; 0 if it is not that of an ordinary multiple."""
+    """Return `constant / scale` of a constant; 0 if the constant is complex, or far from 1."""
     number = x.constant
     if number.dtype.kind == "c" or not 1 / _LARGEST_FACTOR < abs(number) < _LARGEST_FACTOR:
         return 0.0
@@ -50,7 +52,8 @@ def _mantissa(x: Operand) -> float:
 def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing.
 
-    Of a gate, as in `x * sigmoid(x)`, the scale is twice that: the result keeps that of `x`.
+    If one factor is a gate, as in `x * sigmoid(x)`, the scale is doubled. A sigmoid has the scale
+    1/2, so the product has `x.scale`.
     """
     scale = lhs.scale * rhs.scale
     if lhs.facts.gate != rhs.facts.gate and lhs.number is None and rhs.number is None:
@@ -95,7 +98,7 @@ def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
 def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
-    """`scale = scale**y`; of negative powers in float16 eight times that."""
+    """`scale = scale**y`; for negative `y` in float16 and FP8, `8 * scale**y`."""
     room = Scale(_ROOM if y < 0 and dtypes.has_short_range(ctx.out_dtype) else 0)
     return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, room)
 
@@ -112,7 +115,7 @@ def _root(ctx: RuleContext, x: Operand, degree: int, inverse: bool, **params: An
     lax.sqrt_p, elements="new", elementwise=True, nonnegative="always", degree=1 / 2
 )
 def sqrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale**(1/2)`; of an odd exponent, one factor of two moves into the data."""
+    """`scale = scale**(1/2)`; for an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=False, **params)
 
 
@@ -120,7 +123,7 @@ def sqrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     lax.rsqrt_p, elements="new", elementwise=True, nonnegative="always", degree=-1 / 2
 )
 def rsqrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale**(-1/2)`; of an odd exponent, one factor of two moves into the data."""
+    """`scale = scale**(-1/2)`; for an odd exponent, one factor of two moves into the data."""
     return _root(ctx, x, 2, inverse=True, **params)
 
 
@@ -134,8 +137,8 @@ def cbrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 @register_scale_rule(lax.pow_p, elements="new", elementwise=True, nonnegative="keeps")
 def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
-    """`scale = scale**y` for a constant y that is a multiple of 1/2; else scale 1."""
-    number = ctx.inputs[1].constant  # y may be an integer, which is plain
+    """`scale = scale**y` if `y` is a constant multiple of 1/2, else 1."""
+    number = ctx.inputs[1].constant  # an integer `y` is plain
     if number is None or number.imag:
         return wide_rule(ctx, x, y, **params)
     number = number.real

@@ -1,4 +1,4 @@
-"""Non-linear primitives: evaluated in at least float32 on dequantised values."""
+"""Nonlinear primitives. They are evaluated on dequantised values, in at least float32."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
 
 @register_scale_rule(lax.exp_p, elements="new", elementwise=True, nonnegative="always")
 def exp_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = 1`, of dequantised values, evaluated in float16 and bfloat16 as in float32.
+    """`scale = 1`; dequantised values of float16 and bfloat16 are not widened to float32.
 
-    What of the values leaves the range of float16 has 0, 1 or inf for a result in any dtype, and
-    compilers widen where a device has no such exponential. Told to widen, some no longer keep a
-    softmax in one kernel.
+    Nothing is lost. Values that leave the range of float16 give 0, 1 or inf in every dtype, and
+    XLA itself widens where a device has no exponential of 16 bits. With an explicit cast to
+    float32, some XLA backends no longer compile a softmax to one kernel.
     """
     if x.dtype in (jnp.float16, jnp.bfloat16) and not ctx.pending.exponent:
         return ScaledArray(ctx.bind(ctx.dequantise(x, x.dtype), **params), ONE)
@@ -73,14 +73,14 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     nonnegative="keeps",
 )
 def rounding_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = max(1, scale)`, of dequantised values."""
+    """`scale = max(1, scale)`, evaluated on dequantised values."""
     scale = algebra.join(ONE, x.scale)
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
 
 
 @register_scale_rule("one_minus_square", elements="new", elementwise=True)
 def one_minus_square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = max(1, scale**2)`, of dequantised values."""
+    """`scale = max(1, scale**2)`, evaluated on dequantised values."""
     scale = algebra.join(ONE, x.scale**2)
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
 
@@ -89,9 +89,10 @@ def one_minus_square_rule(ctx: RuleContext, x: Operand, **params: Any) -> Scaled
 def polynomial_rule(
     ctx: RuleContext, x: Operand, *coefficients: Operand, **params: Any
 ) -> ScaledArray:
-    """`max` of the terms' scales, of dequantised values; in float32, 1 if coefficients are numbers.
+    """`scale = max` of the terms' scales; 1 in wide dtypes if all coefficients are constants.
 
-    JAX approximates functions by such polynomials: there a scale says nothing of the result.
+    Evaluated on dequantised values. JAX approximates special functions by polynomials with constant
+    coefficients, and the size of the terms says nothing about the size of such a function.
     """
     values = evaluate_wide(ctx, (x, *coefficients), params)
     narrow = dtypes.has_short_range(ctx.out_dtype)
@@ -103,9 +104,10 @@ def polynomial_rule(
 
 @register_scale_rule(lax.logistic_p, elements="new", elementwise=True, nonnegative="always")
 def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """Evaluated in at least float32 on plain values; scale 1/2, its value at 0.
+    """`scale = 1/2`, the value at 0; evaluated on dequantised values in at least float32.
 
-    A chain of gates, as in a recurrent network, would double the scale at every step with 1.
+    With a scale of 1, each gate in a chain of gates, as in a recurrent network, would make the
+    scale twice as large as the values.
     """
     half = Scale(-1)
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, half)
@@ -124,7 +126,7 @@ def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 )
 @register_scale_rule(lax.bessel_i1e_p, elements="new")
 def through_zero_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = min(1, scale)`: f(x) is near x for small x, which stays representable."""
+    """`scale = min(1, scale)`: for small `x`, `f(x)` is close to `x` and must not underflow."""
     scale = algebra.meet(ONE, x.scale)
     out = evaluate_wide(ctx, (x,), params)
     return finish(ctx, out, ONE, scale)

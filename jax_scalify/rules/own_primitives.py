@@ -1,4 +1,4 @@
-"""The rules of our own primitives, and what they need of the data."""
+"""The rules of this package's own primitives. Only the rescales read data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from jax_scalify.scales.algebra import Scale
 
 
 def _requested_scale(ctx: RuleContext, index: int) -> Scale:
-    """Read a scale operand: symbolic, constant, or any traced number rounded to a power of two."""
+    """Read a scale operand: a known scale, a constant, or a traced number.
+
+    Numbers are rounded down to powers of two.
+    """
     value = ctx.inputs[index]
     if value.known_scale is not None:
         return value.known_scale
@@ -48,13 +51,13 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
 
 @register_scale_rule(primitives.set_scaling_p, elements="rescaled")
 def set_scaling_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
-    """`data = x / scale`, the scale as asked for."""
+    """`data = x / scale`, at the given scale."""
     return _at_scale(ctx, x, _requested_scale(ctx, 1))
 
 
 @register_scale_rule(primitives.match_scale_p, elements="rescaled")
 def match_scale_rule(ctx: RuleContext, x: Operand, like: Operand) -> ScaledArray:
-    """`data = x / scale`, with the scale of the other operand, in its shape."""
+    """`scale = like.scale`, in value and shape; `data = x / scale`."""
     return _at_scale(ctx, x, like.scale)
 
 
@@ -62,10 +65,10 @@ def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
     x = x.moved(filled(x.source, ctx.out_avals[0]), x.scale)
     if x.scale.is_zero:
         return Operand(x.source, scale)
-    if not scale.is_nonzero:  # "any scale will do": the value's own
+    if not scale.is_nonzero:  # where the given scale is 0, "any scale will do": keep the value's
         asked = jnp.asarray(scale.array, ctx.table.dtype)
         own = jnp.asarray(x.scale.array, ctx.table.dtype)
-        if own.ndim:  # one scale for what shares one in `scale`
+        if own.ndim:  # elements that share a scale in `scale` must share one here
             axes = tuple(a for a in range(own.ndim) if not asked.ndim or asked.shape[a] == 1)
             own = jnp.max(own, axes, keepdims=asked.ndim > 0, initial=0)
         scale = x.scale if scale.is_zero else ctx.table.atom(jnp.where(asked == 0, own, asked))
@@ -74,13 +77,13 @@ def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
 
 @register_scale_rule(primitives.cast_p, elements="cast")
 def cast_rule(ctx: RuleContext, x: Operand, *, dtype: Any) -> ScaledArray:
-    """The data only, saturating; scale unchanged."""
+    """Cast the data, saturating; scale unchanged."""
     return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0]), dtype), x.scale)
 
 
 @register_scale_rule(block_round_p, elements="cast")
 def block_round_rule(ctx: RuleContext, x: Operand, *, quantiser: Any, **dims: Any) -> ScaledArray:
-    """The data only, rounded to a block format; scale unchanged."""
+    """Round the data to a block format; scale unchanged."""
     data = filled(x.data, ctx.out_avals[0])
     if ctx.inputs[0].is_scaled:
         quantiser = quantiser.of_unit_data(0)
@@ -89,20 +92,20 @@ def block_round_rule(ctx: RuleContext, x: Operand, *, quantiser: Any, **dims: An
 
 @register_scale_rule(straight_through_p, elements="same")
 def straight_through_rule(ctx: RuleContext, x: Operand, *_: Any, **params: Any) -> ScaledArray:
-    """The value, as it is: inside `scalify` derivatives have been taken already."""
+    """Return `x` unchanged: inside `scalify`, derivatives have already been taken."""
     return x
 
 
 @register_scale_rule(primitives.stochastic_cast_p, elements="cast")
 def stochastic_cast_rule(ctx: RuleContext, x: Operand, bits: Any, *, dtype: Any) -> ScaledArray:
-    """The data only, saturating; scale unchanged."""
+    """Round the data stochastically, saturating; scale unchanged."""
     data = filled(x.data, ctx.out_avals[0])
     return ScaledArray(round_stochastically(data, bits, dtype), x.scale)
 
 
 @register_scale_rule(primitives.rebalance_scale_p, elements="rescaled")
 def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
-    """`data / factor`, `scale * factor`; a factor 0 is read as 1."""
+    """`data = data / factor`, `scale = scale * factor`; a factor of 0 counts as 1."""
     factor = _requested_scale(ctx, 1)
     if not factor.is_nonzero:
         array = jnp.asarray(factor.array, ctx.table.dtype)
@@ -113,14 +116,14 @@ def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
 
 @register_value_rule(primitives.stop_scaling_p, elements="rescaled")
 def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
-    """The plain value."""
+    """Return the plain values, `data * scale`."""
     plain = ctx.dequantise(value, value.dtype) if isinstance(value, Operand) else value.whole()
     return [Plain.of(plain, facts=value.facts)]
 
 
 @register_scale_rule(primitives.get_data_and_scale_p, elements="new")
 def get_data_and_scale_rule(ctx: RuleContext, x: Operand, *, scale_dtype: Any) -> list[Value]:
-    """Both fields, as plain values."""
+    """Return data and scale as plain values."""
     x = uniform_over(x.as_pair(filled(x.data, ctx.out_avals[0]), x.scale))
     scale = jnp.asarray(x.scale.array, scale_dtype)
     return [
@@ -133,10 +136,10 @@ def get_data_and_scale_rule(ctx: RuleContext, x: Operand, *, scale_dtype: Any) -
 def dynamic_rescale_rule(
     ctx: RuleContext, value: Value, *, stat: str, target: float, batch_ndim: int
 ) -> list[Any]:
-    """Read the data: its statistic, as a power of two, moves into the scale.
+    """Move a statistic of the data, rounded to a power of two, into the scale.
 
-    A zero gets scale 0; a non-finite statistic changes nothing. No other element becomes 0: in the
-    state of an optimizer it may be a second moment, which is divided by.
+    An array of zeros gets the scale 0. A statistic that is not finite changes nothing. No nonzero
+    element becomes 0: optimizers divide by second moments.
     """
     examples = ctx.out_avals[1].shape
     if not isinstance(value, Operand):
@@ -160,14 +163,14 @@ def dynamic_rescale_rule(
 
 
 def _measured_axes(x: Operand, batch_ndim: int) -> tuple[int, ...] | None:
-    """The axes that share a scale; None for all of them."""
+    """Return the axes along which elements share a scale; None for all axes."""
     if x.scale.ndim:
         return tuple(a for a in range(x.ndim) if x.scale.shape[a] == 1)
     return tuple(range(batch_ndim, x.ndim)) if batch_ndim else None
 
 
 def _of_examples(finite: jax.Array, examples: tuple[int, ...]) -> jax.Array:
-    """Whether all is finite, for each example of a batch."""
+    """Return whether all scales of each example of a batch are finite."""
     rest = tuple(range(len(examples), finite.ndim))
     return jnp.broadcast_to(jnp.all(finite, rest), examples)
 
@@ -176,9 +179,10 @@ def _of_examples(finite: jax.Array, examples: tuple[int, ...]) -> jax.Array:
 def delayed_rescale_rule(
     ctx: RuleContext, value: Value, history: Plain, *, algorithm: str, top: int, batch_ndim: int
 ) -> list[Any]:
-    """`scale = 2**(amax - top)`, with the exponent `amax` of the history; the data's enters it.
+    """`scale = 2**(amax - top)`, where the history gives the exponent `amax`.
 
-    Nothing seen: the scale stays.
+    The exponent of the current data enters the history. An empty history leaves the scale
+    unchanged.
     """
     examples = ctx.out_avals[2].shape
     if not isinstance(value, Operand):
@@ -200,7 +204,10 @@ def delayed_rescale_rule(
 def _amax_exponent(
     ctx: RuleContext, x: Operand, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The exponents of the largest values for scales of a shape, and whether these are finite."""
+    """Return the exponent of the largest value for each scale, and whether the value is finite.
+
+    Both have the given shape, that of the scales in the history.
+    """
     shared = [d == 1 for d in shape] or [True] * x.ndim
     own = [d == 1 for d in x.scale.shape] or [True] * x.ndim
     axes = tuple(a for a in range(x.ndim) if shared[a] and own[a])

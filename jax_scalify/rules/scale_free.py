@@ -1,4 +1,4 @@
-"""Primitives whose results do not depend on the scale, or that have no floating operand."""
+"""Primitives whose results do not depend on a scale, and primitives of integers, bools and keys."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from jax_scalify.scales.algebra import ONE
 
 @register_scale_rule(lax.argmax_p, lax.argmin_p, elements="new")
 def argmax_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
-    """`out = f(data)`, a plain output; one scale over the axes that are searched, in float32."""
+    """`out = f(data)`, plain; elements of the searched axes are compared at one scale."""
     return ctx.bind(comparable(x, params["axes"]).source, **params)
 
 
 @register_scale_rule(lax.is_finite_p, elements="new", elementwise=True)
 def is_finite_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
-    """`out = f(data)`, a plain output; where the scale can make it infinite, `f(data * scale)`."""
+    """`out = f(data)`, plain; `f(data * scale)` if the scale could make finite data infinite."""
     if _can_be_infinite(x):
         return ctx.bind(ctx.dequantise(x), **params)
     return ctx.bind(x.source, **params)
 
 
 def _can_be_infinite(x: Operand) -> bool:
-    """Tell whether finite data times its scale may be beyond the range of the values' dtype."""
+    """Return whether finite data times its scale may leave the range of at least float32."""
     finfo = jnp.finfo(dtypes.compute_dtype(x.dtype))
     return x.unit.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
 
@@ -56,7 +56,7 @@ def _at_one_scale(ctx: RuleContext, lhs: Operand, rhs: Operand) -> list[Any]:
 )
 @register_scale_rule("eq_to", "lt_to", "le_to", elements="new")
 def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Any:
-    """Align, then compare in at least float32: a plain output."""
+    """Align, then compare in at least float32; the output is plain."""
     numbers = [x.constant for x in (lhs, rhs)]
     if any(n is not None and n == 0 for n in numbers):
         return ctx.bind(*same_dtype(lhs.source, rhs.source), **params)
@@ -68,7 +68,7 @@ def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any)
 
 @register_scale_rule(lax.atan2_p, elements="new", elementwise=True)
 def atan2_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
-    """Align, then `scale = 1`, in at least float32."""
+    """`scale = 1`; the operands are aligned, and evaluated in at least float32."""
     compute = dtypes.compute_dtype(ctx.out_dtype)
     data = (dtypes.cast(d, compute) for d in _at_one_scale(ctx, lhs, rhs))
     return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), ONE)
@@ -84,5 +84,5 @@ def atan2_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> S
     "random_unwrap", "random_clone", elements="new",
 )  # fmt: skip
 def plain_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
-    """Integers, bools, keys and tokens: evaluated as it is."""
+    """Evaluate the primitive unchanged: integers, bools, keys and tokens have no scale."""
     return ctx.bind(*args, **params)

@@ -1,4 +1,4 @@
-"""Scatters of arrays whose scales lie along axes, and scatters that apply a function."""
+"""Scatters of arrays with scales along axes, and scatters that apply a function."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SCATTERS = {
 
 
 def scatter(ctx: RuleContext, x: Any, indices: Any, updates: Any, params: dict[str, Any]) -> Any:
-    """Scatter data in any dtype: an equation's own computation is for its own."""
+    """Scatter data in any dtype. The equation's `update_jaxpr` only takes its own dtype."""
     return _SCATTERS[ctx.primitive](
         x,
         indices,
@@ -66,12 +66,13 @@ def scatter_along_axes(
     params: dict[str, Any],
     dtype: Any,
 ) -> tuple[Any, Scale]:
-    """Scatter where scales differ along axes; returns the data, in some dtype, and its scale.
+    """Scatter with scales along axes. Return the data, in `dtype`, and its scale.
 
-    Each scale of the result is `factor` times the largest of those that meet there: the array's
-    and those of the updates that are written to elements of this scale. In `x.at[rows].add(u)`,
-    with a scale a row of x, these are `scale.at[rows].max(u.scale)`, and u is brought to
-    `scale[rows]`. Where an update replaces all elements of a scale, theirs does not count.
+    Each scale of the result is `factor` times the maximum of the array's scale and the scales of
+    the updates that are written to its elements. For `x.at[rows].add(u)` with one scale for each
+    row of `x`, `out.scale = x.scale.at[rows].max(u.scale)`, and `u` is brought to
+    `out.scale[rows]`. If an update replaces all elements of a scale, the array's scale does not
+    count there.
     """
     shape, rank = x.shape, updates.ndim
     dims = params["dimension_numbers"]
@@ -111,11 +112,15 @@ def _with_few_scales(
     windows: Windows,
     partial: set[int],
 ) -> tuple[Operand, Sequence[int]]:
-    """The updates, and the axes along which the result has scales: not too many for its size."""
+    """Return the updates, and the axes along which the result has scales.
+
+    If there would be a scale for nearly every element, the updates are brought to fewer scales.
+    """
     axes = _axes_of_result(x, updates, windows, partial)
     each = math.prod(updates.scale.shape) == math.prod(updates.shape)
     into_zeros = x.constant == 0
-    if _is_worth_it(x, axes) or (each and into_zeros):  # as in the gradient of a diagonal
+    # Updates with a scale each, scattered into zeros, are the gradient of a diagonal.
+    if _is_worth_it(x, axes) or (each and into_zeros):
         return updates, axes
     whole = [d for d, a in zip(windows.dims, windows.axes, strict=True) if a not in partial]
     updates = uniform_over(updates, [d for d in range(updates.ndim) if d not in whole])
@@ -130,7 +135,7 @@ def _wide(scale: Scale, rank: int) -> tuple[int, ...]:
 
 
 def _axes_of_result(x: Operand, updates: Operand, windows: Windows, partial: set[int]) -> list[int]:
-    """The array's axes along which its scale, or that of updates as they lie there, differs."""
+    """Return the array axes along which the array's scale or the updates' scales differ."""
     axes = set(varying_axes(x.scale))
     batch = {b: a for a, b in windows.batch}
     inside = dict(zip(windows.dims, windows.axes, strict=True))
@@ -146,15 +151,15 @@ def _axes_of_result(x: Operand, updates: Operand, windows: Windows, partial: set
 
 
 def _is_worth_it(x: Operand, axes: list[int]) -> bool:
-    """Tell whether a scale along some axes is no larger than the array, or than its scale is."""
+    """Return whether scales along `axes` are fewer than elements, or no more than given."""
     given = len(axes) == len(varying_axes(x.scale))
     return given or x.ndim == 1 or math.prod(x.shape[a] for a in axes) < math.prod(x.shape)
 
 
 def applies_function(params: dict[str, Any]) -> bool:
-    """Tell whether a scatter is `x.at[i].apply(f)`, which replaces elements by a function of them.
+    """Return whether a scatter is `x.at[i].apply(f)`, which replaces elements `v` by `f(v)`.
 
-    A plain scatter replaces them by the updates.
+    An ordinary scatter replaces them by the updates: its jaxpr returns its second operand.
     """
     jaxpr = params["update_jaxpr"]
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -164,9 +169,10 @@ def applies_function(params: dict[str, Any]) -> bool:
 def apply_function(
     ctx: RuleContext, x: Operand, indices: Any, updates: Any, params: dict[str, Any]
 ) -> ScaledArray:
-    """`x.at[i].apply(f)`: f of plain values, in at least float32, as often as an index occurs.
+    """Evaluate `x.at[i].apply(f)` on plain values, in at least float32.
 
-    The scale is the larger of the array's and of that which the rules give f of it.
+    As in JAX, `f` is applied as often as an index occurs.
+    `scale = max(x.scale, f(x).scale)`, where the rules give the scale of `f(x)`.
     """
     jaxpr, consts = params["update_jaxpr"], params["update_consts"]
     closed = _compat.close_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), consts)
@@ -183,7 +189,7 @@ def apply_function(
 
     try:
         out = applied(plain, functools.partial(_evaluate_wide, closed))
-    except TypeError:  # it holds a function of its own, which is for its dtype
+    except TypeError:  # `f` holds a jaxpr that only takes the dtype of `x`
         function = jex_core.jaxpr_as_fun(closed)
         out = applied(dtypes.cast(plain, x.dtype), lambda v: function(v, v)[0])
     marks = jnp.zeros(aval.shape, bool)
@@ -196,7 +202,7 @@ def apply_function(
 
 
 def _scale_of_function(ctx: RuleContext, closed: Any, x: Operand) -> Scale:
-    """The scale that the rules give a function of each element, by one element of each scale."""
+    """Return the scale that the rules give `f(x)`: interpret `f` on one element of each scale."""
     if 0 in x.shape:
         return x.scale
     element = filled(x.data, ctx.in_avals[0])
@@ -213,10 +219,10 @@ def _scale_of_function(ctx: RuleContext, closed: Any, x: Operand) -> Scale:
 
 
 def _evaluate_wide(closed: Any, value: Any) -> Any:
-    """Evaluate a function of one number, and of one that it ignores, in a wider dtype.
+    """Evaluate an update jaxpr `(element, ignored) -> element` in the dtype of `value`.
 
     Raises:
-        TypeError: if it holds a function that it does not call, branch to or repeat.
+        TypeError: if the jaxpr holds another jaxpr that is not a call, a branch or a loop's body.
     """
     narrow, wide = closed.jaxpr.invars[0].aval.dtype, value.dtype
 

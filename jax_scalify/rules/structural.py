@@ -1,7 +1,7 @@
-"""Structural primitives: data through the primitive, scale unchanged.
+"""Structural primitives: `out.data = f(data)` and `out.scale = scale`.
 
-A scale that is not scalar goes through the matching operation, or is first made uniform over the
-axes that the primitive mixes.
+A scale with axes goes through the matching operation: `transpose` transposes the scale too. Along
+axes whose elements the primitive mixes, the scale is first made uniform.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from jax_scalify.rules.shared.products import made, rounded
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
-# The exponent up to which float16 gives a constant room among other elements. One that is larger
-# is a mask, or was none in plain float16 either: it saturates, and the others keep their digits.
+# The exponent up to which the scale of float16 leaves room for a constant among the elements. A
+# larger constant is a mask, or is infinite in plain float16 too. It saturates, and the other
+# elements keep their precision.
 _LARGEST_WITH_ROOM = 20
-# The octaves from 1 that one factor of float32 can multiply by.
+# How far from 1, in octaves, one float32 factor may be.
 _LARGEST_SPAN = 120
 
 
 def structural_rule(
     mixed_axes: Callable[..., Any] | None = None, move_scale: Callable[..., Any] | None = None
 ) -> Rule:
-    """Make the rule of a primitive that rearranges the elements of its first operand.
+    """Return the rule of a primitive that rearranges the elements of its first operand.
 
     Args:
-        mixed_axes: `(ctx, **params)` -> axes over which the scale has to be uniform; None for all.
-        move_scale: `(scale, *others, ctx, **params)` -> the scale of the result, by default the
-            same. A primitive of several results has a list of them.
+        mixed_axes: `(ctx, **params)` -> the axes along which the scale must be uniform. By default
+            all axes.
+        move_scale: `(scale, *others, ctx, **params)` -> the array of the result's scale, or a list
+            of arrays if the primitive has several results. By default the scale is unchanged.
     """
 
     def rule(ctx: RuleContext, x: Operand, *others: Any, **params: Any) -> Any:
@@ -71,16 +73,18 @@ def structural_rule(
 
 
 def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
-    """The scale of a result; along an axis of one index it stays that of this index.
+    """Return the scale of a result, given its array.
 
-    The gradient of a slice pads it with zeros, which do not get this scale then.
+    If both the scale and an axis of the result have length 1, the scale keeps its axes. It then
+    counts as the scale of this one index. The gradient of a slice pads with zeros, and the zeros
+    must not get this scale.
     """
     own = math.prod(array.shape) == 1 and 1 in aval.shape
     return ctx.table.atom(array) if own else scale_of(ctx.table, array)
 
 
 def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
-    """No axis is mixed: an elementwise primitive."""
+    """Return no axes: an elementwise primitive mixes no elements."""
     return ()
 
 
@@ -178,10 +182,11 @@ register_scale_rule("tile", elements="taken")(structural_rule(no_axes, _tile_sca
 def reshape_rule(
     ctx: RuleContext, x: Operand, *, dimensions: Any = None, **params: Any
 ) -> ScaledArray:
-    """`out = reshape(data)`; a scale lies along the axes that an axis of it becomes.
+    """`out = reshape(data)`; scales along an axis lie along the axes that it becomes.
 
-    Where each element would have a scale of its own, there is one for all, but of float16, in
-    which small elements would be lost.
+    With scales `(4, 1)`, data of shape `(4, 6)` reshaped to `(2, 2, 6)` has scales `(2, 2, 1)`, and
+    reshaped to `(24,)` it has scales `(24,)`, one for each element. In wide dtypes, scales for each
+    element are replaced by their maximum. float16 and FP8 keep them: small elements would be lost.
     """
     if dimensions is not None:  # the order in which the axes are read
         scale = x.scale.map(lambda s: lax.transpose(s, dimensions))
@@ -191,7 +196,7 @@ def reshape_rule(
         groups = _reshaped_groups(x.shape, ctx.out_avals[0].shape)
         varies = [any(x.scale.shape[a] != 1 for a in axes) for axes, _ in groups]
         size = math.prod(math.prod(sizes) for (_, sizes), v in zip(groups, varies) if v)
-        every = math.prod(x.scale.shape) != size == x.size  # a scale for every element
+        every = math.prod(x.scale.shape) != size == x.size  # each element would get a scale
         if not x.size or every and not dtypes.has_short_range(x.dtype):
             x = uniform_over(x)
     if not x.scale.ndim:
@@ -212,7 +217,10 @@ def reshape_rule(
 def _reshaped_groups(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> list[tuple[list[int], list[int]]]:
-    """The smallest groups of axes with as many elements before as after: axes, new sizes."""
+    """Pair the smallest groups of axes of equal total size: old axes, and their new sizes.
+
+    `(4, 6)` to `(2, 2, 6)` gives `[([0], [2, 2]), ([1], [6])]`.
+    """
     if 0 in before:
         return [(list(range(len(before))), list(after))]
     groups: list[tuple[list[int], list[int]]] = []
@@ -231,7 +239,7 @@ def _reshaped_groups(
 
 
 def _at_most(size: Any, other: Any) -> bool:
-    """Tell whether `size <= other` for certain: of symbolic sizes it may depend."""
+    """Return whether `size <= other`; False if symbolic sizes leave it undecided."""
     try:
         return bool(size <= other)
     except jax.errors.InconclusiveDimensionOperation:
@@ -255,7 +263,7 @@ register_scale_rule(
 
 @register_scale_rule(lax.top_k_p, "approx_top_k", elements="taken")
 def top_k_rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
-    """`out = f(data)`, one scale along the axis that is searched, compared in float32."""
+    """`out = f(data)`; elements of the searched axis are compared at one scale."""
     axis = params.get("axis", params.get("reduction_dimension", -1)) % x.ndim
     x = comparable(x, (axis,))
     values, indices = ctx.bind(x.source, **params)
@@ -266,7 +274,7 @@ def top_k_rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
 def select_and_gather_add_rule(
     ctx: RuleContext, tangents: Operand, operand: Operand, **params: Any
 ) -> ScaledArray:
-    """`scale = tangents.scale`; the operand only says which of them."""
+    """`scale = tangents.scale`; the operand only selects positions."""
     axes = windowed_axes(ctx, **params)
     tangents = uniform_over(tangents, axes)
     if ctx.holds_values:
@@ -281,11 +289,11 @@ def select_and_gather_add_rule(
 def reduce_precision_rule(
     ctx: RuleContext, x: Operand, *, exponent_bits: int, mantissa_bits: int, **params: Any
 ) -> ScaledArray:
-    """`out = f(data)`, scale unchanged; FP8 data that has the precision stays as it is."""
+    """`out = f(data)`, scale unchanged; FP8 data that fits the precision is not touched."""
     kind = jnp.finfo(x.dtype)
     fits = exponent_bits >= kind.nexp and mantissa_bits >= kind.nmant
-    # XLA makes nan of E4M3 above 240 and 0 of subnormal numbers, and `jax.checkpoint` asks for it
-    # wherever a policy keeps an array (JAX 0.12).
+    # XLA's `reduce_precision` turns E4M3 values above 240 into nan, and subnormal values into 0.
+    # `jax.checkpoint` inserts it wherever a policy saves an array (JAX 0.12).
     if fits and dtypes.is_narrow_float(x.dtype):
         return x
     params = params | {"exponent_bits": exponent_bits, "mantissa_bits": mantissa_bits}
@@ -311,7 +319,7 @@ def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
 def sort_rule(
     ctx: RuleContext, *args: Any, dimension: int, num_keys: int, **params: Any
 ) -> list[Any]:
-    """`out = f(data)`, one scale along the sorted axis for each operand; keys in float32."""
+    """`out = f(data)`; each operand has one scale along the sorted axis."""
     args = tuple(
         x
         if not isinstance(x, Operand)
@@ -325,9 +333,9 @@ def sort_rule(
     lax.convert_element_type_p, family="convert", elements="cast", elementwise=True
 )
 def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
-    """Float to float: the data only, saturating for FP8. To int or bool: dequantise first."""
+    """Cast float data at its scale, saturating for FP8; cast the plain values to an integer."""
     dtype = ctx.out_dtype
-    if not isinstance(x, Operand):  # int or bool to float: a constant of scale 1
+    if not isinstance(x, Operand):  # integers and bools have scale 1
         return ScaledArray(ctx.bind(x, **params), ONE)
     if not dtypes.is_scalable(dtype):
         if dtype == jnp.bool_:
@@ -341,14 +349,14 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
         scale = algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
     if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
-        scale = scale.bounded()[0]  # else 0 might be multiplied by infinity
+        scale = scale.bounded()[0]  # the unbounded factor may be infinite, and 0 * inf is nan
     if ctx.stays_wide and dtype == jnp.float16:
         return kept_wide(x.at_unit(scale), scale, dtype)
     return ScaledArray(x.at_unit(scale, dtype), scale)
 
 
 def _as_wide(x: Operand, source: Any) -> Operand:
-    """An operand whose source was cast to a wide dtype: its unit goes along, if it is a number."""
+    """Return `x` with its source cast to a wide dtype. A scalar unit is kept, not multiplied."""
     unit = x.unit
     if unit.ndim or unit.is_zero:
         return made(source, unit, x.scale, source.dtype)

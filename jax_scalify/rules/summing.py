@@ -1,6 +1,6 @@
-"""Summing primitives: the scale grows by `sqrt(n)`, or more where the terms are alike.
+"""Summing primitives. The scale grows by `pow2(n**p)`: see `rules/shared/growth.py`.
 
-They accumulate in at least float32, multiply by the constant reciprocal and cast once.
+They accumulate in at least float32, multiply by the reciprocal of the factor and cast once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def reduce_sum_rule(ctx: RuleContext, x: Operand, *, axes: Any, **params: Any) -
 
 
 def _sum_of_values(ctx: RuleContext, x: Operand, scale: Scale, **params: Any) -> Operand:
-    """A sum of values, accumulated in at least float32, in the unit of its terms."""
+    """Return the sum of wide values, accumulated in at least float32, in the unit of its terms."""
     terms, unit = x.at_scalar_unit
     wide = lax.convert_element_type(terms, dtypes.compute_dtype(x.dtype))
     return ctx.of_value(ctx.bind(wide, **params), scale, unit)
@@ -67,7 +67,7 @@ def cumsum_rule(ctx: RuleContext, x: Operand, *, axis: int, **params: Any) -> Sc
 
 @register_scale_rule(lax.reduce_window_sum_p, elements="new", nonnegative="keeps", degree=1)
 def reduce_window_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if none is < 0."""
+    """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if >= 0."""
     x = uniform_over(x, windowed_axes(ctx, **params))
     factor = growth(ctx, math.prod(params["window_dimensions"]), Terms.of(x))
     if ctx.holds_values:
@@ -78,7 +78,7 @@ def reduce_window_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> Scale
 
 @register_scale_rule(lax.fft_p, elements="new")
 def fft_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale * pow2(sqrt(n))` of n points; of the inverse, `scale / pow2(sqrt(n))`."""
+    """`scale = scale * pow2(sqrt(n))` for n points; for the inverse, `scale / pow2(sqrt(n))`."""
     lengths = params["fft_lengths"]
     x = uniform_over(x, range(x.ndim - len(lengths), x.ndim))
     factor = growth(ctx, math.prod(lengths), Terms.INDEPENDENT)
@@ -87,7 +87,7 @@ def fft_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 
 def _full(ctx: RuleContext, *operands: Any) -> list[Operand]:
-    """Operands in their full shapes, integers and bools as constants of scale 1."""
+    """Return the operands in their full shapes. Integers and bools get scale 1."""
     return [
         _of_integers(ctx, x, value.facts)
         if not isinstance(x, Operand)
@@ -99,14 +99,14 @@ def _full(ctx: RuleContext, *operands: Any) -> list[Operand]:
 
 
 def _of_integers(ctx: RuleContext, x: Any, facts: Facts) -> Operand:
-    """Integers in a floating dtype that holds them as JAX's own products do."""
+    """Cast integers to the floating dtype in which JAX multiplies them."""
     few = x.dtype == np.bool_ or np.iinfo(x.dtype).bits <= 8
     dtype = ctx.out_dtype if few else dtypes.compute_dtype(ctx.out_dtype)
     return Operand(lax.convert_element_type(x, dtype), ONE, facts=facts)
 
 
 def _operand_scale(x: Operand, contract: Any, batch: Any, before: int, after: int) -> Scale:
-    """Lay an operand's scale along the result's dims: batch, lhs free, rhs free."""
+    """Reshape an operand's scale to the result's dims: batch, lhs free, rhs free."""
 
     def move(scale: Any) -> Any:
         free = [a for a in range(x.ndim) if a not in contract and a not in batch]
@@ -121,10 +121,11 @@ def _operand_scale(x: Operand, contract: Any, batch: Any, before: int, after: in
 def _factors_together(
     lhs: Operand, rhs: Operand, contract: tuple[Any, Any], batch: tuple[Any, Any]
 ) -> tuple[Operand, Operand]:
-    """Give lhs what rhs's scale differs by along the contracted dims, where both differ there.
+    """Move the part of rhs's scale that differs along contracted dims to lhs, if both differ there.
 
-    A term has the product of both. It may be the same for all terms where neither scale is: in the
-    gradient of a covariance one is large where the other is small.
+    Only the product of both scales matters for a term, and it may be uniform where neither scale
+    is. In the gradient of a covariance, one scale is large where the other is small: with scales
+    `[8, 1]` and `[1, 8]` along the contracted dim, every term has the scale 8.
     """
     if not (lhs.holds_data and rhs.holds_data):
         return lhs, rhs
@@ -144,7 +145,7 @@ def _factors_together(
     return lhs.as_pair(lhs.source, left), rhs.as_pair(rhs.source, right)
 
 
-# `jax.nn.dot_product_attention` asks for it, and the compilers of CPUs and TPUs have it not.
+# `jax.nn.dot_product_attention` requests these. XLA does not implement them on CPUs and TPUs.
 _OF_FLOAT16 = (lax.DotAlgorithmPreset.F16_F16_F16, lax.DotAlgorithmPreset.F16_F16_F32)
 
 
@@ -152,8 +153,8 @@ _OF_FLOAT16 = (lax.DotAlgorithmPreset.F16_F16_F16, lax.DotAlgorithmPreset.F16_F1
 def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale * pow2(K**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
 
-    A scale that is not scalar is carried along the batch and free dims and made uniform over the
-    contracted ones; where both differ there, the product of both is.
+    Scales along batch and free dims are carried to the result. Along contracted dims a scale is
+    made uniform. If both scales differ there, their product is made uniform.
     """
     return _product(ctx, lhs, rhs, params)
 
@@ -162,7 +163,7 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
 def narrow_dot_rule(
     ctx: RuleContext, lhs: Operand, rhs: Operand, *, exponent: int, **params: Any
 ) -> ScaledArray:
-    """The rule of `dot_general`, and the factor: of a `scalify` inside this one."""
+    """The rule of `dot_general`, times `2**exponent`. A nested `scalify` binds this primitive."""
     out = _product(ctx, lhs, rhs, params)
     return made(out.source, out.unit * Scale(exponent), out.scale * Scale(exponent), out.dtype)
 
@@ -171,7 +172,7 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     lhs, rhs, scale, unit, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     data = [lhs.source, rhs.source]
     params = {name: value for name, value in params.items() if name != "preferred_element_type"}
-    if params.get("precision") in _OF_FLOAT16:  # it is what the sums' dtype says, everywhere
+    if params.get("precision") in _OF_FLOAT16:  # the operands' dtypes say the same, on any platform
         params["precision"] = None
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
     by = -factor.exponent - ctx.pending.exponent
@@ -188,7 +189,7 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
 def _of_product(
     ctx: RuleContext, lhs: Operand, rhs: Operand, dims: Any
 ) -> tuple[Operand, Operand, Scale, Scale, Scale]:
-    """The operands as they are multiplied, the scale of a product, its unit, and the growth."""
+    """Return the operands to multiply, the scale of a term, its unit, and the sum's growth."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs, rhs = _full(ctx, lhs, rhs)
     lhs, rhs = _factors_together(lhs, rhs, *dims)
@@ -206,7 +207,7 @@ def _of_product(
 def block_dot_rule(
     ctx: RuleContext, lhs: Operand, rhs: Operand, *, quantisers: Any, **params: Any
 ) -> ScaledArray:
-    """The rule of `dot_general`: block scales are chosen from the data, and no scale is."""
+    """The rule of `dot_general`; the data chooses block scales, but not the array's scale."""
     lhs, rhs, scale, unit, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     data = [lhs.data, rhs.data]  # of unit size
     params |= dict(
@@ -217,19 +218,19 @@ def block_dot_rule(
 
 
 def of_data(quantiser: Quantiser, value: Value) -> Quantiser:
-    """How data is quantised: what has a scale is of unit size."""
+    """Return the quantiser of an operand. Data of a scaled operand has unit size."""
     return quantiser.of_unit_data(0) if value.is_scaled else quantiser
 
 
 def _preferred(ctx: RuleContext, kinds: set[Any]) -> Any:
-    """The dtype that a matmul of operands and a result of some dtypes is asked for."""
+    """Return the `preferred_element_type` of a matmul; `kinds` are its operands' and result's."""
     keeps_16_bits = ctx.config.sum_dtype != np.float32
     keeps_16_bits &= all(dtypes.is_narrow_float(k) or k == jnp.bfloat16 for k in kinds)
     return (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)
 
 
 def _along_rows(ctx: RuleContext, scale: Any, group_sizes: Any, dims: Any) -> Any:
-    """Lay a scale for each group along the rows of a result, each row with its group's."""
+    """Repeat the scale of each group for the rows of the result that belong to the group."""
     (ragged,), (contract, batch) = dims.lhs_ragged_dimensions, dims.dot_dimension_numbers
     free = [a for a in range(ctx.in_avals[0].ndim) if a not in (*contract[0], *batch[0])]
     shape = [1] * ctx.out_avals[0].ndim
@@ -250,10 +251,11 @@ def ragged_dot_general_rule(
     preferred_element_type: Any = None,
     **params: Any,
 ) -> ScaledArray:
-    """`scale = lhs.scale * rhs.scale * pow2(K**p)`, one scale an operand; p as of `dot_general`.
+    """`scale = lhs.scale * rhs.scale * pow2(K**p)`, one scale each; p as in `dot_general`.
 
-    Where rhs has a scale for each group, rows get their group's ratio to the largest before they
-    are cast. Where the contracted axis is the ragged one, K is its mean length a group.
+    If rhs has a scale for each group, the result has the largest, and its rows are multiplied by
+    `group scale / largest scale` before they are cast. If the contracted axis is the ragged axis,
+    K is the mean length of a group.
     """
     dims = ragged_dot_dimension_numbers
     (contract, _), _ = dims.dot_dimension_numbers
@@ -282,18 +284,19 @@ def ragged_dot_general_rule(
 
 
 def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, low: int):
-    """Mean number of a kernel's taps, along one axis, that meet an element of the input.
+    """Return the mean number of kernel taps, along one axis, that meet an element of the input.
 
-    The others meet padding, or the holes of a dilated input.
+    Other taps meet padding, or the holes of a dilated input. A kernel of 3 taps over 4 elements
+    with `SAME` padding has `(2 + 3 + 3 + 2) / 4 = 2.5`.
     """
-    first = np.arange(taps) * dilation - low  # where each tap of the first output lies
+    first = np.arange(taps) * dilation - low  # the position of each tap of the first output
     begin = np.maximum(0, -(first // stride))
     end = np.minimum(out - 1, ((size - 1) * hole - first) // stride)
     return float(np.sum(np.maximum(0, end - begin + 1))) / max(1, out) / hole
 
 
 def _convolved_terms(ctx: RuleContext, params: dict[str, Any]) -> int:
-    """The mean number of products in an element of a convolution's result."""
+    """Return the mean number of products that are summed in one element of a convolution."""
     lhs, rhs, out = ctx.in_avals[0].shape, ctx.in_avals[1].shape, ctx.out_avals[0].shape
     dims = params["dimension_numbers"]
     terms = float(rhs[dims.rhs_spec[1]])
@@ -321,8 +324,9 @@ def conv_general_dilated_rule(
 ) -> ScaledArray:
     """`scale = lhs.scale * rhs.scale * pow2(n**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
 
-    n counts input channels and the taps that meet no padding. A scale that is not scalar is
-    carried along the batch and the output channels, and made uniform over the other axes.
+    n is the number of input channels times the mean number of taps that meet no padding. Scales
+    along the batch and the output channels are carried to the result. Along other axes a scale is
+    made uniform.
     """
     dims = params["dimension_numbers"]
     batched = params["batch_group_count"] > 1

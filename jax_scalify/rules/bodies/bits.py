@@ -1,4 +1,4 @@
-"""Functions that read the bits of numbers: they are called on values, not on data."""
+"""Functions that read the bits of numbers. They are evaluated on values, not on data."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jax_scalify.scales.algebra import ONE
 
 
 def call_in_place(ctx: RuleContext, closed: Any, args: list[Value]) -> list[Value]:
-    """Interpret the body of a function that has a derivative of its own.
+    """Interpret the body of a function with its own derivative rule.
 
-    If it reads bits, as `exp(-x**2)` in the derivative of JAX's `erf` does to split a float32 in
-    two, each of its operations is about values: the body is evaluated on them, and its floating
-    results have scale 1. Nothing is lost by that in dtypes of the range of float32. What reads the
-    bits of narrower numbers is interpreted as usual, and `bitcast_convert_type` is reported.
+    A body that reads bits of float32 is evaluated on plain values, and its floating results have
+    scale 1. The derivative of JAX's `erf` is one: it splits a float32 in two to compute
+    `exp(-x**2)`. Wide dtypes lose nothing by this. A body that reads bits of narrow dtypes is
+    interpreted as usual, and `bitcast_convert_type` is reported.
     """
     if not any(v.is_scaled for v in args) or not _reads_wide_bits(closed.jaxpr):
         return ctx.scale_jaxpr(closed, args, wide=ctx.wide)
@@ -32,7 +32,7 @@ def call_in_place(ctx: RuleContext, closed: Any, args: list[Value]) -> list[Valu
 
 
 def _reads_wide_bits(jaxpr: Any) -> bool:
-    """Tell whether bits are read, and everything that is floating has the range of float32."""
+    """Return whether a jaxpr reads bits of floats, and all its floats have the range of float32."""
     equations = list(all_equations(jaxpr))
     read = [e.invars[0].aval for e in equations if e.primitive is lax.bitcast_convert_type_p]
     avals = [v.aval for v in jaxpr.invars] + [v.aval for e in equations for v in e.outvars]

@@ -1,4 +1,4 @@
-"""Primitives that call a jaxpr: it is interpreted in place, so that facts and scales flow."""
+"""Primitives that call a jaxpr. It is interpreted in place, so facts and scales pass through."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _constrain(value: Value, sharding: Any) -> Value:
 
 @register_body_rule("jit", "pjit")
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
-    """The body, in place; shardings become constraints on the data."""
+    """Interpret the body in place; shardings become constraints on the data."""
     if not any(map(dtypes.is_scalable, (v.dtype for v in (*args, *ctx.out_avals)))):
         return [Plain.of(x) for x in ctx.bind(*(v.whole() for v in args), jaxpr=jaxpr, **params)]
     inputs = [_constrain(v, s) for v, s in zip(args, params["in_shardings"], strict=True)]
@@ -40,14 +40,14 @@ def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[
 
 @register_body_rule(round_p)
 def round_rule(ctx: RuleContext, *args: Value, **params: Any) -> list[Value]:
-    """The scales of a `scalify` inside this one: numbers as they are."""
+    """Evaluate the primitive on plain values: it computes the scales of a nested `scalify`."""
     plain = [ctx.dequantise(v) if isinstance(v, Operand) else v.whole() for v in args]
     return [Plain.of(out) for out in ctx.bind(*plain, **params)]
 
 
 @register_body_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")
 def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list[Value]:
-    """The body, in place: inside `scalify` derivatives have been taken already."""
+    """Interpret the body in place: inside `scalify`, derivatives have already been taken."""
     if not hasattr(call_jaxpr, "consts"):
         call_jaxpr = _compat.close_jaxpr(call_jaxpr, ())
     return call_in_place(ctx, call_jaxpr, list(args))
@@ -57,17 +57,17 @@ def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list
 def body_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any = None, call_jaxpr: Any = None, **_: Any
 ) -> list[Value]:
-    """The body, in place."""
+    """Interpret the body in place."""
     return ctx.scale_jaxpr(jaxpr or call_jaxpr, list(args))
 
 
 @register_body_rule("call_hi_primitive")
 def call_hi_primitive_rule(ctx: RuleContext, *args: Value, _prim: Any) -> list[Value]:
-    """What it expands to, in place: inside `scalify` derivatives have been taken already."""
+    """Interpret its expansion in place: inside `scalify`, derivatives have already been taken."""
     return call_in_place(ctx, _compat.expanded_jaxpr(_prim), list(args))
 
 
 @register_body_rule(observe_p)
 def observe_rule(ctx: RuleContext, *args: Value, observed: Observed) -> list[Value]:
-    """The results, as they are: they belong to a `scalify` inside this one."""
+    """Return the observed results unchanged: a nested `scalify` binds this primitive."""
     return [data for data, _ in observed.pairs(args)[: len(observed.results)]]

@@ -1,4 +1,4 @@
-"""Loops, branches and rematerialisation: rebuilt through public calls on data and scales."""
+"""Loops, branches and rematerialisation, rebuilt as functions of data and scales."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from jax_scalify.scales.algebra import LARGEST_EXTENT, ONE
 
 
 def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
-    """Forms of carries before the body has been looked at.
+    """Return the forms of carries with which the fixpoint iteration starts.
 
-    An accumulator that starts from a constant, in a loop over scaled values, will be scaled, and
-    the extent of a computed scale is the largest; to know it saves a round.
+    In a loop over scaled values, an accumulator that starts from a constant becomes scaled, and
+    computed scales have the largest extent. Starting there saves interpreting the body once more.
     """
     any_scaled = any(v.is_scaled for v in (*values, *others))
     forms = [Form.of(v) for v in values]
@@ -47,7 +47,7 @@ def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
 
 
 def _with_room(forms: list[Form], values: list[Value]) -> list[Value]:
-    """Start small constants that keep their scale at 1: they have the room that plain JAX has."""
+    """Give the scale 1 to small constants whose carry keeps its scale, as plain JAX has."""
     return [
         Operand(v.whole(), ONE, facts=v.facts)
         if _keeps_scale(form) and v.constant is not None and 0 < abs(v.constant) < 1
@@ -57,17 +57,18 @@ def _with_room(forms: list[Form], values: list[Value]) -> list[Value]:
 
 
 def _keeps_scale(form: Form) -> bool:
-    """Whether a carry keeps its scale from step to step: see `_hold`."""
+    """Return whether a carry keeps its scale from step to step: see `_hold`."""
     is_array = form.has_scale and bool(form.shape) and not form.holds_data
     return is_array and jnp.finfo(form.dtype).bits >= 32
 
 
 def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
-    """Keep a carry's scale from step to step, where the data has the range of float32.
+    """Keep the scales of float32 carries from step to step, where they are not 0.
 
-    A rule's scale is an estimate: compounded over the steps, an error would drive the data to 0 or
-    infinity while the value stays where it is. The scale of a number is its exponent, which cannot
-    drift. Narrow data has to follow its scale, or layers of small weights would flush it.
+    A rule's scale is an estimate, and its error compounds over the steps: a scale that doubles in
+    each of 1,000 steps leaves every range, while the values stay where they are. A 0-d carry needs
+    none of this: its scale is its exponent. Data of 16 bits must follow its scale, or layers of
+    small weights would make it underflow.
     """
     old, new, out = iter(before), iter(after), []
     for form in forms:
@@ -88,7 +89,7 @@ def scan_rule(
     unroll: Any,
     **params: Any,
 ) -> list[Value]:
-    """The body on data and scales; a step of scanned values has its own scale."""
+    """Interpret the body on data and scales; each step of scanned values has its own scale."""
     num_consts, num_carry = _compat.scan_counts(params)
     consts, init = list(args[:num_consts]), list(args[num_consts : num_consts + num_carry])
     xs = list(args[num_consts + num_carry :])
@@ -142,7 +143,7 @@ def scan_rule(
     scales = [
         _compat.as_varying(jnp.zeros(f.scale_shape, ctx.table.dtype), f.varying) for f in like
     ]
-    given = None if scanned else length  # `lax.scan` takes a symbolic one from arrays alone
+    given = None if scanned else length  # `lax.scan` takes a symbolic length from arrays only
     carry, (ys, tables) = lax.scan(
         step, (start, scales), scanned, given, reverse=reverse, unroll=unroll
     )
@@ -154,16 +155,17 @@ def scan_rule(
 
 
 def _grouped(forms: list[Form], arrays: list[Any]) -> list[list[Any]]:
-    """The arrays of each form."""
+    """Divide a sequence of arrays among the forms that they belong to."""
     rest = iter(arrays)
     return [[next(rest) for _ in range(form.array_count)] for form in forms]
 
 
 def _shared_scales(body: Body, forms: list[Form], varies: list[bool]) -> list[bool]:
-    """Tell of which stacked results all steps have one scale: it depends on no step's values.
+    """Return for each stacked result whether all steps have the same scale.
 
-    The blocks of a `lax.map` would have a scale each otherwise, and the axis that they are joined
-    to one for each of its elements.
+    They do if the scale depends on no step's values. Otherwise each block of a `lax.map` with
+    `batch_size` would have its own scale, and reshaping the blocks to one axis would give each
+    element of this axis a scale.
     """
     arrays = sum(form.array_count for form in forms)
     found = _grouped(forms, depends(body.jaxpr, varies)[-arrays or len(varies) :])
@@ -171,9 +173,9 @@ def _shared_scales(body: Body, forms: list[Form], varies: list[bool]) -> list[bo
 
 
 def _scales_stacked_together(forms: list[Form], shared: list[bool]) -> list[list[int]]:
-    """The numbers of stacked results whose scales, one a step, are stacked as one array.
+    """Return groups of stacked results whose scales are stacked as one array.
 
-    A GPU has a kernel for each array that a step writes.
+    XLA launches one GPU kernel for each array that a step writes.
     """
     groups: dict[frozenset[Any], list[int]] = {}
     for i, (form, is_shared) in enumerate(zip(forms, shared, strict=True)):
@@ -185,7 +187,7 @@ def _scales_stacked_together(forms: list[Form], shared: list[bool]) -> list[list
 def _stacked(
     ctx: RuleContext, forms: list[Form], ys: list[Any], shared: list[Any], length: int
 ) -> list[Value]:
-    """The values of stacked results: each step keeps its scale, where they have not one."""
+    """Return the values of stacked results, with one scale for each step unless it is shared."""
     rest, values = iter(shared), []
     for form, own in zip(forms, ys, strict=True):
         form = dataclasses.replace(form, shape=(length, *form.shape))
@@ -209,7 +211,7 @@ def while_rule(
     body_jaxpr: Any,
     **_: Any,
 ) -> list[Value]:
-    """The body on data and scales; the condition is plain."""
+    """Interpret condition and body on data and scales."""
     if cond_jaxpr.out_avals[0].shape:
         cond_jaxpr, body_jaxpr = _of_a_batch(cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts)
         args = (*args[:cond_nconsts], *args)
@@ -234,7 +236,7 @@ def while_rule(
 
 
 def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple[Any, Any]:
-    """A loop that `vmap` made, written out: it runs while any example does; others are kept."""
+    """Rewrite a `while` that `vmap` made: it runs while any example runs, and keeps the others."""
     carry = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in body.in_avals[body_count:]]
     cond_consts, body_consts = (
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.in_avals[:count]]
@@ -268,7 +270,7 @@ def cond_rule(
     branches_platforms: Any = None,
     **_: Any,
 ) -> list[Value]:
-    """A result is scaled if it is so in any branch, its scale static if all agree."""
+    """A result is scaled if any branch scales it; its scale is static if all branches agree."""
     forms = [Form.of(v) for v in args]
     bodies = [interpret(ctx, branch, forms) for branch in branches]
     joined = bodies[0].forms
@@ -290,7 +292,7 @@ def cond_rule(
 
 @register_body_rule("remat2", "checkpoint")
 def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
-    """The body on data and scales, rematerialised as it was."""
+    """Interpret the body on data and scales; it is rematerialised as before."""
     forms = [Form.of(v) for v in args]
     body = interpret(ctx, _compat.close_jaxpr(jaxpr, ()), forms)
     operands = [*body.jaxpr.consts, *pack(forms, args, ctx.table)]
@@ -302,7 +304,7 @@ def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> lis
 def custom_linear_solve_rule(
     ctx: RuleContext, *args: Value, const_lengths: Any, jaxprs: Any, **params: Any
 ) -> list[Value]:
-    """The solver, in place; one that iterates on plain values, at the scale of its right side."""
+    """Interpret a direct solver in place; run an iterative solver on plain values, at `b.scale`."""
     rest = list(args)
     consts = {}
     for name, count in const_lengths._asdict().items():
@@ -313,14 +315,14 @@ def custom_linear_solve_rule(
     plain = [ctx.dequantise(v, v.dtype) if isinstance(v, Operand) else v.whole() for v in args]
     out = ctx.bind(*plain, const_lengths=const_lengths, jaxprs=jaxprs, **params)
     scales = [promote(v, ctx.table, full=True).scale for v in rest if v.is_scalable]
-    if len(scales) != len(out):  # what the solver says besides, an error or a count
+    if len(scales) != len(out):  # the solver has auxiliary results, such as an iteration count
         return [Plain.of(x) for x in out]
     return [made(x, ONE, scale, x.dtype) for x, scale in zip(out, scales, strict=True)]
 
 
 @register_scale_rule("debug_callback", "debug_print", elements="new")
 def debug_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
-    """Plain values in at least float32: what is shown is the value."""
+    """Pass plain values in at least float32: the user sees values, not data."""
     plain = [ctx.dequantise(x) if isinstance(x, ScaledArray) else x for x in args]
     return ctx.bind(*plain, **params)
 

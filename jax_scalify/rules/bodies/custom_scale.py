@@ -1,4 +1,4 @@
-"""Functions with a rule of their own: `jsa.custom_scale`."""
+"""Functions with their own scale rules: `jsa.custom_scale`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FlatRule = Callable[..., list[Any]]
 def custom_scale_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any, applied: AppliedRule
 ) -> list[Value]:
-    """The rule that the function was given; without one, its body in place."""
+    """Apply the function's own rule; without a rule, interpret the body in place."""
     values = args[applied.num_consts :]
     if applied.rule is None or not any(_has_scale(v) for v in values):
         return ctx.scale_jaxpr(jaxpr, list(args))
@@ -79,7 +79,7 @@ def _with_symbolic_scale(x: Any, table: ScaleTable) -> Any:
 
 
 def _flat_rule(function: Callable, applied: AppliedRule) -> FlatRule:
-    """The rule on flat operands; its results are checked for their structure."""
+    """Return the rule as a function of flat operands that checks its results' structure."""
 
     def rule(*operands: Any) -> list[Any]:
         out = function(*jax.tree.unflatten(applied.in_tree, operands))
@@ -111,7 +111,7 @@ def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[A
         if not scaled:
             continue
         scale = np.shape(x.scale)
-        # An array of a lower rank lies along the leading axes; a symbolic scale has all of them.
+        # An array of a lower rank lies along the leading axes. A `Scale` has the full rank.
         ranks = (0, len(shape)) if isinstance(x.scale, Scale) else range(len(shape) + 1)
         if len(scale) not in ranks or any(s not in (1, n) for s, n in zip(scale, shape)):
             raise TypeError(
@@ -127,16 +127,17 @@ def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[A
 
 @dataclasses.dataclass(frozen=True)
 class _Batched:
-    """A rule under `vmap`: an example has a scale of its own if its operands have.
+    """A rule under `vmap`.
 
-    So it has if the rule has looked at the data, whose scale is another one in each example.
+    Examples have different scales if the operands' scales differ between examples, or if the rule
+    computes a scale from data. Otherwise all examples share one scale.
 
     Attributes:
-        rule: for one example.
-        batched: of each operand, whether its first axis is that of the examples.
+        rule: the rule for one example.
+        batched: for each operand, whether its first axis is the axis of examples.
         size: the number of examples.
-        name: of the axis.
-        dtype: of scales.
+        name: the name of the axis.
+        dtype: the dtype of scales.
     """
 
     rule: FlatRule
@@ -171,7 +172,7 @@ class _Batched:
         ]
 
     def _result(self, x: Any, scale: Any, static: Any, own: bool) -> Any:
-        """A result, of the scales of all examples; they are the same if none has its own."""
+        """Return a result with the scales of all examples (`own`), or with their shared scale."""
         if scale is None:
             return x if static is None else ScaledArray(x, static)
         if not own:
@@ -179,7 +180,7 @@ class _Batched:
         return ScaledArray(x, scale)
 
     def _scale_and_axis(self, x: Any, has_axis: bool) -> tuple[Any, int | None]:
-        """The scale of an operand as an operand of `vmap`, and its axis."""
+        """Return the dynamic scale of an operand as an argument of `vmap`, and its `in_axes`."""
         if not is_scaled(x) or x.scale.is_static:
             return None, None
         array = x.scale.array
@@ -193,7 +194,7 @@ class _Batched:
     def _example(
         self, operands: Sequence[Any], statics: list[Any], data: list[Any], scales: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Data and dynamic scales of the results of one example; the static ones are noted."""
+        """Return data and dynamic scales of one example's results; store the static scales."""
         table = ScaleTable(self.dtype)
         arguments = [
             Operand(d, x.scale if s is None else table.atom(s)) if is_scaled(x) else d
@@ -206,7 +207,7 @@ class _Batched:
 
 
 def _parts(x: Any, table: ScaleTable) -> tuple[Any, Any, Any]:
-    """The data of a result, its dynamic scale as an array, and its static scale."""
+    """Return the data of a result, the array of its dynamic scale, and its static scale."""
     if not is_scaled(x):
         return x, None, None
     x = within_range(x)
@@ -214,7 +215,7 @@ def _parts(x: Any, table: ScaleTable) -> tuple[Any, Any, Any]:
 
 
 def _depends_on(closed: Any, operands: Sequence[bool]) -> list[bool]:
-    """Tell of each result of a jaxpr whether it depends on one of some operands."""
+    """Return for each result of a jaxpr whether it depends on one of the marked operands."""
 
     def equation(eqn: Any, flags: list[bool]) -> list[bool]:
         return [any(flags)] * len(eqn.outvars)

@@ -1,8 +1,13 @@
-"""How values cross into a sub-trace and out of it: the body of a loop or a branch.
+"""How values enter and leave the trace of a loop's body or a branch.
 
-A body is interpreted once, on arrays, with a scale table of its own. A `Form` says which arrays
-stand for a value, and what is known of it on the other side. A scale crosses as an array beside
-its data, unless it is static.
+A body is interpreted on arrays, with a scale table of its own. A `Form` says which arrays stand for
+a value, and what is known of the value on the other side. A dynamic scale enters as an array beside
+its data. A static scale stays in the form.
+
+Example: in a `scan` over scaled values, a carry starts as the constant 0 of shape `(8,)`. Its form
+is "scaled" with a dynamic scale, so the new `scan` carries two arrays: data of shape `(8,)` and a
+scale of shape `()`. If the body returns the carry in a form that this form cannot hold, the two
+forms are joined and the body is interpreted again (`fixpoint`).
 """
 
 from __future__ import annotations
@@ -31,24 +36,26 @@ from jax_scalify.scales.table import ScaleTable
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The form in which a value crosses: as a constant, a number, a plain array, or data and scale.
+    """The form of a value that enters or leaves a trace.
 
-    Forms are ordered, constant < uniform < plain < scaled, and a known scale is below any other:
-    `join` gives the least form that can hold either of two values.
+    Forms are ordered: constant < uniform < plain < scaled, and a static scale < a dynamic scale.
+    `join` returns the least form that can hold either of two values.
 
     Attributes:
-        shape, dtype: of the value.
-        kind: "constant": no array, the number is known; "uniform": a 0-d array that every element
-            equals; "plain": the array; "scaled": data and, unless it is static, its scale.
-        constant: the number, of a constant.
-        scale: a static scale; None if the scale crosses as an array.
-        scale_shape: of a scale that crosses: `()`, or the rank of the value with dims 1 or its own.
-        extent: of a scale that crosses, as of an `Atom`.
-        holds_data: of a scaled value, whether its array is the data; else it is the values.
-        facts: about the elements.
-        is_home: whether it is at home in its scale: see `interpreter/homes.py`.
-        sharding: if it is explicit, a part of types.
-        varying: axes of a mesh along which it may differ, inside a `shard_map`; a part of types.
+        shape, dtype: the shape and dtype of the value.
+        kind: "constant": no array, the number is known. "uniform": a 0-d array that every element
+            equals. "plain": the array. "scaled": data and, unless it is static, the scale.
+        constant: the number, if the kind is "constant".
+        scale: the static scale; None if the scale is an array.
+        scale_shape: the shape of a scale array: `()`, or the rank of the value with each dim 1 or
+            the value's.
+        extent: the extent of a scale array: see `Atom`.
+        holds_data: whether the array of a scaled value is its data. Otherwise it is the values.
+        facts: what is known of the elements.
+        is_home: whether the value's scale is its home: see `interpreter/homes.py`.
+        sharding: the sharding, if it is explicit and therefore part of the type.
+        varying: the mesh axes along which the value may vary inside a `shard_map`. They are part of
+            the type too.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +73,7 @@ class Form:
 
     @classmethod
     def of(cls, value: Value) -> Form:
-        """The strongest form of a value."""
+        """Return the least form of a value."""
         types: dict[str, Any] = dict(
             sharding=_compat.explicit_sharding(value), varying=_varying_axes(value)
         )
@@ -90,7 +97,7 @@ class Form:
         return cls(value.shape, value.dtype, kind, **rest)
 
     def scaled(self) -> Form:
-        """The same value with a dynamic scalar scale."""
+        """Return the form of the same value with a dynamic scalar scale."""
         known: dict[str, Any] = dict(
             extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding, varying=self.varying
         )
@@ -98,7 +105,7 @@ class Form:
         return Form(self.shape, self.dtype, "scaled", **known)
 
     def slice(self) -> Form:
-        """The form of one step of a scanned value."""
+        """Return the form of one step of a scanned value."""
         rest = self.scale_shape[1:]
         rest = () if math.prod(rest) == 1 else rest
         sharding = self.sharding
@@ -109,7 +116,7 @@ class Form:
         return dataclasses.replace(self, shape=self.shape[1:], scale_shape=rest, sharding=sharding)
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the arrays, a scale's dtype left to the table."""
+        """Return the shape and dtype of the array, without that of a scale."""
         if self.kind == "constant":
             return []
         if self.kind == "uniform":
@@ -118,7 +125,7 @@ class Form:
 
     @property
     def has_scale(self) -> bool:
-        """Whether a scale array goes with the data."""
+        """Whether the value has a scale array beside its data."""
         return self.kind == "scaled" and self.scale is None
 
     @property
@@ -131,7 +138,7 @@ class Form:
         return len(self.avals()) + self.has_scale
 
     def pack(self, value: Value, table: ScaleTable) -> list[Any]:
-        """The arrays that stand for a value in this form."""
+        """Return the arrays that stand for a value in this form."""
         return [_compat.as_varying(a, self.varying) for a in self._pack(value, table)]
 
     def _pack(self, value: Value, table: ScaleTable) -> list[Any]:
@@ -145,12 +152,12 @@ class Form:
         if not self.has_scale:
             return [jnp.asarray(x.data if self.holds_data else x.value)]
         if self._is_number:
-            # The exponent of a number is its scale: it must not drift from step to step of a loop.
+            # The scale of a 0-d value is its exponent, so that it cannot drift over a loop's steps.
             data, exponent = table.split(jnp.asarray(x.source))
             scale = x.unit * exponent
             x = Operand(data, scale) if x.holds_data else x.with_scale(scale)
         if any(atom.limit < LARGEST_EXTENT for atom, _ in x.scale.factors):
-            # With a factor that a calibration tries, in each step, scales would run away.
+            # A calibration may multiply the scale by a factor in each step: it must not run away.
             x = x.with_scale(x.scale.bounded(LARGEST_EXTENT)[0])
         x = within_range(x)
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
@@ -158,7 +165,7 @@ class Form:
         return [array, jnp.broadcast_to(scale, self.scale_shape)]
 
     def unpack(self, arrays: Sequence[Any], table: ScaleTable) -> Value:
-        """The value that arrays in this form stand for."""
+        """Return the value that arrays in this form stand for."""
         if self.kind == "constant":
             held = not self.shape and self.constant.dtype == self.dtype
             return Plain.of(self.constant) if held else Plain.filled(self, self.constant)
@@ -182,14 +189,14 @@ def _varying_axes(value: Value) -> frozenset[Any]:
 
 
 def join(a: Form, b: Form) -> Form:
-    """The least form that can hold a value of either form."""
+    """Return the least form that can hold a value of either form."""
     facts = a.facts.join(b.facts)
     types: dict[str, Any] = dict(sharding=a.sharding, varying=a.varying | b.varying)
     if a.kind == b.kind == "constant":
         same = np.array_equal(a.constant, b.constant, equal_nan=dtypes.is_scalable(a.dtype))
         if same:
             return dataclasses.replace(a, varying=a.varying | b.varying)
-        # Two constants are scaled values, unless they are numbers whose exponent is their scale.
+        # Different constants join to a scaled value. A 0-d value stays plain: it is split later.
         kind = "scaled" if a.shape and dtypes.is_scalable(a.dtype) else "plain"
         return Form(a.shape, a.dtype, kind, facts=facts, **types)
     if "scaled" in (a.kind, b.kind):
@@ -212,7 +219,7 @@ def _join_scaled(a: Form, b: Form, known_of_both: dict[str, Any]) -> Form:
 
 
 def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of all arrays of some forms."""
+    """Return the shapes and dtypes of all arrays of the forms."""
     out = []
     for form in forms:
         out += form.avals()
@@ -223,25 +230,25 @@ def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct
 
 
 def pack(forms: Sequence[Form], values: Sequence[Value], table: ScaleTable) -> list[Any]:
-    """All arrays of some values, one after the other."""
+    """Return the arrays of all values, one after the other."""
     return [a for f, v in zip(forms, values, strict=True) for a in f.pack(v, table)]
 
 
 def unpack(forms: Sequence[Form], arrays: Sequence[Any], table: ScaleTable) -> list[Value]:
-    """The values that a sequence of arrays stands for."""
+    """Return the values that a sequence of arrays stands for."""
     rest = iter(arrays)
     return [f.unpack([next(rest) for _ in range(f.array_count)], table) for f in forms]
 
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A jaxpr that has been interpreted: a function of packed arrays, and the results' forms."""
+    """An interpreted jaxpr: a function of packed arrays, and the forms of its results."""
 
     jaxpr: Any
     forms: list[Form]
 
     def __call__(self, arrays: Sequence[Any], forms: Sequence[Form], table_dtype: Any) -> list[Any]:
-        """Call the body, and bring its results to weaker forms."""
+        """Call the body, and convert its results to `forms`, which must be able to hold them."""
         results = list(jex_core.jaxpr_as_fun(self.jaxpr)(*arrays))
         if list(forms) == self.forms:
             return results
@@ -250,7 +257,7 @@ class Body:
 
 
 def interpret(ctx: RuleContext, closed: Any, forms: Sequence[Form]) -> Body:
-    """Interpret a sub-jaxpr on values of given forms, with a scale table of its own."""
+    """Interpret a sub-jaxpr on values of these forms, with a scale table of its own."""
     out_forms: list[Form] = []
 
     def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
@@ -264,7 +271,7 @@ def interpret(ctx: RuleContext, closed: Any, forms: Sequence[Form]) -> Body:
 def fixpoint(
     make: Callable[[list[Form]], Body], start: list[Form], count: int
 ) -> tuple[Body, list[Form]]:
-    """Find the least forms of `count` carries that a body gives back as it gets them."""
+    """Return the body, and the least forms of its `count` carries that the body preserves."""
     forms = start
     while True:
         body = make(forms)
@@ -275,7 +282,10 @@ def fixpoint(
 
 
 def _carried(before: Form, after: Form) -> Form:
-    """The form of a carry; a constant among the elements, which may grow forever, is the first."""
+    """Return the joined form of a carry. The fact `constant` keeps its first value.
+
+    It may grow in every round, and the fixpoint would not be reached.
+    """
     joined, constant = join(before, after), before.facts.constant
     if constant is None:
         return joined

@@ -1,8 +1,8 @@
-"""`shard_map`: its body is interpreted on each device's part of the data, and on scales.
+"""The rule of `shard_map`. Its body is interpreted on each device's shard of the data and scales.
 
-A scalar scale is on every device, one along axes is cut where its data is. A scale of a result that
-a body has made of its own data differs from device to device: the largest is taken, and the data
-brought to it. Scales that differ along the same axes of the mesh are compared in one collective.
+A scalar scale is replicated. A scale along axes is sharded as its data is. If a body computes a
+scale from its shard, as a rescale does, devices have different scales: the data is brought to the
+largest scale of all devices. All scales that vary along the same mesh axes share one `pmax`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMALLEST_RATIO = 2.0**-126
 
 @register_body_rule("shard_map")
 def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
-    """The body, on each device's part of the data; scales of results are those of all devices."""
+    """Interpret the body on each device's shard; all devices agree on the scales of results."""
     in_specs, out_specs = params["in_specs"], params["out_specs"]
     forms = [Form.of(value) for value in args]
     inner = [_part(f, var.aval) for f, var in zip(forms, jaxpr.invars, strict=True)]
@@ -67,7 +67,7 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
         body(*arrays)
         return ()
 
-    jax.eval_shape(sharded(probe, ()), *arrays)  # the forms of the results say how they are cut
+    jax.eval_shape(sharded(probe, ()), *arrays)  # finds the forms, which determine `out_specs`
     out = [_specs(f, spec) for f, spec in zip(found, out_specs, strict=True)]
     results = sharded(lambda *xs: tuple(body(*xs)), tuple(s for ss in out for s in ss))(*arrays)
     whole = [_part(f, aval) for f, aval in zip(found, ctx.out_avals, strict=True)]
@@ -75,7 +75,7 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
 
 
 def _part(form: Form, aval: Any) -> Form:
-    """The form of a device's part of a value, or of the whole of a part."""
+    """Return the form of a device's shard of a value, or of the value that shards make up."""
     scale_shape = tuple(
         1 if n == 1 and m != 1 else size
         for n, m, size in zip(form.scale_shape, form.shape, aval.shape, strict=False)
@@ -90,12 +90,12 @@ def _part(form: Form, aval: Any) -> Form:
 
 
 def _as_array(form: Form) -> Form:
-    """A form in which equal elements are an array, since its number may differ between devices."""
+    """Return a form in which equal elements are an array: devices may have different numbers."""
     return dataclasses.replace(form, kind="plain") if form.kind == "uniform" else form
 
 
 def _specs(form: Form, spec: Any) -> list[Any]:
-    """How each of a value's arrays is cut: a scale as its data, but for its axes of length 1."""
+    """Return the spec of each array. A scale has its data's, except on axes of length 1."""
     if form.kind == "constant":
         return []
     if form.kind == "uniform":
@@ -114,9 +114,10 @@ def _at_common_scales(
     names: Sequence[Any],
     may_differ: Sequence[Any] | None,
 ) -> list[Any]:
-    """Bring data whose scale differs along axes that the scale is not cut along to the largest.
+    """Bring data to the largest scale of all devices, along mesh axes that do not shard the scale.
 
-    Without `may_differ`, the types say along which axes a scale differs.
+    `may_differ` names the mesh axes along which scales may differ. If it is None, the types of the
+    scales say so.
     """
     positions, axes, at = [], [], 0
     for form, of_form in zip(forms, specs, strict=True):
@@ -135,7 +136,7 @@ def _at_common_scales(
         for p, scale in zip(members, own, strict=True):
             common = largest[start : start + scale.size].reshape(scale.shape)
             start += scale.size
-            # What is not finite stays so: a ratio that is 0 would make nan of it.
+            # A ratio of 0 would turn infinite data into nan.
             ratio = jnp.maximum(scale / jnp.where(common == 0, 1, common), _SMALLEST_RATIO)
             ratio = align_scale(ratio, arrays[p].ndim)
             out[p : p + 2] = rescale_data(arrays[p], ratio), common

@@ -1,1 +1,1 @@
-"""What rules of several families share."""
+"""Functions that the rules of several families share."""

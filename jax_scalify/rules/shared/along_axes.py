@@ -1,8 +1,8 @@
-"""Scales that lie along axes, in operations that put elements elsewhere.
+"""Scales along axes, in operations that move elements.
 
-The scale of such a result is the same operation on the operand's scale, over those axes along which
-it differs; the others are left out. With `W` of shape `(1000, 64)` and a scale of shape `(1, 64)`,
-`W[rows]` keeps that scale, and `W[:, columns]` has the scale `scale[:, columns]`.
+The scale of the result is the same operation, applied to the operand's scale along the axes on
+which it differs. For `W` of shape `(1000, 64)` and a scale of shape `(1, 64)`, `W[rows]` keeps the
+scale, and `W[:, columns]` has the scale `scale[:, columns]`.
 """
 
 from __future__ import annotations
@@ -26,45 +26,48 @@ from jax_scalify.scales.table import ScaleTable
 
 
 def varying_axes(*scales: Scale) -> list[int]:
-    """The axes along which one of some scales differs."""
+    """Return the axes along which at least one of the scales differs."""
     return sorted({a for scale in scales for a, n in enumerate(scale.shape) if n != 1})
 
 
 def lies_along(x: Operand, axis: int) -> bool:
-    """Tell whether an array has a scale for each index of an axis: one, if it is the only index."""
+    """Return whether an array has one scale for each index of an axis.
+
+    On an axis of length 1, this is true if the whole array has one scale that kept its axes.
+    """
     count, shape = x.shape[axis], x.scale.shape
     return bool(shape) and shape[axis] == count and (count != 1 or math.prod(shape) == 1)
 
 
 def scale_of(table: ScaleTable, array: Any) -> Scale:
-    """Make a scale of an array; one for all elements is a scalar, and 0 if there are none."""
+    """Return the scale of an array of scales: scalar if it has one element, 0 if it is empty."""
     if 0 in array.shape:
         return table.atom(jnp.zeros((), table.dtype))
     return table.atom(lax.reshape(array, ()) if math.prod(array.shape) == 1 else array)
 
 
 def scale_array(table: ScaleTable, scale: Scale, shape: Sequence[int] | None = None) -> jax.Array:
-    """Make the array of a scale, in a given shape."""
+    """Return the array of a scale, broadcast to `shape` if given."""
     value = np.asarray(scale.value, table.dtype) if scale.is_static else scale.array
     return jnp.asarray(value) if shape is None else jnp.broadcast_to(value, tuple(shape))
 
 
 def largest(scale: Scale) -> Scale:
-    """The largest scale of all elements."""
+    """Return the maximum over all axes of a scale, a scalar scale."""
     return scale.map(lambda s: jnp.max(s, initial=0))
 
 
 def own_scales(*operands: Operand) -> list[Scale]:
-    """The scales of operands that are not brought to one scale.
+    """Return the scale of each operand, where operands keep different scales.
 
-    Arrays have theirs, and zeros have 0: they take the scale of what is added to them. Any other
-    constant has the largest vote of all operands, as if there were one scale.
+    Arrays keep their scales. A constant 0 gets the scale 0, which takes the scale of any update.
+    Any other constant gets the scale that all operands would share.
     """
-    together = [x.as_pair(x.source, largest(x.scale)) for x in operands]  # only its votes
+    together = [x.as_pair(x.source, largest(x.scale)) for x in operands]  # used for its votes only
     own = []
     for x in operands:
         if x.constant is None:
-            limit = pow2.MAX_EXPONENT  # of what can be written into an array
+            limit = pow2.MAX_EXPONENT  # the largest exponent that an array of scales holds
             static = x.scale.is_static and not x.scale.is_zero
             own.append(Scale(max(-limit, min(limit, x.scale.exponent))) if static else x.scale)
         else:
@@ -73,12 +76,15 @@ def own_scales(*operands: Operand) -> list[Scale]:
 
 
 def least_scales(*arrays: Operand) -> list[Operand]:
-    """Give arrays that have one scale, or no elements, a scalar one."""
+    """Make the scale of an array scalar if it does not differ, or if the array is empty."""
     return [x if varying_axes(x.scale) and 0 not in x.shape else uniform_over(x) for x in arrays]
 
 
 def comparable(x: Operand, axes: Sequence[int] | None = None) -> Operand:
-    """Bring elements that are compared with each other to one scale, in at least float32."""
+    """Bring elements that are compared along axes (by default all) to one scale.
+
+    Data with several scales is widened to at least float32 for this. Other data is unchanged.
+    """
     axes = range(x.ndim) if axes is None else axes
     if all(a % x.ndim not in varying_axes(x.scale, x.unit) for a in axes):
         return x
@@ -90,14 +96,18 @@ def comparable(x: Operand, axes: Sequence[int] | None = None) -> Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of an operand that a gather takes or a scatter writes, side by side.
+    """The windows that a gather reads or a scatter writes, as one array of windows.
+
+    For `x[rows]` with `x` of shape `(1000, 64)` and 8 rows, the windows array has shape `(8, 64)`:
+    `sizes = (1, 64)`, `dims = (1,)`, `axes = (1,)` and `starts = (0,)`.
 
     Attributes:
-        sizes: of a window, along each axis of the operand.
-        dims: the axes of the windows array that run inside a window; the others tell windows apart.
-        axes: the operand's axes that these are.
-        starts: the axes that each column of the indices is about.
-        batch: the operand's batch axes, and those of the indices that go with them.
+        sizes: the size of a window along each axis of the operand.
+        dims: the axes of the windows array that run inside a window. The other axes enumerate the
+            windows.
+        axes: the operand axis of each of `dims`.
+        starts: the operand axis that each column of the indices refers to.
+        batch: pairs of a batch axis of the operand and the matching axis of the indices.
     """
 
     sizes: tuple[int, ...]
@@ -108,7 +118,7 @@ class Windows:
 
     @classmethod
     def gathered(cls, dims: Any, slice_sizes: Sequence[int]) -> Windows:
-        """The windows of a gather."""
+        """Return the windows of a gather."""
         batch = tuple(zip(dims.operand_batching_dims, dims.start_indices_batching_dims))
         left_out = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
         axes = tuple(a for a in range(len(slice_sizes)) if a not in left_out)
@@ -116,7 +126,7 @@ class Windows:
 
     @classmethod
     def scattered(cls, dims: Any, rank: int, updates: tuple[int, ...]) -> Windows:
-        """The windows of a scatter into an operand of some rank, with updates of some shape."""
+        """Return the windows of a scatter, given the operand's rank and the updates' shape."""
         batch = tuple(zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims))
         left_out = {*dims.inserted_window_dims, *dims.operand_batching_dims}
         axes = tuple(a for a in range(rank) if a not in left_out)
@@ -127,13 +137,13 @@ class Windows:
         return cls(tuple(sizes), dims.update_window_dims, axes, starts, batch)
 
     def partial_axes(self, shape: Sequence[int]) -> set[int]:
-        """The axes of an operand of some shape of which a window has a part only."""
+        """Return the axes of an operand of this shape that a window covers only in part."""
         return {a for a, (size, n) in enumerate(zip(self.sizes, shape, strict=True)) if size != n}
 
     def along(self, axes: Sequence[int], indices: jax.Array) -> tuple[Windows, jax.Array]:
-        """The windows in an operand that has but some of the axes, and their indices.
+        """Return the windows of an operand that has only these axes, and the indices for them.
 
-        The dims that tell windows apart come first, then those inside a window.
+        In the new windows array, the dims that enumerate windows come first.
         """
         columns = [k for k, a in enumerate(self.starts) if a in axes]
         inside = [a for a in self.axes if a in axes]
@@ -154,7 +164,7 @@ class Windows:
         return tuple(a for a in range(len(self.sizes)) if a not in (*self.axes, *batch))
 
     def take(self, array: jax.Array, indices: jax.Array) -> jax.Array:
-        """Gather the windows of an array; those that lie outside are moved inside."""
+        """Gather the windows of an array. Windows that lie outside are clipped to the inside."""
         dims = lax.GatherDimensionNumbers(
             offset_dims=self.dims,
             collapsed_slice_dims=self._left_out,
@@ -176,7 +186,10 @@ class Windows:
         return scatter(array, indices, updates, dims, mode=mode)
 
     def spread(self, array: jax.Array, axes: Sequence[int], rank: int) -> jax.Array:
-        """Lay out windows along some axes, as `along` has them, as a windows array has its dims."""
+        """Reshape an array of windows made by `along(axes, ...)` to the rank of the windows array.
+
+        Dims that it does not have get length 1.
+        """
         apart, inside = self._dims(axes, rank)
         order = sorted([*apart, *inside])
         places = [*apart, *inside]
@@ -187,7 +200,7 @@ class Windows:
         return lax.reshape(array, shape)
 
     def collect(self, array: jax.Array, axes: Sequence[int], shape: Sequence[int]) -> jax.Array:
-        """The inverse of `spread`, of an array that is first filled to a windows array's shape."""
+        """Invert `spread`, after broadcasting to the windows array's shape along those dims."""
         apart, inside = self._dims(axes, len(shape))
         places = [*apart, *inside]
         wide = [shape[d] if d in places else 1 for d in range(len(shape))]
@@ -202,14 +215,17 @@ class Windows:
         return apart, inside
 
     def on_windows(self, array: jax.Array, rank: int) -> jax.Array:
-        """Lay an operand's array that is 1 along all partial axes along a windows array."""
+        """Reshape an array with the operand's axes to those of the windows array.
+
+        The array has length 1 along the partial axes.
+        """
         shape = [1] * rank
         for d, a in zip(self.dims, self.axes, strict=True):
             shape[d] = array.shape[a]
         return lax.reshape(array, shape)
 
     def on_operand(self, array: jax.Array) -> jax.Array:
-        """The inverse of `on_windows`."""
+        """Invert `on_windows`."""
         shape = [1] * len(self.sizes)
         for d, a in zip(self.dims, self.axes, strict=True):
             shape[a] = array.shape[d]
@@ -217,7 +233,7 @@ class Windows:
 
 
 def gathered_scale(ctx: RuleContext, scale: Scale, indices: Any, windows: Windows) -> Scale:
-    """The scale of the windows of an operand with a scale."""
+    """Return the scale of gathered windows, given the scale of the operand."""
     axes = varying_axes(scale)
     if not axes:
         return scale
@@ -230,7 +246,7 @@ def gathered_scale(ctx: RuleContext, scale: Scale, indices: Any, windows: Window
 
 
 def uniform_over(x: Operand, axes: Sequence[int] | None = None) -> Operand:
-    """Make a scale that is not scalar the same along some axes (by default all: a scalar)."""
+    """Replace the scale by its maximum along axes; by default over all axes, as a scalar."""
     if x.scale.ndim == 0:
         return x
     axes = range(x.ndim) if axes is None else axes
@@ -244,7 +260,7 @@ def uniform_over(x: Operand, axes: Sequence[int] | None = None) -> Operand:
 
 
 def windowed_axes(ctx: RuleContext, *, window_dimensions: Any, **_: Any) -> list[int]:
-    """The axes along which a window mixes or moves elements."""
+    """Return the axes along which a window mixes or moves elements."""
     shapes = {aval.shape for aval in (*ctx.in_avals, *ctx.out_avals)}
     return [
         a

@@ -1,4 +1,4 @@
-"""By which factor a sum outgrows its terms."""
+"""The factor by which a sum is larger than its terms."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ from jax_scalify.rules.shared.products import for_constants, ratio_of
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.multiplying import multiply
 
-# A sum of n non-negative terms grows like n. For narrow data the factor stops at 2**10: beyond it
-# one confident logit in a softmax over 50,257 classes would give 65536 * 2**-16.
+# A sum of n non-negative terms grows like n. In 16 bits and less the factor stops at 2**10. In a
+# softmax over 128,256 classes with one confident logit the sum is 1, and with a factor of 2**16 its
+# data would be 2**-16. The probability 1 would be 65536 * 2**-16, which float16 does not hold.
 NONNEGATIVE_LIMIT = 10
-# A batch of unknown size in an exported function is expected to be about this large.
+# The count that a symbolic dimension, as the batch of an exported function, stands for.
 _SYMBOLIC_COUNT = 256
 
 
 class Terms(enum.Enum):
-    """What is known of the terms of a sum, and so with which power of their number it grows.
+    """What is known of the terms of a sum. The value `p` is the power of their number: `n**p`.
 
-    Terms with a factor that was given, as a weight is, are independent of each other. Computed
-    values have a part in common, taken to be the `n**-1/8`th part of them: the gradients of the
-    examples agree to some extent, and so do the values that attention averages. A sum of such
-    values grows like `n**(7/8)`, and one of products of two like `n**(3/4)`, in which the common
-    parts are multiplied.
+    INDEPENDENT: terms with a given factor, such as a weight, have random signs. Their sum has RMS
+    `sqrt(n)`: 64 for `n = 4096`.
+    ALIKE: computed values have a part in common, assumed to be `n**(-1/8)` of their size. The
+    gradients of a batch's examples agree in part, and so do the values that attention averages.
+    Their sum grows like `n**(7/8)`: 1448 for `n = 4096`.
+    PRODUCTS: in products of two computed values the common parts are multiplied, `n**(-1/4)`.
+    Their sum grows like `n**(3/4)`: 512 for `n = 4096`.
+    NONNEGATIVE: the sum grows like `n`.
 
-    A sum of peaked terms is anything from one of them to all `n`, and the gradient of a softmax
-    divides by its square: float16 has room for both ends only if the scale lies in the middle.
+    Peaked terms (exponentials, masks) count as independent. Their sum may be as small as one term
+    or as large as `n` terms, and the gradient of a softmax divides by its square. float16 has room
+    for both ends only if the scale lies in the middle.
     """
 
     INDEPENDENT = 1 / 2
@@ -43,7 +48,7 @@ class Terms(enum.Enum):
 
     @classmethod
     def of(cls, *factors: Operand) -> Terms:
-        """The terms that are products of some operands' elements."""
+        """Return what is known of terms that are products of the operands' elements."""
         facts = [x.facts for x in factors]
         if any(f.peaked for f in facts):
             return cls.INDEPENDENT
@@ -55,9 +60,9 @@ class Terms(enum.Enum):
 
 
 def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
-    """The factor by which a sum of `count` terms of unit RMS outgrows one of them.
+    """Return `pow2(count**p)`, the expected size of a sum of `count` terms of unit RMS.
 
-    A symbolic count, as that of an exported function's batch, counts as 256.
+    A symbolic count, as the batch of an exported function, counts as 256.
     """
     count = count if isinstance(count, int) else _SYMBOLIC_COUNT
     if count <= 1:
@@ -74,10 +79,18 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
 def finish(
     ctx: RuleContext, total: Any, scale: Scale, factor: Scale, unit: Scale | None = None
 ) -> Operand:
-    """Make the result of a sum: values `total * unit`, of the scale `scale * factor`.
+    """Return the result of a sum: values `total * unit` at the scale `scale * factor`.
 
-    The factor is how much larger than its terms the sum is expected to be, and what a calibration
-    has found besides. By default the total is data at the scale without it or, if wide, values.
+    A pending correction of a calibration multiplies `factor`. The result is rounded to its dtype
+    once, after both.
+
+    Args:
+        ctx: the context of the rule.
+        total: the sum, in at least float32.
+        scale: the scale of a term.
+        factor: the growth of the sum.
+        unit: the unit of `total`. By default `total` is data at `scale` for narrow dtypes, and
+            values for wide dtypes.
     """
     unit = ctx.unit(scale) if unit is None else unit
     if ctx.holds_values:

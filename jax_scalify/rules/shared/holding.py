@@ -1,4 +1,4 @@
-"""Sums that keep the scale of a state's leaf: why is told in `interpreter/homes.py`."""
+"""Sums that keep the scale of a leaf of the state. `interpreter/homes.py` says why they do."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.along_axes import largest
 from jax_scalify.scales.algebra import ONE, Scale
 
-# A leaf whose scale is 0 takes one within 2**+-16 of what is added to it. Squares are at most 2**32
-# (`products.py`), so that a quotient `m / sqrt(v)` has a scale of its own size however wrong that
-# of the gradient is.
+# A leaf of scale 0 takes a scale within 2**+-16, computed from the term that is added to it. For
+# non-negative terms, such as squares, the limit is 2**+-32: `m` and `sqrt(v)` then have the same
+# range, and the scale of `m / sqrt(v)` fits its values, whatever the scale of the gradient is.
 LARGEST_HOME = 16
-# A term that is a smaller part of a leaf is no leaf's next value: weight decay in a gradient.
+# The smallest exponent of a multiple of a leaf that may be the leaf's next value. Smaller multiples
+# are, for example, weight decay that is added to a gradient.
 _SMALLEST_SHARE = -2
-# The log2 of how far a thousand steps at random lead.
+# The log2 of the length of a random walk of a thousand steps, sqrt(1000) = 2**5.
 _WALK = 5
 
 
 def at_its_home(
     ctx: RuleContext, out: Operand, *terms: Operand, negate_rhs: bool = False, sums: bool = True
 ) -> Operand:
-    """A sum with the home of the leaf that it replaces, at which it leaves the function."""
+    """Return the sum `out` with the home of the leaf that it replaces, if there is such a leaf."""
     keeper = keeper_of(ctx, *terms) if sums else None
     if keeper is None:
         return out
@@ -34,7 +35,7 @@ def at_its_home(
 
 
 def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
-    """The position of the term whose leaf a sum replaces; None if it is not one of them alone."""
+    """Return the position of the term whose leaf the sum replaces; None if it is not unique."""
     aval = ctx.out_avals[0]
     if ctx.primitive.name == "add_any" or not has_wide_range(aval.dtype):
         return None
@@ -54,7 +55,7 @@ def _may_keep(x: Operand, aval: Any) -> bool:
 
 
 def of_leaf_shape(scale: Scale, *terms: Operand) -> Scale:
-    """The scale of a sum: one for all elements, where each leaf among the terms has one."""
+    """Return `scale`, made scalar if all leaves among the terms have scalar scales."""
     leaves = [x for x in terms if x.home is not None and x.home == x.scale]
     if scale.ndim and leaves and not any(x.scale.ndim for x in leaves):
         return largest(scale)
@@ -62,13 +63,14 @@ def of_leaf_shape(scale: Scale, *terms: Operand) -> Scale:
 
 
 def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
-    """The scale of a sum: the keeper's home or, where that is 0, what the leaf will grow to be.
+    """Return the scale of a sum: the keeper's home or, where it is 0, the leaf's expected size.
 
-    A moment `b * m + (1 - b) * g` has a sum of many terms in the end; a difference `g - m` has not.
+    A moment `b * m + (1 - b) * g` starts from 0 and becomes a sum of many terms. A difference
+    `g - m` does not.
     """
     home, added = keeper.home, other.home
     assert home is not None
-    if added is not None and _holds(added, home):  # x + c * (y - x) is nearly y in the end
+    if added is not None and _holds(added, home):  # x + c * (y - x) converges to y
         return added
     grown = other.scale * _growth(keeper, other, is_sum)
     if not home.ndim:
@@ -81,22 +83,23 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
 
 
 def _holds(scale: Scale, home: Scale) -> bool:
-    """Tell whether a scale is a home, wherever that is not 0."""
+    """Return whether a scale equals a home wherever the home is not 0."""
     (atom, power), *others = scale.factors
     is_atom = not others and power == 1 and scale.exponent == 0
     return scale == home or (is_atom and atom.holds == home)
 
 
 def _vanishes_with(scale: Scale, home: Scale) -> bool:
-    """Tell whether a scale is 0 wherever a home is, as in `x + x @ w`."""
+    """Return whether a scale is 0 wherever a home is, as in `x + x @ w`."""
     return any(power > 0 and atom in scale.vanishes for atom, power in home.factors)
 
 
 def _growth(keeper: Operand, other: Operand, is_sum: bool) -> Scale:
-    """By how much x outgrows y in `x = b * x + y`.
+    """Return the size of `x` over the size of `y` after many steps of `x = b * x + y`.
 
-    If no y is negative by `1 / (1 - b)`, else by the root of `1 / (1 - b**2)`; where b is 1, as for
-    a weight that starts from 0, as a walk of a thousand steps at random does.
+    `1 / (1 - b)` if `y` is non-negative, else `sqrt(1 / (1 - b**2))`. With `b = 0.999` these are
+    2**9 and 2**4. For `b >= 1`, as for a weight that starts from 0, it is 2**5: a random walk of a
+    thousand steps.
     """
     if not is_sum:
         return ONE

@@ -1,4 +1,4 @@
-"""Bringing operands to one scale: what each has to say, and its data there."""
+"""Bring operands to one scale: votes choose the scale, and `align` divides the data by it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from jax_scalify.scales.multiplying import multiply
 
 
 def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
-    """What each operand has to say about the scale of a result that they share.
+    """Return the votes of operands: the scales among which the largest is shared.
 
-    Arrays vote with their scales. A constant or a traced number votes, in a sum, with its own
-    power of two; elsewhere with the smallest scale at which it can be written. 0, inf, nan and
-    empty arrays do not vote.
+    An array votes with its scale. In a sum (`additive`), a constant or a traced number votes with
+    its own power of two, so that `1 + x` is right for tiny `x`. Elsewhere it votes with the
+    smallest scale at which it is finite with three octaves to spare: in float16, -1e4 votes 2**1,
+    and 1 votes 2**-12. The constants 0, inf and nan, and empty arrays, do not vote.
     """
     arrays, numbers, constants = _voters(operands)
     if additive:
@@ -46,10 +47,11 @@ def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
 
 
 def _unless_zero(scale: Scale, other: Scale) -> Scale:
-    """A scale, or the other one where it is 0: `where(x == 0, 1, x)` of zeros has that of 1.
+    """Return `scale`, or `other` where it is 0 at run time.
 
-    Data of a wide dtype may be 2**40, and what is divided by it a scale of as much. Of a narrow one
-    the least scale that holds a constant is near enough.
+    If `x` is zero, `where(x == 0, 1, x)` then has the scale of the constant 1. Without this, data
+    of a wide dtype could be as large as 2**40, and a quotient by it would have a scale that is
+    wrong by as much. In narrow dtypes the constant's vote is close enough.
     """
     if scale.is_nonzero or scale.is_static:
         return scale
@@ -60,7 +62,7 @@ def _unless_zero(scale: Scale, other: Scale) -> Scale:
 def _voters(
     operands: Sequence[Operand],
 ) -> tuple[list[Operand], list[Operand], list[Operand]]:
-    """Arrays, traced numbers, and constants, of those that have a say."""
+    """Return the operands that vote: arrays, traced numbers, and constants."""
     arrays, numbers, constants = [], [], []
     for x in operands:
         if x.constant is not None and x.constant.dtype.kind != "c":
@@ -74,9 +76,9 @@ def _voters(
 
 
 def shared_scale(*operands: Operand, additive: bool = False) -> Scale:
-    """Return the largest vote; without votes 0 if every operand is 0, else 1.
+    """Return the largest vote; without votes, 0 if every operand is 0, else 1.
 
-    A vote that may be 0 at run time counts as 1 there, if an operand is infinite.
+    If an operand is infinite or nan, a scale that is 0 at run time counts as 1: 0 * inf is nan.
     """
     scales = votes(*operands, additive=additive)
     numbers = [x.constant for x in operands]
@@ -88,10 +90,10 @@ def shared_scale(*operands: Operand, additive: bool = False) -> Scale:
 
 
 def align(x: Operand, scale: Scale, dtype: Any = None) -> Any:
-    """Return the data of an operand at another scale, `data * (x.scale / scale)`.
+    """Return the data of an operand at another scale: `data * (x.scale / scale)`.
 
-    In at least float32 unless the ratio is 1 or a `dtype` is given. A constant saturates, and one
-    that is not zero does not become zero.
+    The result is in at least float32, unless the ratio is 1 or `dtype` is given. A constant
+    saturates, and a nonzero constant never becomes 0.
     """
     number = x.constant
     if number is None or number.dtype.kind == "c":
@@ -105,7 +107,7 @@ def align(x: Operand, scale: Scale, dtype: Any = None) -> Any:
 
 
 def same_dtype(*arrays: Any) -> list[Any]:
-    """Bring aligned operands to one dtype: some were widened to float32, some were not."""
+    """Bring aligned operands to one dtype. `align` widens some of them to float32."""
     if len({jnp.dtype(a.dtype) for a in arrays}) == 1:
         return list(arrays)
     wide = dtypes.compute_dtype(arrays[0].dtype)
@@ -115,7 +117,7 @@ def same_dtype(*arrays: Any) -> list[Any]:
 def at_shared_scale(
     ctx: RuleContext, operands: Sequence[Operand], avals: Sequence[Any], scale: Scale
 ) -> list[Any]:
-    """The arrays of operands in given shapes: data at a scale, in the result's dtype, or values."""
+    """Return the operands' arrays, filled to `avals`: data at `scale`, or values if wide."""
     if ctx.holds_values:
         return [filled(x.value, aval) for x, aval in zip(operands, avals, strict=True)]
     keeps = ctx.stays_wide or any(x.is_widened for x in operands)
@@ -124,7 +126,7 @@ def at_shared_scale(
 
 
 def scale_for(operands: Sequence[Operand], factor: Scale = ONE) -> Scale:
-    """A multiple of the largest vote, at which constants still fit."""
+    """Return the largest vote times `factor`, or more if a constant does not fit otherwise."""
     scale = shared_scale(*operands) * factor
     if factor.exponent < 0:
         numbers = [(x.constant, x.dtype) for x in operands]

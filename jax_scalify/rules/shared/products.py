@@ -1,4 +1,4 @@
-"""Products: factors that are brought into range first, results that get their factor later."""
+"""Results of rules: multiplied by a ratio of scales, corrected, and rounded once."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from jax_scalify.scales.multiplying import multiply
 
 
 def ratio_of(unit: Scale, scale: Scale) -> Scale:
-    """What an array of a unit is multiplied by, to be data at a scale; a zero by nothing."""
+    """Return `unit / scale`, which turns an array of this unit into data; 1 if `unit` is 0."""
     return ONE if unit is scale or unit.is_zero or unit == scale else unit / scale
 
 
 def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
-    """Make an operand of a dtype, of values `raw * unit`, multiplied and cast once."""
+    """Return the operand of values `raw * unit` in `dtype`, multiplied and cast once."""
     if dtypes.has_short_range(dtype):
         return Operand(multiply(raw, ratio_of(unit, scale), dtype), scale)
     return Operand.of_value(multiply(raw, unit, dtype), scale)
 
 
 def rounded(ctx: RuleContext, raw: Any, scale: Scale, unit: Scale | None = None) -> Operand:
-    """Make a result of values `raw * unit`: by default data at its scale or, if wide, values.
+    """Return the result of values `raw * unit`, rounded once.
 
-    A correction that waits is applied before the data is rounded, so that nothing overflows that is
-    not to.
+    By default `raw` is data at `scale` for narrow dtypes, and values for wide dtypes. A pending
+    correction is applied before rounding, so that corrected data does not overflow on the way.
     """
     unit = ctx.unit(scale) if unit is None else unit
     if ctx.holds_values:
         return ctx.of_value(multiply(raw, unit), scale)
     scale = scale * Scale(ctx.pending.take())
     raw = multiply(raw, ratio_of(unit, scale))
-    if raw.dtype == ctx.out_dtype:  # as another array has it
+    if raw.dtype == ctx.out_dtype:  # it was not computed in float32: nothing to round
         return Operand(raw, scale)
     if ctx.stays_wide:
         return kept_wide(raw, scale, ctx.out_dtype)
@@ -52,10 +52,11 @@ def rounded(ctx: RuleContext, raw: Any, scale: Scale, unit: Scale | None = None)
 
 
 def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
-    """The scale at which constants among the elements fit, as in `(3 * where(mask, x, 1))**3`.
+    """Return `scale`, raised so that constants among the elements fit into narrow data.
 
-    Not if they are beyond the range of values: those of a mask, which may be gone by now, as in
-    `square(relu(where(mask, x, -1e4)))`.
+    In `(3 * where(mask, x, 1))**3` with tiny `x`, some elements are 27, far above the scale of `x`.
+    A constant that the dtype does not hold does not count. It comes from a mask, and may no longer
+    be among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
     """
     constant = facts_of(ctx.eqn, list(ctx.inputs)).constant
     is_narrow = dtypes.has_short_range(ctx.out_dtype)
@@ -65,7 +66,7 @@ def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
 
 
 def widened(ctx: RuleContext, data: Sequence[Any]) -> list[Any]:
-    """The operands of an elementwise equation, in at least float32 where it is rounded later."""
+    """Return operands of an elementwise equation, in at least float32 if it is rounded later."""
     compute = dtypes.compute_dtype(ctx.out_dtype)
     if not (ctx.pending.exponent or ctx.stays_wide or any(x.dtype == compute for x in data)):
         return list(data)
@@ -84,7 +85,7 @@ def bind_product(
         return ctx.on_values(scale * room, *operands, **params)
     data = [x.data for x in operands]
     arrays = [x for x in data if np.ndim(x)]
-    overflows = not scale.is_static or scale.exponent < 0  # where the value does not
+    overflows = not scale.is_static or scale.exponent < 0  # data may, where values do not
     if dtypes.has_short_range(ctx.out_dtype) and overflows and (len(data) == 1 or len(arrays) > 1):
         data = [lax.convert_element_type(x, dtypes.compute_dtype(x.dtype)) for x in data]
     raw = ctx.bind(*widened(ctx, data), **params)
