@@ -1,1 +1,1 @@
-"""The scales of a trace: their algebra, as arrays, computed together."""
+"""The scales of a trace: symbolic algebra, arrays, and the program that computes them together."""

@@ -1,9 +1,11 @@
 """The algebra of scales.
 
-Inside the transform a scale is a `Scale`: a static power of two times a monomial of *atoms*, the
-arrays that are only known at run time. Products, quotients and even roots of scales are computed
-symbolically while tracing, so that a chain of them costs nothing and equal scales are known to be
-equal. An array is made of a scale only where data has to be multiplied by it.
+Inside the transform a scale is a `Scale`: a static power of two times a monomial of *atoms*. An
+atom is an array of powers of two that is known at run time only. Products, quotients and even roots
+are computed symbolically while tracing, so a chain of them adds no operations, and equal scales are
+known to be equal. A scale becomes an array only if data is multiplied by it.
+
+Example: with atoms `a` and `b`, `(2**3 * a) * (2**-5 * b) / a` is `2**-2 * b`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from jax_scalify.base.pow2 import MAX_EXPONENT, floor_exponent, is_power_of_two
 
 _MAX_FACTORS = 3
 
-# The exponents that scales are expected to have: of arrays that are given, and of what is computed.
-# Nothing is wrong beyond, but float32 data that is as far from 1 may leave its range.
+# The expected exponents of scales that are given (GIVEN_EXTENT) and computed (LARGEST_EXTENT). A
+# scale beyond them is valid, but float32 data that is as far from 1 may leave its range.
 GIVEN_EXTENT = 40
 LARGEST_EXTENT = 42
 NARROW_EXTENT = 20  # float16 data cannot be farther from 1
@@ -32,18 +34,18 @@ _SMALL_EXPONENT = 24
 
 
 class Table(Protocol):
-    """What the algebra asks of the table that its atoms belong to: `scales/table.py` has one."""
+    """The operations that need arrays. `ScaleTable` in `scales/table.py` implements them."""
 
     def atom(self, array: jax.Array, **known: Any) -> Scale:
-        """Make a scale of an array."""
+        """Return the scale of an array of powers of two."""
         ...
 
     def request(self, scale: Scale) -> jax.Array:
-        """Make the array of a monomial."""
+        """Return the array of a monomial."""
         ...
 
     def settled(self, scale: Scale) -> tuple[Scale, Scale]:
-        """Compute a monomial; see `Scale.settled`."""
+        """Replace a monomial by one atom; see `Scale.settled`."""
         ...
 
     def bounded(self, scale: Scale, limit: int) -> tuple[Scale, Scale]:
@@ -51,37 +53,37 @@ class Table(Protocol):
         ...
 
     def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
-        """The maximum of monomials that are not multiples of each other."""
+        """Return the maximum of monomials that are not multiples of each other."""
         ...
 
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
-        """Root and rest of a monomial that has no symbolic root; see `Scale.root`."""
+        """Return root and rest of a monomial without a symbolic root; see `Scale.root`."""
         ...
 
     def alignment(self, ratio: Scale) -> Scale:
-        """The ratio of a scale to a maximum that it is one of."""
+        """Return the ratio of a scale to a maximum of which it is a member."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Atom:
-    """A scale that is known at run time only: an array of powers of two (or 0).
+    """A scale that is known at run time only: an array of powers of two, or 0.
 
-    Its array has shape `()`, or the rank of the data with every dim 1 or equal to the data's.
+    The array has shape `()`, or the rank of the data with each dim 1 or equal to the data's.
 
     Attributes:
-        table: that of its trace.
-        index: atoms are ordered as they were made.
+        table: the table of its trace.
+        index: atoms are numbered in the order in which they were made.
         source: its array; None if a scale program computes it.
-        number: what the scale program calls it; None if it is not scalar or there is no program.
+        number: its number in the scale program; None if it is not scalar or there is no program.
         members: the monomials of which this atom is the maximum.
         nonzero: whether it is known not to be 0.
-        extent: its exponent is expected within `+-extent`, and the data that it belongs to may be
-            as far from 1 in the other direction.
-        is_number: it is the exponent of a traced scalar, whose data is close to 1.
-        limit: its exponent is within `+-limit`, whatever the values are.
-        holds: the scale that it is, wherever that is not 0.
-        vanishes: the atoms of which each makes it 0 where it is 0 itself.
+        extent: its exponent is expected within `+-extent`. If so, its data may be up to
+            `2**+-extent` too.
+        is_number: whether it is the exponent of a traced scalar, whose data is close to 1.
+        limit: its exponent is always within `+-limit`.
+        holds: a scale that it equals wherever that scale is not 0.
+        vanishes: atoms that make this atom 0 if one of them is 0.
     """
 
     table: Table
@@ -98,23 +100,23 @@ class Atom:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of its array."""
+        """The shape of its array."""
         return () if self.source is None else self.source.shape
 
     @property
     def array(self) -> jax.Array:
-        """Its array, to be computed if need be."""
+        """Its array, computed on first use."""
         return self.table.request(Scale.of_factor(self)) if self.source is None else self.source
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """`2**exponent * prod(atom**power)`; the exponent `-inf` is the scale 0, "any scale will do".
+    """`2**exponent * prod(atom**power)`. The exponent `-inf` is the scale 0, "any scale will do".
 
-    Supports `*`, `/`, integer `**`, `maximum` and powers of two as plain numbers. `scale.array`
-    and `jnp.asarray(scale)` make an array of it.
+    Supports `*`, `/`, integer `**` and `maximum`, also with powers of two as Python numbers.
+    `scale.array` and `jnp.asarray(scale)` return its array.
 
-    Where a scale is described for another trace, or for a scale program, each atom is a number.
+    In a scale program, the factors are numbers of the program instead of atoms.
     """
 
     exponent: float
@@ -122,12 +124,12 @@ class Scale:
 
     @classmethod
     def of_factor(cls, factor: Atom | int) -> Scale:
-        """Make the scale that is an atom, or the number of one."""
+        """Return the scale of one atom, or of its number in a scale program."""
         return cls(0, ((factor, 1),))
 
     @classmethod
     def of(cls, value: Any) -> Scale:
-        """Make a static scale of a concrete power of two or 0."""
+        """Return the static scale of a concrete power of two or 0."""
         if isinstance(value, Scale):
             return value
         if float(value) == 0.0:
@@ -153,25 +155,25 @@ class Scale:
 
     @functools.cached_property
     def is_nonzero(self) -> bool:
-        """Whether the scale is known not to be 0 at run time; 0 is inverted as if it were 1."""
+        """Whether the scale is known not to be 0. An atom 0 to a negative power counts as 1."""
         return not self.is_zero and all(atom.nonzero or p < 0 for atom, p in self.factors)
 
     @functools.cached_property
     def vanishes(self) -> frozenset[Atom]:
-        """The atoms of which each makes the scale 0 where it is 0 itself."""
+        """The atoms that make the scale 0 if one of them is 0."""
         own = [atom for atom, power in self.factors if power > 0]
         return frozenset(own).union(*(atom.vanishes for atom in own))
 
     @functools.cached_property
     def limit(self) -> float:
-        """The exponent is within `+-limit`, whatever the values are."""
+        """The exponent is always within `+-limit`."""
         if self.is_zero:
             return 0
         return abs(self.exponent) + sum(a.limit * abs(power) for a, power in self.factors)
 
     @functools.cached_property
     def most(self) -> float:
-        """The exponent is no larger; inf if no such number is known. Known of `min(1, s)`."""
+        """An upper bound of the exponent, such as 0 for `min(1, s)`; inf if none is known."""
         most = self.exponent
         for atom, power in self.factors:
             least = dict(atom.members).get(())
@@ -182,15 +184,15 @@ class Scale:
 
     @property
     def may_leave_range(self) -> bool:
-        """Whether the exponent may be beyond that of a scale: a product, power or multiple."""
+        """Whether the exponent of this product may leave the range of scales, `+-MAX_EXPONENT`."""
         return self.limit > MAX_EXPONENT
 
     @functools.cached_property
     def extent(self) -> float:
-        """How far the data may be from 1, in octaves, if its values are not: see `Atom`.
+        """How far the data may be from 1, in octaves, if the values are close to 1: see `Atom`.
 
-        A large static factor may be that of a constant whose array was not chosen, as in `hypot`;
-        a small one is shared by data and values, or as good as 1.
+        A large static factor counts: it may belong to a constant that `select_n` did not choose, as
+        in `hypot`. A small static factor does not count.
         """
         if self.is_static:
             return 0 if self.is_zero else abs(self.exponent)
@@ -199,27 +201,27 @@ class Scale:
 
     @functools.cached_property
     def span(self) -> float:
-        """How far the scale may be from 1, in octaves, static factors and numbers included."""
+        """How far the scale may be from 1, in octaves, with static factors and traced scalars."""
         if self.is_static:
             return self.extent
         return abs(self.exponent) + sum(a.extent * abs(power) for a, power in self.factors)
 
     @property
     def value(self) -> float:
-        """The static scale as a Python float."""
+        """The value of a static scale as a Python float."""
         if not self.is_static:
             raise ValueError("The value of a dynamic scale is not known while tracing.")
         return 0.0 if self.is_zero else math.ldexp(1.0, int(self.exponent))
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """`()`, or a shape of the data's rank whose dims are 1 or the data's."""
+        """`()`, or the data's rank with each dim 1 or equal to the data's."""
         shapes = (atom.shape for atom, _ in self.factors)
         return jnp.broadcast_shapes(*shapes)  # pyright: ignore[reportReturnType]
 
     @property
     def ndim(self) -> int:
-        """Rank of the scale."""
+        """The rank of the scale."""
         return len(self.shape)
 
     @property
@@ -253,23 +255,26 @@ class Scale:
         return as_operand(other) * self**-1
 
     def __pow__(self, power: int) -> Scale:
-        if power == 0 or (self.is_zero and power < 0):  # where 0 is inverted it is read as 1
+        if power == 0 or (self.is_zero and power < 0):  # 0 to a negative power counts as 1
             return ONE
         return Scale(self.exponent * power, tuple((atom, power * p) for atom, p in self.factors))
 
     def renamed(self, scale_of: Callable[[Any], Scale]) -> Scale:
-        """The same product of other scales: `scale_of` gives one for each factor."""
+        """Return the same product with each factor replaced by `scale_of(factor)`."""
         scale = Scale(self.exponent)
         for factor, power in self.factors:
             scale *= scale_of(factor) ** power
         return scale
 
     def maximum(self, other: Any) -> Scale:
-        """The larger of two scales: that of a sum."""
+        """Return the larger of two scales, the scale of a sum."""
         return join(self, as_operand(other))
 
     def root(self, degree: int) -> tuple[Scale, Scale]:
-        """Split into `(root, rest)` with `root**degree * rest == self` and `rest` small."""
+        """Split into `(root, rest)` with `root**degree * rest == self`, `1 <= rest < 2**degree`.
+
+        The square root of `2**-5` splits into `2**-3` and `2**1`.
+        """
         if self.is_zero:
             return ZERO, ONE
         whole = {atom: p // degree for atom, p in self.factors if p % degree == 0}
@@ -282,10 +287,11 @@ class Scale:
         return root * Scale(0, sorted_factors(whole)), rest
 
     def settled(self) -> tuple[Scale, Scale]:
-        """Compute a monomial of many factors: each join downstream would multiply them again.
+        """Replace a monomial of more than 3 factors by one atom. Return `(scale, rest)`.
 
-        Returns `(scale, rest)`, of which the product is the monomial. The rest is 1 where scales
-        are computed as exponents; an array holds no exponent beyond the range of scales.
+        Each later maximum would otherwise multiply all factors again. `scale * rest` is the
+        monomial. The rest is 1 in a scale program, which computes exponents. Without a program the
+        atom is a floating-point array, and the rest takes what leaves its range.
         """
         if len(self.factors) <= _MAX_FACTORS:
             return self, ONE
@@ -294,7 +300,7 @@ class Scale:
     def bounded(self, limit: int = MAX_EXPONENT) -> tuple[Scale, Scale]:
         """Split into `(bounded, rest)`, the first with an exponent within `+-limit`.
 
-        A scale 2**140 is `2**126 * 2**14`: the rest is for the data to take.
+        `2**140` splits into `2**126` and `2**14`. The data is multiplied by the rest.
         """
         if not self.is_static:
             return self.factors[0][0].table.bounded(self, limit)
@@ -304,7 +310,7 @@ class Scale:
         return Scale(exponent), Scale(self.exponent - exponent)
 
     def or_one(self) -> Scale:
-        """The scale, or 1 where it is 0 at run time: beside an infinity 0 would make nan."""
+        """Return the scale, with 1 where it is 0 at run time: 0 times an infinity would be nan."""
         if self.is_nonzero:
             return self
         if self.is_zero:
@@ -313,7 +319,7 @@ class Scale:
         return (inverse * rest) ** -1
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
-        """Send a scale that is not scalar through a structural function; a scalar one is kept."""
+        """Apply a structural function to the scale's array; a scalar scale is unchanged."""
         if self.ndim == 0:
             return self
         within, rest = self.bounded() if self.may_leave_range else (self, ONE)
@@ -332,17 +338,17 @@ ZERO = Scale(-math.inf)
 
 
 def given_extent(dtype: Any) -> int:
-    """The extent of the scale of an array of a dtype that is given."""
+    """Return the extent of the scale of an argument, given the dtype of its data."""
     return NARROW_EXTENT if dtypes.has_short_range(dtype) else GIVEN_EXTENT
 
 
 def as_operand(value: Any) -> Scale:
-    """Read a `Scale` or a concrete power of two."""
+    """Return a `Scale`, given a `Scale` or a concrete power of two."""
     return value if isinstance(value, Scale) else Scale.of(value)
 
 
 def sorted_factors(powers: dict[Any, int]) -> tuple[tuple[Any, int], ...]:
-    """The factors of a monomial in the order of their atoms, those to the power 0 left out."""
+    """Return the factors of a monomial in the order of their atoms, without zero powers."""
     return tuple(sorted(((a, p) for a, p in powers.items() if p), key=_order))
 
 
@@ -351,11 +357,12 @@ def _order(factor: tuple[Any, int]) -> int:
 
 
 def join(*scales: Scale, narrow: bool = False) -> Scale:
-    """Return the maximum: the power of two that `sqrt(a**2 + b**2)` rounds down to.
+    """Return the maximum of scales, the power of two that `sqrt(a**2 + b**2)` rounds down to.
 
-    Monomials that differ by a static factor are compared while tracing, as are those with a static
-    bound: `max(1, min(1, s))` is 1. The maximum of the same set is the same atom, so that it is
-    computed once. With `narrow` data, its exponent is expected within that of float16.
+    Monomials that differ by a static factor are compared while tracing: `max(a, 4 * a)` is `4 * a`.
+    So are monomials with a static bound: `max(1, min(1, s))` is 1. Equal sets of scales give the
+    same atom, which is computed once. If `narrow`, the data is float16 or FP8, and the exponent is
+    expected within the range of float16.
     """
     largest: dict[tuple, float] = {}
     for scale in scales:
@@ -372,13 +379,16 @@ def join(*scales: Scale, narrow: bool = False) -> Scale:
 
 
 def meet(*scales: Scale) -> Scale:
-    """Return the minimum. A static 0 has no say; one that only the run time knows counts as 1."""
+    """Return the minimum of scales. A static 0 does not count; a 0 at run time counts as 1."""
     inverses = [scale**-1 for scale in scales if not scale.is_zero]
     return join(*inverses) ** -1 if inverses else ZERO
 
 
 def alignment(scale: Scale, joined: Scale) -> Scale:
-    """Return `scale / joined` for a maximum that `scale` is one of; 0 / 0 is any finite number."""
+    """Return `scale / joined`, for a maximum `joined` of `scale` and others.
+
+    Where both are 0, the ratio is any finite number.
+    """
     ratio = scale / joined
     if ratio.is_static:
         return ratio

@@ -1,4 +1,4 @@
-"""Multiplying arrays by scales: in at least float32, and within the range of float32."""
+"""Multiply arrays by scales, in at least float32, without leaving the range of float32."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from jax_scalify.scales.algebra import Scale
 def multiply(
     data: Any, factor: Scale, dtype: Any = None, *, trusted: float = pow2.MAX_EXPONENT
 ) -> Any:
-    """Return `data * factor`, multiplied in at least float32; a factor 1 costs nothing.
+    """Return `data * factor`. A factor of 1 emits no operation.
 
-    One number of float32 may not hold the factor: `2**-20 * 2**140` is `2**120`. A dynamic factor
-    that may be beyond `2**+-trusted` is therefore two. With an infinite `trusted` it is one, and 0
-    below the range: for a ratio to a larger scale, where what is lost does not count.
-    Without `dtype` the result stays in the dtype that it was computed in.
+    The product is computed in at least float32, or in bfloat16 for bfloat16 data. A factor that
+    float32 may not hold is applied in several multiplications: `2**-20 * 2**140` is computed as
+    `2**-20 * 2**126 * 2**14`.
+
+    Args:
+        data: the array.
+        factor: the scale to multiply by.
+        dtype: the dtype of the result; by default the dtype of the computation.
+        trusted: a dynamic factor is expected within `2**+-trusted`, and is split if its span is
+            larger. With `inf` it is never split. This is for ratios to a larger scale, which may
+            underflow to 0 without harm.
     """
     limit = pow2.MAX_EXPONENT if factor.is_static else trusted
     while factor.span > limit and not factor.is_zero:
@@ -37,7 +44,7 @@ def multiply(
 
 
 def _multiply(data: Any, factor: Scale) -> Any:
-    # Powers of two are exact in bfloat16 too, which has the range of float32.
+    # bfloat16 has the range of float32, and products by powers of two are exact in it too.
     is_bfloat16 = data.dtype == jnp.bfloat16
     compute = data.dtype if is_bfloat16 else dtypes.compute_dtype(data.dtype)
     if factor.is_static:
@@ -46,7 +53,7 @@ def _multiply(data: Any, factor: Scale) -> Any:
     else:
         number = factor.array.astype(dtypes.real_dtype(compute))
     data = lax.convert_element_type(data, compute)
-    if number.ndim and number.shape != data.shape:  # either may have dims of size 1
+    if number.ndim and number.shape != data.shape:  # both may have dims of size 1
         shape = jnp.broadcast_shapes(data.shape, number.shape)
         if data.shape == shape:
             number = filled(number, jax.typeof(data))

@@ -1,13 +1,18 @@
 """The scalar scales of a trace, computed together.
 
-A training step has thousands of scales that are known at run time only. One by one they would be
-most of the operations of the compiled program, each on one number. While a function is traced, a
-scale that data has to be multiplied by is therefore a placeholder, an equation without operands.
-When the trace is over, the placeholders are replaced by the results of a few operations on vectors
-of exponents: one round for all scales that can be computed of what is known by then.
+A training step has thousands of dynamic scales. Computed one by one, they would be most of the
+operations of the compiled program, each on a single number. While a function is traced, a scale
+that multiplies data is therefore a placeholder, an equation without operands. When the trace is
+over, the placeholders are replaced by the results of a few operations on vectors of exponents
+(`scales/rounds.py`).
 
-A program knows each scale by a number. What is computed of scales is a `Scale` whose factors are
-numbers in place of atoms.
+A program identifies each scale by a number. Computed scales are described by `Scale`s whose factors
+are such numbers instead of atoms.
+
+Example: `x * y + z` with sources `a`, `b`, `c` (numbers 0, 1, 2) defines number 3 as
+`Computed((a * b, c))`, the maximum of two monomials. The data of `x * y` is multiplied by the
+placeholder of `a * b / 3`. With exponents 2, -5 and -1, number 3 has the exponent
+`max(2 - 5, -1) = -1`, and the placeholder becomes `2**(-3 + 1) = 0.25`.
 """
 
 from __future__ import annotations
@@ -25,9 +30,10 @@ from jax.extend import core as jex_core
 from jax_scalify.base.pow2 import MAX_EXPONENT
 from jax_scalify.scales.algebra import Scale
 
-# `max(max(a, b), c)` is computed as `max(a, b, c)`, if these are no more monomials than this.
+# `max(max(a, b), c)` is computed as `max(a, b, c)` if it has at most this many monomials.
 _MAX_TERMS = 32
-# A norm over all leaves of a tree takes the maximum of one scale after the other: of that many.
+# A norm over all leaves of a tree takes the maximum with one scale after the other. The largest
+# number of terms of such a chain that is computed at once.
 _MAX_CHAIN = 128
 
 placeholder_p = jex_core.Primitive("scale_placeholder")
@@ -40,12 +46,15 @@ def _placeholder_aval(*, number: int, dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """A scale made of others: the maximum of monomials, or (degree > 1) a root or its rest.
+    """A scale that is computed from other scales.
 
-    The exponent of a maximum is at most `limit`; that of a single monomial, unless it is a 0, is
-    brought within `+-limit`. `root**degree * rest` is the monomial, with a rest between 1 and
-    `2**(degree - 1)`. What is held is the first of two terms, where it is not 0; else the second,
-    within `+-limit`.
+    It is one of four:
+
+    - the maximum of several monomials, with an exponent of at most `limit`;
+    - one nonzero monomial, with its exponent clamped to `+-limit`;
+    - the root of a monomial (`degree > 1`), or, if `is_rest`, its rest:
+      `root**degree * rest == monomial` with `1 <= rest <= 2**(degree - 1)`;
+    - if `is_held`, the first of two terms, or, where it is 0, the second clamped to `+-limit`.
     """
 
     terms: tuple[Scale, ...]
@@ -56,37 +65,37 @@ class Computed:
 
     @property
     def is_maximum(self) -> bool:
-        """Whether it is the largest of several monomials."""
+        """Whether it is the maximum of several monomials."""
         return self.degree == 1 and len(self.terms) > 1 and not self.is_held
 
     def operands(self) -> list[int]:
-        """The numbers of the scales that it is made of."""
+        """Return the numbers of the scales that it is computed from."""
         return list({n for term in self.terms for n, _ in term.factors})
 
 
 class ScaleProgram:
-    """What has to be computed of the scalar scales of one trace."""
+    """The computation of the scalar scales of one trace."""
 
     def __init__(self, dtype: Any):
-        """Start an empty program for scales of the given dtype."""
+        """Make an empty program for scales of this dtype."""
         self.dtype = jnp.dtype(dtype)
-        self.sources: list[Any] = []  # arrays that scales are made of
-        self._scales: list[Any] = []  # a source's position, or how it is computed
+        self.sources: list[Any] = []  # the arrays that scales are computed from
+        self._scales: list[Any] = []  # by number: the position of a source, or a `Computed`
         self._numbers: dict[Computed, int] = {}
-        self._chains: set[int] = set()  # maxima whose terms are maxima of their own
-        self._needs: list[int] = []  # the sources that a scale is computed of, as bits
+        self._chains: set[int] = set()  # the numbers of maxima whose terms were not multiplied out
+        self._needs: list[int] = []  # by number: the sources that it depends on, as bits
         self._requests: list[Scale] = []
         self._placeholders: dict[Scale, Any] = {}
 
     def source(self, array: Any) -> int:
-        """Take in a scale that is an array; return its number."""
+        """Add a scale that is an array. Return its number."""
         self.sources.append(array)
         self._needs.append(1 << len(self.sources) - 1)
         self._scales.append(len(self.sources) - 1)
         return len(self._scales) - 1
 
     def maximum(self, terms: Sequence[Scale]) -> int:
-        """Define the maximum of some monomials; return its number."""
+        """Define the maximum of monomials. Return its number."""
         choices = [self._choices(term) for term in terms]
         chain = [part for term in terms for part in self._chain(term)]
         goes_on = len(terms) < len(chain) <= _MAX_CHAIN
@@ -94,7 +103,7 @@ class ScaleProgram:
             number = self._define(Computed(_largest(chain if goes_on else terms)))
             self._chains.add(number)
             return number
-        # max(a, b) * c is the maximum of a * c and b * c: no scale has to wait for another one.
+        # max(a, b) * c = max(a * c, b * c). Written so, it need not wait for max(a, b).
         products = [
             math.prod(chosen, start=Scale(term.exponent))
             for term, factors in zip(terms, choices, strict=True)
@@ -103,22 +112,22 @@ class ScaleProgram:
         return self._define(Computed(_largest(products)))
 
     def bounded(self, of: Scale, limit: float) -> int:
-        """Define a monomial with its exponent brought within `+-limit`; return its number."""
+        """Define a monomial with its exponent clamped to `+-limit`. Return its number."""
         return self._define(Computed((of,), limit=limit))
 
     def held(self, first: Scale, second: Scale, limit: float) -> int:
-        """Define `first`, or, where that is 0, `second` within `+-limit`; return its number."""
+        """Define `first`, or, where it is 0, `second` clamped to `+-limit`. Return its number."""
         return self._define(Computed((first, second), limit=limit, is_held=True))
 
     def _chain(self, term: Scale) -> list[Scale]:
-        """The monomials of which a term is the maximum, if it is one of too many to multiply."""
+        """Return the monomials of a term that is a maximum of many; otherwise the term itself."""
         (number, power), *others = term.factors or ((-1, 0),)
         if others or power != 1 or number not in self._chains:
             return [term]
         return [Scale(term.exponent) * t for t in self._scales[number].terms]
 
     def _choices(self, term: Scale) -> list[list[Scale]]:
-        """For each factor the monomials of which it is the maximum, by itself or to a power."""
+        """Return for each factor the monomials of which it is the maximum, raised to its power."""
         choices = []
         for number, power in term.factors:
             scale = self._scales[number]
@@ -128,7 +137,7 @@ class ScaleProgram:
         return choices
 
     def root(self, of: Scale, degree: int) -> tuple[int, int]:
-        """Define root and rest of a monomial; return their numbers."""
+        """Define root and rest of a monomial. Return their numbers."""
         root, rest = (Computed((of,), degree, is_rest) for is_rest in (False, True))
         return self._define(root), self._define(rest)
 
@@ -150,7 +159,7 @@ class ScaleProgram:
         return needs
 
     def placeholder(self, monomial: Scale) -> Any:
-        """Return an array that will be a monomial's value."""
+        """Return a tracer that `resolve` replaces by the value of a monomial."""
         if monomial not in self._placeholders:
             number = len(self._requests)
             self._requests.append(monomial)
@@ -158,20 +167,20 @@ class ScaleProgram:
         return self._placeholders[monomial]
 
     def is_ready(self, number: int, available: int) -> bool:
-        """Whether the sources of a request are among those available."""
+        """Return whether a request depends on available sources only (as bits)."""
         return not self._needs_of(self._requests[number]) & ~available
 
     def request(self, number: int) -> Scale:
-        """Return what was asked for."""
+        """Return the monomial of a placeholder, given its number."""
         return self._requests[number]
 
     def scale(self, number: int) -> Any:
-        """Return the position of a scale's source, or how it is computed."""
+        """Return the position of a scale's source, or its `Computed`."""
         return self._scales[number]
 
 
 def _largest(monomials: Sequence[Scale]) -> tuple[Scale, ...]:
-    """Of monomials that differ in nothing but the static factor only the largest one."""
+    """Drop monomials that are smaller than another by a static factor."""
     largest: dict[tuple, float] = {}
     for m in monomials:
         largest[m.factors] = max(m.exponent, largest.get(m.factors, -math.inf))

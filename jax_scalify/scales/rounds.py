@@ -1,7 +1,11 @@
-"""How a scale program is computed: in rounds, of a few operations on vectors of exponents.
+"""The evaluation of a scale program: in rounds of a few operations on vectors of exponents.
 
-Each round computes all scales that can be computed of what is known by then, before the first
-equation that needs one of them.
+A round is placed before the first equation that needs one of its scales. It computes every scale
+whose sources are known there.
+
+Example: a round with sources `a = 2**3`, `b = 2**-1` and the request `max(a, b) / b` starts from
+the exponents `[0, 3, -1]` (the first is always 0). Its one level appends `max(3, -1) = 3`. The
+request sums positions 3 and 2 with powers 1 and -1: `3 + 1 = 4`, and the value is 16.
 """
 
 from __future__ import annotations
@@ -27,15 +31,17 @@ from jax_scalify.base.pow2 import MAX_EXPONENT, exponent, exponent_layout
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
 
-# The exponent of the scale 0; what is below the limit is 0 still, a root or times other scales.
+# The exponent that stands for the scale 0. Exponents below the limit are 0 too: a root of 0, or 0
+# times other scales.
 _ZERO = -float(2**22)
 _ZERO_LIMIT = -float(2**18)
-# The first of two scales is this much larger than it is, and so the maximum, unless it is 0.
+# A held scale is computed as a maximum: its first term is raised by this exponent, so that it wins
+# unless it is 0.
 _HELD = float(2**17)
 
 
 def resolve(program: ScaleProgram, closed: Any) -> Any:
-    """Replace the placeholders of a closed jaxpr whose last results are the program's sources."""
+    """Replace the placeholders of a closed jaxpr, whose last results are the program's sources."""
     jaxpr = closed.jaxpr
     count = len(jaxpr.outvars) - len(program.sources)
     rounds = _Rounds(program, jaxpr, jaxpr.outvars[count:])
@@ -49,10 +55,10 @@ def resolve(program: ScaleProgram, closed: Any) -> Any:
 
 
 def _pinned_together(equations: Sequence[Any]) -> list[Any]:
-    """Pin all constants together.
+    """Pin all constants in one barrier.
 
-    XLA merges equal barriers of one constant. Where a kernel has its constants to itself and
-    another one shares some, they take their operands in different orders, and are compiled twice.
+    XLA merges barriers of equal constants. If one kernel shares constants with others and another
+    kernel does not, they take their operands in different orders, and XLA compiles both.
     """
     pins = [e for e in equations if e.primitive is pin_p]
     pins = [e for e in pins if not any(map(is_var, e.invars))]
@@ -66,14 +72,14 @@ def _pinned_together(equations: Sequence[Any]) -> list[Any]:
 
 
 class _Rounds:
-    """The rounds in which a program is computed: each goes on from the exponents of the last."""
+    """The rounds of a program. Each round appends to the exponents of the last round."""
 
     def __init__(self, program: ScaleProgram, jaxpr: Any, sources: Sequence[Any]):
         self._program = program
         self._sources = sources
-        self._exponents: list[Any] = []  # the variable of all exponents so far, if there is one
-        self._size = 1  # the first exponent is 0, of no scale at all
-        self._positions: dict[int, int] = {}  # of a scale, by its number, among the exponents
+        self._exponents: list[Any] = []  # the variable of all exponents so far, or empty
+        self._size = 1  # the first exponent is 0 and belongs to no scale
+        self._positions: dict[int, int] = {}  # by number of a scale: its place in the exponents
         used = {v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)}
         used.update(filter(is_var, jaxpr.outvars))
         self._pending = {
@@ -82,7 +88,7 @@ class _Rounds:
             if eqn.primitive is placeholder_p and eqn.outvars[0] in used
         }
         made_here = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-        self._available = 0  # the sources that have been computed, as bits
+        self._available = 0  # the sources computed so far, as bits
         self._bits: dict[Any, int] = {}
         for position, source in enumerate(sources):
             if is_var(source) and source in made_here:
@@ -91,12 +97,12 @@ class _Rounds:
                 self._available |= 1 << position
 
     def define(self, variables: Sequence[Any]) -> None:
-        """Take note of variables that have been computed."""
+        """Mark variables as computed."""
         for var in variables:
             self._available |= self._bits.get(var, 0)
 
     def before(self, operands: Sequence[Any]) -> list[Any]:
-        """Return what has to be computed before an equation of some operands."""
+        """Return the rounds that must precede an equation with these operands."""
         equations = []
         while any(is_var(v) and v in self._pending for v in operands):
             equations.append(self._compute())
@@ -104,7 +110,7 @@ class _Rounds:
         return equations
 
     def _compute(self) -> Any:
-        """The equation of all pending placeholders that can be computed now."""
+        """Return the equation that computes all pending placeholders that can be computed now."""
         program = self._program
         ready = [v for v, n in self._pending.items() if program.is_ready(n, self._available)]
         requests = [program.request(self._pending.pop(v)) for v in ready]
@@ -120,7 +126,7 @@ class _Rounds:
         return eqn.replace(invars=invars, outvars=[*ready, *new])
 
     def _plan(self, requests: Sequence[Scale]) -> tuple[list[int], list[list[int]]]:
-        """The sources that have to be taken in, and what has to be computed, level by level."""
+        """Return the new sources that requests depend on, and the scales to compute, by level."""
         sources: list[int] = []
         depth: dict[int, int] = {}
         todo = [n for monomial in requests for n, _ in monomial.factors]
@@ -145,13 +151,13 @@ class _Rounds:
         return sources, levels
 
     def _is_placed(self, number: int, depth: dict[int, int]) -> bool:
-        """Tell whether a scale has been computed, or has a place in the round that is planned."""
+        """Return whether a scale has been computed, or has a place in the current round."""
         return number in self._positions or number in depth
 
     def _round(
         self, requests: Sequence[Scale], sources: list[int], levels: list[list[int]]
     ) -> _Round:
-        """The round of new sources and of levels; both are placed among the exponents."""
+        """Return the round of these sources and levels, and give them places in the exponents."""
         is_first = not self._exponents
         self._place(sources)
         steps = []
@@ -171,14 +177,15 @@ class _Rounds:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Round:
-    """A round: a function of all exponents so far, and of new sources, to the values asked for.
+    """A round: a function of the exponents so far and of new sources that returns the requests.
 
     Attributes:
-        levels: that are computed, one after the other.
-        values: the monomials asked for.
-        dtype: of sources and values.
+        levels: the levels, computed one after the other.
+        values: the requested monomials.
+        dtype: the dtype of sources and requests.
         is_first: whether there are no exponents yet.
-        size: of all exponents after it, which are its last result; None if there are no new ones.
+        size: the number of exponents after the round, which it returns as its last result; None if
+            it adds no exponents.
     """
 
     levels: Sequence[_Level]
@@ -203,21 +210,21 @@ class _Round:
 
     @functools.cached_property
     def jitted(self) -> Any:
-        """The round as a function of its own."""
+        """The round as a jitted function."""
         return jax.jit(lambda *arrays: round_p.bind(*arrays, computed=self))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Style:
-    """How a platform's compiler is asked for a round, to make few kernels of it.
+    """How a round is lowered for a platform, so that XLA makes few kernels of it.
 
     Attributes:
-        levels: after how many levels the exponents are stored. A kernel computes the levels since
-            then again for each of its elements.
-        sums: how several exponents are added up, and the largest found: of "rows", by reductions;
-            of "columns", one operation each; or by products with a "matrix", without gathers.
-        shared: whether which element a kernel reads is an operand of it, so that kernels that
-            differ in nothing else are compiled once.
+        levels: the exponents are stored after this many levels. A kernel recomputes the levels
+            since then for each of its elements.
+        sums: how exponents are added and compared. "rows" reduces along an axis, "columns" adds
+            one column after the other, and "matrix" multiplies by a matrix, without a gather.
+        shared: whether the position that a kernel reads is an operand of the kernel. Kernels that
+            differ only in the position are then compiled once.
     """
 
     levels: int
@@ -225,7 +232,7 @@ class _Style:
     shared: bool = False
 
     def elements(self, values: Any) -> list[Any]:
-        """The elements of a vector, one by one."""
+        """Return the elements of a vector as 0-d arrays."""
         if not self.shared:
             return [lax.index_in_dim(values, i, keepdims=False) for i in range(values.size)]
         values = lax.optimization_barrier(values)
@@ -248,8 +255,8 @@ def _lowered(style: _Style) -> Any:
     return mlir.lower_fun(lambda *arrays, computed: computed(style, *arrays), multiple_results=True)
 
 
-# A GPU starts each kernel by itself, and fuses no reduction into another kernel; on a TPU a gather
-# is many kernels; on a CPU the time is that of compiling.
+# XLA fuses no reduction into another kernel on GPUs, where each kernel is a launch. It compiles a
+# gather to many kernels on TPUs. On CPUs, compile time dominates.
 ON_CPU = _Style(levels=1, sums="rows", shared=True)
 ON_GPU = _Style(levels=2, sums="columns")
 ON_TPU = _Style(levels=1, sums="matrix")
@@ -259,7 +266,7 @@ mlir.register_lowering(round_p, _lowered(ON_CPU), platform="cpu")
 
 
 def _round_jvp(primals: Any, tangents: Any, *, computed: _Round) -> Any:
-    """Powers of two are constants to derivatives."""
+    """Return zero tangents: scales are constants to derivatives."""
     out = round_p.bind(*primals, computed=computed)
     return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
 
@@ -274,7 +281,7 @@ batching.primitive_batchers[round_p] = _round_batch
 
 
 class _Sums:
-    """The exponents of some monomials, as a function of all exponents."""
+    """The exponents of monomials, as a function of all exponents."""
 
     def __init__(self, monomials: Sequence[Scale], positions: dict[int, int]):
         self.count = len(monomials)
@@ -304,7 +311,7 @@ class _Sums:
 
 
 class _Level:
-    """The exponents of the scales of a level, as a function of all exponents before."""
+    """The exponents of the scales of a level, as a function of the exponents before it."""
 
     def __init__(self, scales: Sequence[Computed], positions: dict[int, int]):
         self._width = max(len(s.terms) for s in scales)
@@ -312,7 +319,7 @@ class _Level:
         terms = [terms[min(i, len(terms) - 1)] for i in range(self._width) for terms in columns]
         self._terms = _Sums(terms, positions)
         self._high = np.array([s.limit for s in scales], np.float32)
-        # A single monomial has a limit below as well, unless it is 0; so has what may be held.
+        # Single monomials and held scales are clamped from below too; maxima are not.
         self._low = np.array([-np.inf if s.is_maximum else -s.limit for s in scales], np.float32)
         self._holds = any(s.is_held for s in scales)
         self._degree = np.array([s.degree for s in scales], np.float32)
@@ -341,7 +348,7 @@ class _Level:
 
 
 def _ranked(scale: Computed) -> tuple[Scale, ...]:
-    """The monomials of which the maximum is taken."""
+    """Return the monomials whose maximum is computed."""
     if not scale.is_held:
         return scale.terms
     first, second = scale.terms
@@ -349,7 +356,7 @@ def _ranked(scale: Computed) -> tuple[Scale, ...]:
 
 
 def _times(exponents: Any, power: np.ndarray) -> Any:
-    """Exponents of powers; where 0 is inverted it is read as 1."""
+    """Return `exponents * power`. A 0 to a negative power counts as 1."""
     if (power < 0).any():
         limit = np.where(power < 0, _ZERO_LIMIT, -np.inf).astype(np.float32)
         exponents = lax.select(exponents < limit, jnp.zeros_like(exponents), exponents)
@@ -357,12 +364,12 @@ def _times(exponents: Any, power: np.ndarray) -> Any:
 
 
 def _take(vector: Any, index: np.ndarray) -> Any:
-    """Elements of a vector by known positions."""
+    """Return the elements of a vector at known positions."""
     return vector.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _to_float(exponents: Any, dtype: Any) -> Any:
-    """Powers of two: 0 below the smallest normal one, and inf beyond the largest."""
+    """Return `2**exponents`: 0 below the smallest normal number, inf beyond the largest."""
     integer, nmant = exponent_layout(dtype)
     bias = jnp.finfo(dtype).maxexp - 1
     low, high = np.float32(0), np.float32(2 * bias + 1)

@@ -1,6 +1,7 @@
-"""The scales of one trace: the atoms, and how arrays are made of them.
+"""The scales of one trace: its atoms, and the arrays that are computed from them.
 
-A table computes scales one by one, or, with a scale program, leaves that to the end of the trace.
+Without a scale program, a table emits operations for each scale. With a program, scalar scales are
+placeholders until the trace is over, and are then computed together.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from jax_scalify.scales.rounds import resolve
 
 
 class ScaleTable:
-    """The atoms of one trace, and what has been computed of them already.
+    """The atoms of one trace, and a memo of computed scales.
 
-    One table belongs to one trace level, so that nothing memoised leaks out of a loop body.
+    A loop's body has a table of its own, so that memoised tracers do not leak out of its trace.
     """
 
     def __init__(
@@ -46,11 +47,15 @@ class ScaleTable:
         splits_scalars: bool = True,
         narrow: bool = True,
     ):
-        """Start an empty table for scales of the given dtype.
+        """Make an empty table.
 
-        With a program, scalar scales are computed together when the trace is over; else, and other
-        scales always, one by one. If scalars are not split, a traced one has scale 1. A program
-        that is `narrow` has values of the range of float16 or less.
+        Args:
+            dtype: the dtype of scales.
+            program: computes scalar scales together when the trace is over. Scales with axes, and
+                all scales if it is None, are computed one by one.
+            splits_scalars: whether a traced scalar is split into data and scale. Otherwise it has
+                the scale 1.
+            narrow: whether the trace has values of float16 or FP8.
         """
         self.dtype = jnp.dtype(dtype)
         self.splits_scalars = splits_scalars
@@ -62,9 +67,9 @@ class ScaleTable:
         self._splits: dict[int, tuple[Any, Any, Scale]] = {}
 
     def atom(self, array: jax.Array, **known: Any) -> Scale:
-        """Make a scale of an array of powers of two; the same array gives the same atom.
+        """Return the scale of an array of powers of two. The same array gives the same atom.
 
-        What is known of it are attributes of an `Atom`.
+        `known` are attributes of the new `Atom`.
         """
         atom = self._atoms.get(id(array))
         if atom is None:
@@ -75,9 +80,9 @@ class ScaleTable:
         return Scale.of_factor(atom)
 
     def varying_axes(self, scale: Scale) -> frozenset[Any]:
-        """Axes of a mesh along which a scale may differ, inside `shard_map`.
+        """Return the mesh axes along which a scale may vary, inside `shard_map`.
 
-        One that the program computes counts as made of all of the program's arrays.
+        A scale that the program computes may depend on every source of the program.
         """
         arrays = [a.source for a, _ in scale.factors if a.source is not None]
         if self._program is not None and len(arrays) < len(scale.factors):
@@ -85,12 +90,12 @@ class ScaleTable:
         return frozenset().union(*map(_compat.varying_axes, arrays))
 
     def _computed(self, number: int, **known: Any) -> Scale:
-        """Make a scale that the program computes."""
+        """Return the scale of a number of the program."""
         atom = Atom(self, next(self._counter), None, number, **known)
         return Scale.of_factor(atom)
 
     def _together(self, *scales: Scale) -> tuple[ScaleProgram, list[Scale]] | None:
-        """The program and the scales of its numbers, if it computes some scales together."""
+        """Return the program, and the scales in its numbers; None if it does not have them all."""
         atoms = {atom for scale in scales for atom, _ in scale.factors}
         if self._program is None or any(atom.number is None for atom in atoms):
             return None
@@ -102,7 +107,7 @@ class ScaleTable:
         return self._memo[key]
 
     def request(self, scale: Scale) -> jax.Array:
-        """Make the array of a monomial that data is multiplied by, one kernel for all users."""
+        """Return the array of a monomial, computed once for all users."""
         ((first, power), *others) = scale.factors
         if not others and power == 1 and scale.exponent == 0 and first.source is not None:
             return first.source
@@ -114,7 +119,7 @@ class ScaleTable:
         return self._memoised(("request", scale), lambda: pin(self.product(scale)))
 
     def settled(self, scale: Scale) -> tuple[Scale, Scale]:
-        """Compute a monomial and go on with one atom, and what an array of it cannot hold."""
+        """Return one atom for a monomial, and the rest that its array cannot hold."""
 
         def make() -> tuple[Scale, Scale]:
             together = self._together(scale)
@@ -140,7 +145,7 @@ class ScaleTable:
                 program, (monomial,) = together
                 within = self._computed(program.bounded(monomial, limit), **known)
                 return within, scale / within
-            # In floating point: what overflows is bounded, and what underflows is 0.
+            # In floating point, overflow is clamped, and underflow gives 0.
             array = self.product(scale)
             low, high = (np.array(math.ldexp(1.0, e), self.dtype) for e in (-limit, limit))
             inside = lax.clamp(low, array, high)
@@ -154,18 +159,18 @@ class ScaleTable:
         return self._memoised(("bounded", scale, limit), make)
 
     def output(self, scale: Scale) -> jax.Array:
-        """Make the array of a scale, within the range of scales, that leaves the trace."""
+        """Return the array of a scale that leaves the trace. It must be within range."""
         return jnp.array(scale.value, self.dtype) if scale.is_static else jnp.asarray(scale.array)
 
     def product(self, scale: Scale) -> jax.Array:
-        """Make the array of a monomial."""
+        """Return the array of a monomial."""
         if scale.exponent == 0 and len(scale.factors) == 1 and scale.factors[0][1] == 1:
             return scale.factors[0][0].array
 
         def make() -> jax.Array:
             above = [(atom, 1) for atom, power in scale.factors for _ in range(power)]
             below = [(atom, -1) for atom, power in scale.factors for _ in range(-power)]
-            # Alternately, so that a product stays in range where its value does.
+            # Multiply and divide alternately, so that intermediate products stay in range.
             pairs = itertools.zip_longest(above, below)
             out = self._chain(tuple(term for pair in pairs for term in pair if term is not None))
             exponent = int(scale.exponent)
@@ -178,7 +183,7 @@ class ScaleTable:
         return self._memoised(("product", scale), make)
 
     def _chain(self, terms: tuple[tuple[Atom, int], ...]) -> jax.Array:
-        """The product of atoms and reciprocals; products share what they begin with."""
+        """Return the product of atoms and reciprocals. Products with a common start share it."""
         *first, (atom, power) = terms
         factor = atom.array if power > 0 else self._reciprocal(atom)
         if not first:
@@ -188,9 +193,9 @@ class ScaleTable:
         )
 
     def _reciprocal(self, atom: Atom, guarded: bool = True) -> jax.Array:
-        """1 / atom, on the bits: XLA gives every float division a kernel of its own.
+        """Return `1 / atom`, computed on the bits: XLA gives a float division its own kernel.
 
-        Where 0 is inverted it is read as 1; unguarded, it gives the largest power of two.
+        `guarded`, the reciprocal of 0 is 1. Otherwise it is the largest power of two.
         """
 
         def make() -> jax.Array:
@@ -206,7 +211,7 @@ class ScaleTable:
         return self._memoised(("reciprocal", atom, guarded), make)
 
     def alignment(self, ratio: Scale) -> Scale:
-        """Make the ratio of a scale to a maximum that is at least as large."""
+        """Return the ratio of a scale to a maximum of which it is a member."""
         below = [a for a, power in ratio.factors if power == -1 and a.members]
         if not below or self._together(ratio):
             return ratio
@@ -220,15 +225,15 @@ class ScaleTable:
         return self._memoised(("alignment", ratio), make)
 
     def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
-        """Return the maximum of monomials of which none is known to dominate another."""
+        """Return the maximum of monomials that cannot be compared while tracing."""
         common = Scale(0, _common_factors(terms))
         terms = sorted((t / common for t in terms), key=_monomial_key)
         members = _members(terms)
-        for term in terms:  # one of them is itself the maximum of all the others
+        for term in terms:  # one term may already be the maximum of all terms
             if _members([term]) == members:
                 return term * common
 
-        # Maxima that differ by a power of two are one atom, which has the value of the first.
+        # Maxima that differ by a static factor share one atom, that of the first of them.
         low = min(exponent for _, exponent in members)
         key = frozenset((factors, exponent - low) for factors, exponent in members)
         known: dict[str, Any] = dict(
@@ -254,7 +259,7 @@ class ScaleTable:
         return self.atom(pin(array), **known)
 
     def held(self, first: Scale, second: Scale, limit: int, **known: Any) -> Scale:
-        """Return `first` or, where that is 0, `second` with its exponent within `+-limit`."""
+        """Return `first`; where it is 0, `second` with its exponent clamped to `+-limit`."""
 
         def make() -> Scale:
             known["nonzero"] = second.is_nonzero
@@ -271,7 +276,7 @@ class ScaleTable:
         return self._memoised(("held", first, second, limit), make)
 
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
-        """Root of a monomial that has no symbolic one; 0 has the root 0 and the rest 1."""
+        """Return root and rest of a monomial without a symbolic root. The root of 0 is 0."""
         extent = math.ceil(scale.span / degree)
 
         def make() -> tuple[Scale, Scale]:
@@ -283,7 +288,8 @@ class ScaleTable:
                 return found, self._computed(rest, nonzero=True, extent=degree)
             array = scale.array
             integer, nmant = exponent_layout(self.dtype)
-            # exponent = biased - bias; one more multiple of the bias keeps the division positive
+            # exponent = biased - bias. Adding bias * (degree - 1) makes the quotient biased again,
+            # and positive.
             offset = np.array((jnp.finfo(self.dtype).maxexp - 1) * (degree - 1), integer)
             shift, count = np.array(nmant, integer), np.array(degree, integer)
             bits = lax.bitcast_convert_type(array, integer)
@@ -300,11 +306,12 @@ class ScaleTable:
         return self._memoised(("root", scale, degree), make)
 
     def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
-        """Split a traced array into data in [1, 2) and a scale, element by element.
+        """Split a traced array into data in [1, 2) and a scale, element by element: 12 = 1.5 * 8.
 
-        What is between 1/2 and 1 has scale 1: a decay that is applied again and again would double
-        the data each time, and halve the scale. So has what is not finite: it may be a branch that
-        is not taken, whose scale must not flush the one that is.
+        Values in [1/2, 1) get the scale 1: a decay of 0.9 as `1.8 * 2**-1`, applied repeatedly,
+        would double the data and halve the scale each time. Non-finite values get the scale 1 too.
+        They may come from the untaken side of a `where`, and their scale must not underflow the
+        other side.
         """
         known = self._splits.get(id(value))
         if not self.splits_scalars:
@@ -318,7 +325,7 @@ class ScaleTable:
             inverse = self._reciprocal(scale.factors[0][0])
             data = lax.mul(value.astype(compute), inverse.astype(compute))
             data = pin(data.astype(value.dtype))
-            known = (value, data, scale)  # keeps `value`, hence its id, alive
+            known = (value, data, scale)  # keeps `value` alive, so that its id is not reused
             self._splits[id(value)] = known
         return known[1:]
 
@@ -328,7 +335,7 @@ def _monomial_key(scale: Scale) -> tuple:
 
 
 def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
-    """Factors that every term has: max(a*c, b*c) = max(a, b) * c."""
+    """Return the factors that all terms share: `max(a * c, b * c) = max(a, b) * c`."""
     common = dict(terms[0].factors)
     for term in terms[1:]:
         powers = dict(term.factors)
@@ -341,7 +348,7 @@ def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
 
 
 def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
-    """The monomials below a maximum, those of nested maxima included, dominated ones dropped."""
+    """Return the monomials of a maximum, with those of nested maxima, without dominated ones."""
     largest: dict[tuple, float] = {}
     for term in terms:
         atom = term.factors[0][0] if len(term.factors) == 1 and term.factors[0][1] == 1 else None
@@ -353,7 +360,7 @@ def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
 
 
 def _broadcast(operation: Callable) -> Callable:
-    """A binary `lax` operation on scales of shape `()` or of keep-dims shapes."""
+    """Return a binary `lax` operation that broadcasts scales, of shape `()` or of full rank."""
 
     def apply(a: Any, b: Any) -> jax.Array:
         if a.shape == b.shape or not a.shape or not b.shape:
@@ -369,10 +376,9 @@ def trace_with_table(
     dtype: Any,
     **options: bool,
 ) -> Any:
-    """Make a jaxpr of `function(table, *arrays)` at some arrays, or their shapes and dtypes.
+    """Return the jaxpr of `function(table, *arrays)`, given arrays or `ShapeDtypeStruct`s.
 
-    The options are those of its table, whose scalar scales are computed together, where XLA leaves
-    them together.
+    `options` are arguments of the new `ScaleTable`. It has a scale program if XLA keeps barriers.
     """
     program = ScaleProgram(dtype) if _compat.keeps_barriers() else None
 
