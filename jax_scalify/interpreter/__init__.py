@@ -1,1 +1,1 @@
-"""How a traced function is interpreted on scaled values."""
+"""The interpreter: evaluate the jaxpr of a traced function on scaled values."""

@@ -1,8 +1,13 @@
 """Chains of alignments, and where they are cut.
 
-XLA computes a chain of elementwise equations again in every kernel that uses its end, and would
-follow a residual stream through all layers. A chain is cut after some alignments, where it has
-several readers, which keeps the compiled program of a CPU linear in depth.
+XLA fuses a chain of elementwise equations into every kernel that reads its end, so each reader of a
+residual stream would recompute the stream from the first layer on. A chain is cut by a barrier
+after 2 alignments, at values with several readers. The program compiled for a CPU is then linear in
+depth.
+
+Example: in `h1 = h0 + f(h0)`, `h2 = h1 + f(h1)`, `h3 = h2 + f(h2)` with dynamic scales, the depths
+of `h1` and `h2` are 1 and 2. `h2` has two readers and is pinned, so its depth becomes 0, and that
+of `h3` is 1.
 """
 
 from __future__ import annotations
@@ -25,15 +30,15 @@ _MAX_DEPTH = 2 if _compat.keeps_barriers() else 8  # without barriers a cut cost
 
 
 def count_uses(jaxpr: Any, equations: Sequence[Any]) -> collections.Counter:
-    """Count how often each variable is read; a result may be read repeatedly by the caller."""
+    """Count how often each variable is read. A result counts twice: the caller may reuse it."""
     atoms = itertools.chain(*(eqn.invars for eqn in equations), jaxpr.outvars, jaxpr.outvars)
     return collections.Counter(v for v in atoms if is_var(v))
 
 
 def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:
-    """Count the alignments that XLA may fuse into the kernels of everything that uses a result.
+    """Return the number of alignments that XLA may fuse into each kernel that reads a result.
 
-    Those of wide dtypes at static scales are sums as in plain JAX.
+    Sums of wide dtypes at static scales need no alignment, and do not count.
     """
     traits = traits_of(eqn.primitive.name)
     fuses = traits.elementwise or traits.is_view
@@ -44,7 +49,7 @@ def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:
 
 
 def cut(value: Value) -> Value:
-    """Compute a value once, if it has come through too many alignments."""
+    """Pin a value at the end of a long chain, so that it is computed once."""
     if not isinstance(value, Operand) or value.depth < _MAX_DEPTH:
         return value
     pinned = value.moved(pin(value.source), value.scale)

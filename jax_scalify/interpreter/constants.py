@@ -1,4 +1,4 @@
-"""Constants: computed while tracing, and the scale that each gets."""
+"""Constants: their evaluation while tracing, and their scales."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.table import ScaleTable
 
-# In a wide dtype a constant's data may reach 2**40: there is room for its cube.
+# The largest exponent of a constant's data in a wide dtype: float32 holds its cube.
 CONSTANT_ROOM = 40
-# A constant beyond 2**64 may be a mask: what is more stays in data that can hold it, so that what
-# it meets is not flushed to 0 at its scale. A power of two dodges an overflow, as in `hypot`.
+# The largest exponent of a wide constant's scale, unless it is a power of two. A larger constant
+# may be a mask, and at its scale other operands would underflow: its data takes the rest. Large
+# powers of two are used to avoid overflow, as in `hypot`.
 _LARGEST_SCALE = 64
-# A captured constant as large as this is a mask (-1e4, -1e9, finfo.min) and not an ordinary value.
+# Captured constants at least as large as this are masks (-1e4, -1e9, finfo.min).
 _MASK = 9_999.0
-# How NumPy computes what XLA would be asked to compile for two numbers.
+# Equations of two numbers that NumPy evaluates. XLA would compile a program for each.
 _IN_NUMPY = {
     "add": np.add,
     "add_any": np.add,
@@ -50,9 +51,10 @@ _IN_NUMPY = {
 
 
 def fold_constants(eqn: Any, constants: list[Any]) -> Any:
-    """Evaluate an equation of NumPy scalars in NumPy; None if only XLA can.
+    """Evaluate an equation of NumPy scalars in NumPy. Return None if only XLA can.
 
-    What float16 does not hold, as `2**24` or `2**-20`, is a number of float32.
+    A result that float16 does not hold as a normal number, such as `2**24` or `2**-20`, is a
+    float32 number.
     """
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
     kinds = {np.dtype(c.dtype).kind for c in constants}
@@ -70,7 +72,7 @@ def fold_constants(eqn: Any, constants: list[Any]) -> Any:
 
 
 def _held(number: Any, dtype: Any) -> Any:
-    """A number in a dtype, or in float32; None if it is of another kind."""
+    """Return a number in a dtype, or in float32 if it does not fit; None for another kind."""
     if number.dtype == dtype:
         return number
     if number.dtype.kind != np.dtype(dtype).kind:
@@ -81,9 +83,9 @@ def _held(number: Any, dtype: Any) -> Any:
 
 
 def captured(const: Any) -> Value:
-    """A captured constant has known values: its scale is its RMS over ordinary values.
+    """Return the value of a captured constant, with the RMS of its ordinary values as its scale.
 
-    Not ordinary are 0, inf, nan and masks. A mask saturates, beyond every ordinary value.
+    0, inf, nan and masks are not ordinary. A mask may saturate, but stays beyond ordinary values.
     """
     if _compat.is_traced(const) or not dtypes.is_scalable(const.dtype) or not const.shape:
         return Plain.of(const)
@@ -115,10 +117,11 @@ def captured(const: Any) -> Value:
 
 
 def constant_floor(number: Any, dtype: Any) -> Scale:
-    """The smallest scale at which a constant is finite with three octaves to spare.
+    """Return the smallest scale at which a constant is finite with three octaves to spare.
 
-    At a scale of 1, a wide dtype's data is the constant as it is: it does not ask for more.
-    `finfo.min` and `finfo.max` are masks: they may saturate as long as they stay beyond 2**10.
+    In float16, 3.0 gives 2**-11 and -1e4 gives 2**1. In wide dtypes it is at most 1, because their
+    data can be the constant itself. `finfo.min` and `finfo.max` are masks. They may saturate as
+    long as their values stay beyond 2**10.
     """
     finfo = jnp.finfo(dtype)
     if abs(float(number)) >= float(finfo.max):
@@ -129,21 +132,29 @@ def constant_floor(number: Any, dtype: Any) -> Scale:
 
 
 def room(dtype: Any) -> Scale:
-    """How much smaller than a number its scale may be: three octaves below the largest data."""
+    """Return by which factor a scale may be smaller than a number: 2**-12 in float16.
+
+    The number's data is then at least three octaves below the largest data of the dtype.
+    """
     return Scale(max(4 - jnp.finfo(dtype).maxexp, -CONSTANT_ROOM))
 
 
 def constant_scale(number: Any, dtype: Any) -> Scale:
-    """The scale of a constant beside constants: at most 1, or a mask would ask for 2**127.
+    """Return the scale of a constant that is joined with constants only.
 
-    A mask keeps its value: what it is added to, later, may itself be large.
+    It is at most 1, unless the dtype needs more: the scale of a float32 mask would be 2**127. A
+    mask keeps its value, because it may later be added to large values.
     """
     floor = constant_floor(number, dtype)
     return Scale(max(floor.exponent, min(0, pow2.split_constant(number)[1])))
 
 
 def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
-    """Return a non-zero finite constant divided by a scale, as a 0-d value (or keep-dims)."""
+    """Return a nonzero finite constant divided by a scale, as a 0-d value or in the scale's shape.
+
+    It saturates at the largest number, and at the smallest normal number (of float16, the smallest
+    subnormal number).
+    """
     finfo = jnp.finfo(dtype)
     largest = float(finfo.max)
     smallest = float(
@@ -165,7 +176,10 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
 
 
 def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
-    """Make a plain floating value scaled: a constant or scalar splits, an array gets scale 1."""
+    """Return a floating value as an operand: a number is split, an array gets the scale 1.
+
+    With `full`, an operand of equal elements has an array of full shape.
+    """
     if isinstance(value, Operand):
         return value
     if value.number is None:
@@ -189,7 +203,7 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
 
 
 def _wide_number(value: Value, table: ScaleTable, full: bool) -> Operand:
-    """A number of a wide dtype, and the scale that it would have in a narrow one."""
+    """Return the operand of a wide number, with the scale that it would have in a narrow dtype."""
     number, scale = value.number, ONE
     if value.constant is None:
         is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)

@@ -1,4 +1,4 @@
-"""Evaluating a primitive on plain values, where scales cannot be kept."""
+"""Evaluate a primitive on plain values, where scales cannot be kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_scalify.scales.algebra import ONE
 def evaluate_plain(
     ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any], wide: bool
 ) -> list:
-    """Bind a primitive to plain values, in at least float32 if `wide`; the results have scale 1."""
+    """Bind a primitive to plain values, in at least float32 if `wide`. Results have scale 1."""
     plain = []
     for x, aval in zip(args, ctx.in_avals, strict=True):
         if dtypes.is_scalable(aval.dtype):
@@ -31,10 +31,10 @@ def evaluate_plain(
 
 
 def dequantising_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
-    """`scale = 1`, on plain values: in at least float32, where the primitive takes it."""
-    if sub_jaxprs(params):  # which expects the dtypes that it was made for
+    """`scale = 1`; evaluated on dequantised values, in at least float32 if the primitive can."""
+    if sub_jaxprs(params):  # a jaxpr only takes the dtypes that it was traced with
         return evaluate_plain(ctx, args, params, wide=False)
     try:
         return evaluate_plain(ctx, args, params, wide=True)
-    except TypeError:  # a parameter may fix a dtype as well
+    except TypeError:  # a parameter may fix a dtype too
         return evaluate_plain(ctx, args, params, wide=False)

@@ -1,8 +1,8 @@
-"""Derivatives of a scalified function: with the user's rules, where the function has some.
+"""Derivatives of a scalified function, with the user's derivative rules.
 
-Inside `scalify` derivatives have been taken already. When the scalified function itself is
-differentiated, JAX differentiates what the rules have written, and never sees the user's
-`custom_jvp` and `custom_vjp`. A function that has such rules is therefore wrapped, and its
+Inside `scalify`, derivatives have already been taken. If the scalified function itself is
+differentiated, JAX differentiates the equations that scale rules have emitted, and does not see the
+user's `custom_jvp` and `custom_vjp`. A function with such rules is therefore wrapped: its
 derivative is the scalified derivative of the plain function.
 """
 
@@ -27,11 +27,11 @@ ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
 
 
 def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence[Any]) -> list[Any]:
-    """Interpret a closed jaxpr on operands, so that its custom derivatives are respected."""
+    """Interpret a closed jaxpr on operands, and keep its custom derivative rules."""
     rules = _user_rules(closed.jaxpr)
     if not rules:
         return scale_call(closed, operands)
-    # What the user's function closes over may be differentiated as well.
+    # Tracers that the user's function closes over may be differentiated too.
     traced = [i for i, c in enumerate(closed.consts) if _compat.is_traced(c)]
     count = len(operands)
 
@@ -53,7 +53,7 @@ def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence
 
 @jax.custom_jvp
 def constant_scales(scales: list[Any]) -> list[Any]:
-    """Return the scales of the operands, and refuse to be differentiated by them."""
+    """Return the scales of the operands. Differentiation with respect to them raises."""
     return scales
 
 
@@ -72,7 +72,7 @@ def _constant_scales_jvp(primals: Any, tangents: Any) -> Any:
 
 @jax.custom_jvp
 def _once_differentiable(residuals: list[Any]) -> list[Any]:
-    """Return what a remat computes the user's functions from again: their rules would be lost."""
+    """Return residuals that must not be differentiated: a remat in them would lose user rules."""
     return residuals
 
 
@@ -94,7 +94,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _of_floating(fun: Callable, values: Any, floating: list[int]) -> tuple[Callable, tuple]:
-    """The function of the floating arguments alone, with floating results, and its arguments."""
+    """Return `fun` as a function of its floating arguments and results, and these arguments."""
 
     def of_floating(*xs: Any) -> list[Any]:
         full = list(values)
@@ -111,7 +111,7 @@ def _scalify_plain(scale_call: ScaleCall, fun: Callable, operands: Sequence[Any]
 
 
 def _inverse(x: ScaledArray) -> Any:
-    """1 / scale; 0 is read as 1."""
+    """Return `1 / scale`. A scale of 0 counts as 1."""
     if x.is_static:
         return 1 / (x.scale or 1.0)
     return 1 / jnp.where(x.scale == 0, 1, x.scale)
@@ -126,7 +126,7 @@ def _with_data(x: Any, data: Any) -> Any:
 
 
 def _in_units_of(x: Any, like: Any, inverse: bool = False) -> Any:
-    """Bring a derivative to data of the dtype of `like`, in units of its scale (or inverse)."""
+    """Return a derivative divided (or, if `inverse`, multiplied) by the scale of `like`."""
     if not is_scaled(like):
         return x.to_array(like.dtype) if is_scaled(x) else x
     compute = dtypes.compute_dtype(like.dtype)
@@ -140,7 +140,7 @@ def _in_units_of(x: Any, like: Any, inverse: bool = False) -> Any:
 
 
 def _as_tangent(data: Any, like: Any) -> Any:
-    """The tangent or cotangent of an operand or a result: none of its scale."""
+    """Return the tangent or cotangent of an operand or a result. That of its scale is 0."""
     if not is_scaled(like):
         return data
     return ScaledArray(data, like.scale if like.is_static else jnp.zeros_like(like.scale))
@@ -182,9 +182,9 @@ def _with_jvp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
             likes = [out for out in outputs if _is_floating(out)]
             return [_in_units_of(x, like) for x, like in zip(slopes, likes, strict=True)]
 
-        # What is linear is its own derivative, at 0 as anywhere. Taken in this way, the scales of
-        # its results come from the 0: JAX sees that they do not depend on the tangents, also where
-        # a remat or a loop returns both.
+        # A linear function is its own derivative at any point. Taken at 0, the scales of its
+        # results are computed from the 0, so JAX sees that they do not depend on the tangents, even
+        # if a remat or a loop returns both.
         data = list(map(_data, moved))
         slopes = iter(jax.jvp(slope_on_data, [jnp.zeros_like(d) for d in data], data)[1])
         return outputs, [

@@ -1,4 +1,4 @@
-"""Interpreting a jaxpr in scaled mode, one equation after the other, by their rules."""
+"""The evaluation of a jaxpr on scaled values, one equation after the other."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def evaluate(
     corrections: Corrections | None = None,
     leaving: Sequence[int] = (),
 ) -> list[Value]:
-    """Interpret a closed jaxpr, equation by equation, in scaled mode.
+    """Evaluate a closed jaxpr on values. Return the values of its results.
 
-    `leaving` says of its results what `RuleContext.wide` says of an equation's.
+    `leaving` is `RuleContext.wide` for the results of the jaxpr.
     """
     jaxpr = closed.jaxpr
     env: dict[Any, Value] = {}
@@ -115,7 +115,7 @@ def _equation(
     rule = _rule_for(eqn, inputs, config)
     if rule is None:
         return _wrap(eqn, _bind_plain(eqn, inputs), inputs)
-    # Of an elementwise equation numbers stay numbers, unless nothing else is there to be filled.
+    # Elementwise rules get 0-d numbers beside arrays. If all operands are numbers, they are filled.
     full = not traits_of(eqn.primitive.name).elementwise or all(
         v.number is not None for v in inputs
     )
@@ -127,7 +127,7 @@ def _equation(
 
 
 def _rule_for(eqn: Any, inputs: list[Value], config: Any) -> Callable[..., Any] | None:
-    """The rule to apply; None if the equation is evaluated as it is, on plain values."""
+    """Return the rule to apply; None if the equation is evaluated unchanged, on plain values."""
     rule = find_rule(eqn.primitive)
     if not any(v.is_scaled for v in inputs if v.is_scalable):
         return rule if rule is not None and _makes_scaled(rule, eqn, inputs) else None
@@ -141,19 +141,19 @@ def _rule_for(eqn: Any, inputs: list[Value], config: Any) -> Callable[..., Any] 
 
 
 def _makes_scaled(rule: Any, eqn: Any, inputs: list[Value]) -> bool:
-    """Tell whether an equation of plain values may have a scaled result: of constants, numbers."""
+    """Return whether an equation of plain values may have a scaled result."""
     if takes_values(rule) and sub_jaxprs(eqn.params):
         return True
     if not any(dtypes.is_scalable(v.aval.dtype) for v in eqn.outvars):
         return False
     floating = [v for v in inputs if v.is_scalable]
-    # Integers and bools that become float (one-hots) are constants of scale 1.
+    # Integers and bools that are cast to float, such as one-hots, are constants of scale 1.
     becomes_float = eqn.primitive.name == "convert_element_type" and not floating
     return becomes_float or any(v.number is not None for v in floating)
 
 
 def _arguments(rule: Any, inputs: list[Value], table: ScaleTable, full: bool) -> list[Any]:
-    """The operands, as a rule is given them."""
+    """Return the operands in the form that the rule expects."""
     if takes_values(rule):
         return inputs
     return [promote(v, table, full) if v.is_scalable else v.whole() for v in inputs]
@@ -187,7 +187,7 @@ def _context(
 
 
 def _apply(rule: Callable[..., Any], ctx: RuleContext, args: list[Any]) -> Any:
-    """Call a rule; an error says at which equation, the innermost one."""
+    """Call a rule. A note on an error names the innermost equation."""
     try:
         return rule(ctx, *args, **ctx.eqn.params)
     except Exception as error:
@@ -199,9 +199,10 @@ def _apply(rule: Callable[..., Any], ctx: RuleContext, args: list[Any]) -> Any:
 
 
 def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
-    """Give an array the shape of the result, if no array has it: numbers are not filled.
+    """Broadcast an array to the shape of the result, if no array has this shape.
 
-    In `full((2, 3), 3.0) * x` the operand `x` may have the shape `(1, 3)` or `()`.
+    Numbers are not filled: in `full((2, 3), 3.0) * x` with `x` of shape `(1, 3)`, the rule gets the
+    number 3.0 and `x` broadcast to `(2, 3)`.
     """
     aval = eqn.outvars[0].aval
     shape = aval.shape
@@ -223,7 +224,7 @@ def _bind_plain(eqn: Any, inputs: list[Value]) -> Any:
 
 
 def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = None) -> list[Value]:
-    """Check what a rule returned against the equation's output types, and add facts."""
+    """Check the results of a rule against the equation's types, and add facts."""
     outputs = list(out) if isinstance(out, (list, tuple)) else [out]
     if len(outputs) != len(eqn.outvars):
         raise TypeError(
@@ -246,7 +247,7 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
 def _with_symbolic_scale(
     eqn: Any, x: ScaledArray, inputs: list[Value], table: ScaleTable | None
 ) -> ScaledArray:
-    """An array that a user's rule has made, of a number or an array as its scale."""
+    """Return the result of a user's rule with its number or array of a scale as a `Scale`."""
     if isinstance(x.scale, Scale) or table is None:
         return x
     if not may_be_powers_of_two(x.scale):

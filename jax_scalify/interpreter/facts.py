@@ -1,4 +1,4 @@
-"""What is known of the elements of an equation's results, from what is known of its operands."""
+"""The facts about an equation's results, given the facts about its operands."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_di
 
 
 def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
-    """What is known of the elements of an equation's results."""
-    if traits_of(eqn.primitive.name).elements == "rescaled":  # other operands speak of the scale
+    """Return what is known of the elements of an equation's results."""
+    if traits_of(eqn.primitive.name).elements == "rescaled":  # other operands are scales
         inputs = inputs[:1]
     return Facts(
         is_nonnegative(eqn, inputs),
@@ -34,9 +34,10 @@ def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
 
 
 def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
-    """Tell whether no element of an equation's outputs can be negative.
+    """Return whether no element of an equation's outputs can be negative.
 
-    Of integers only casts are looked at: sums and products wrap around, and some casts do.
+    Integer results count as possibly negative, except casts: sums and products may wrap around. A
+    cast to a smaller integer may wrap around too.
     """
     name = eqn.primitive.name
     if name == "convert_element_type":
@@ -47,9 +48,9 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
         return inputs[0].facts.nonneg
     if _is_never_negative(eqn) or (name == "mul" and _are_multiples(inputs)):
         return True
-    if traits_of(name).is_matmul:  # one factor may be of integers
+    if traits_of(name).is_matmul:  # one factor may have an integer dtype
         numbers = inputs[:2]
-    else:  # of several results, one may be an operand of integers: a barrier's, or sorted along
+    else:  # a result among several may be an integer operand, as of a barrier or `sort`
         numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
     if name == "max":
         return any(v.facts.nonneg for v in numbers)
@@ -57,7 +58,7 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
 
 
 def _is_never_negative(eqn: Any) -> bool:
-    """Tell whether results are not negative, whatever the operands are."""
+    """Return whether results are not negative, whatever the operands are."""
     name = eqn.primitive.name
     if name == "integer_pow":
         return eqn.params["y"] % 2 == 0
@@ -66,7 +67,7 @@ def _is_never_negative(eqn: Any) -> bool:
 
 
 def _are_multiples(inputs: list[Value]) -> bool:
-    """Tell whether two operands are multiples of one array, of one sign: `0.001 * g * g`."""
+    """Return whether both operands are multiples of one array, of equal sign: `0.001 * g * g`."""
     lhs, rhs = inputs
     if not isinstance(lhs, Operand) or not isinstance(rhs, Operand):
         return False
@@ -75,28 +76,28 @@ def _are_multiples(inputs: list[Value]) -> bool:
 
 
 def _keeps_nonnegative(eqn: Any) -> bool:
-    """Tell whether results are not negative if no operand is."""
+    """Return whether results are not negative if no operand is."""
     name, params = eqn.primitive.name, eqn.params
     if name == "gather" and (params["fill_value"] or 0) < 0:
         return False
-    if name == "scatter" and params["update_jaxpr"] is not None:  # any function of the elements
+    if name == "scatter" and params["update_jaxpr"] is not None:  # may apply any function
         return False
     return traits_of(name).keeps_nonnegative or name == "integer_pow"
 
 
 def _dtype(var: Any) -> Any:
-    return getattr(var.aval, "dtype", np.dtype(bool))  # a reference or token has none
+    return getattr(var.aval, "dtype", np.dtype(bool))  # references and tokens have no dtype
 
 
 def _may_wrap(before: Any, after: Any) -> bool:
-    """Tell whether a cast may make a negative number of one that is not: floats saturate."""
+    """Return whether a cast may turn a non-negative number negative: only integers wrap around."""
     if not jnp.issubdtype(before, jnp.integer) or not jnp.issubdtype(after, jnp.integer):
         return False
     return jnp.iinfo(after).max < jnp.iinfo(before).max
 
 
 def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
-    """Tell whether an equation does more than to move, cast or scale what was given."""
+    """Return whether results are computed: more than moved, cast or scaled arguments."""
     name = eqn.primitive.name
     arrays = [v for v in inputs if v.is_scalable and v.number is None]
     if name in ("mul", "div") and len(arrays) == 1:
@@ -105,14 +106,14 @@ def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
 
 
 def _repeats(eqn: Any) -> bool:
-    """Tell whether an equation repeats elements: sums of them are no sums of independent ones."""
+    """Return whether an equation repeats elements: the terms of their sum are not independent."""
     if eqn.primitive.name != "broadcast_in_dim":
         return False
     return math.prod(eqn.invars[0].aval.shape) != eqn.outvars[0].aval.size
 
 
 def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
-    """Tell whether an equation takes exponentials or masks in float16, or moves or scales them."""
+    """Return whether results are exponentials or masks in float16 or FP8, or multiples of them."""
     name = eqn.primitive.name
     mask = name == "convert_element_type" and inputs[0].dtype == np.bool_
     if mask or name in ("exp", "exp2"):
@@ -123,7 +124,7 @@ def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
 
 
 def _count_sums(eqn: Any, inputs: list[Value]) -> int:
-    """Count the cotangents that add up to that of a weight or bias which is used repeatedly."""
+    """Count the cotangents that were added, for a weight or bias that is used several times."""
     traits, counts = traits_of(eqn.primitive.name), [v.facts.sums for v in inputs]
     if traits.elements == "summed":
         return 1
@@ -133,7 +134,7 @@ def _count_sums(eqn: Any, inputs: list[Value]) -> int:
 
 
 def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
-    """The negative constant of a maximum, or the positive one of a minimum."""
+    """Return the constant of `max(x, c < 0)` or `min(x, c > 0)`; None for other equations."""
     name = eqn.primitive.name
     if name not in ("max", "min"):
         known = inputs[0].facts.bound if len(inputs) == 1 else None
@@ -146,7 +147,7 @@ def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
 
 
 def _rounded(bound: float, dtype: Any) -> float | None:
-    """The bound of values that are cast: rounding keeps their order, in floating point."""
+    """Return the bound after a cast to a floating dtype: rounding keeps the order of numbers."""
     if not dtypes.is_scalable(dtype):
         return None
     rounded = float(np.asarray(bound).astype(dtype))
@@ -154,7 +155,7 @@ def _rounded(bound: float, dtype: Any) -> float | None:
 
 
 def _constant_among(eqn: Any, inputs: list[Value]) -> float | None:
-    """The `log2` of the largest constant among elements that have another scale."""
+    """Return `log2` of the largest constant among the elements: see `Facts.constant`."""
     name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
     floats = [v for v in inputs if v.is_scalable]
     known = [v.facts.constant for v in floats]
@@ -173,7 +174,7 @@ def _constant_among(eqn: Any, inputs: list[Value]) -> float | None:
 
 
 def _constant_of_product(floats: list[Value], known: list[float | None], sign: int) -> float | None:
-    """The logarithms of both factors, or of a quotient's, together."""
+    """Return `log2` of the product or quotient of constants; None if a factor has no constant."""
     factors = [n if v.constant is None else _log2_of_constant(v) for v, n in zip(floats, known)]
     left, right = factors if len(factors) == 2 else (None, None)
     return None if left is None or right is None else left + sign * right
@@ -184,21 +185,21 @@ def _constant_of_power(known: float | None, power: int) -> float | None:
 
 
 def _constant_of_sum(value: Value, axes: Sequence[int]) -> float | None:
-    """The logarithms of the constant and of the number of terms together."""
+    """Return `log2` of the constant times the number of terms."""
     terms = math.prod(value.shape[a] for a in axes)
-    if value.facts.constant is None or not isinstance(terms, int):  # of a symbolic shape
+    if value.facts.constant is None or not isinstance(terms, int):  # the shape may be symbolic
         return None
     return value.facts.constant + math.log2(max(terms, 1))
 
 
 def _is_gate(eqn: Any, inputs: list[Value]) -> bool:
-    """Tell whether an equation moves, casts or shifts a gate: `1 - sigmoid(x)` is one too."""
+    """Return whether an equation moves, casts or shifts a gate: `1 - sigmoid(x)` is a gate too."""
     keeps = traits_of(eqn.primitive.name).is_given or eqn.primitive.name in ("add", "sub")
     return keeps and [v.facts.gate for v in inputs if v.constant is None] == [True]
 
 
 def _log2_of_constant(value: Value) -> float | None:
-    """The `log2` of a constant's size; None of 0, what is not finite, and masks."""
+    """Return `log2(abs(constant))`; None for 0, non-finite constants and masks."""
     number = value.constant
     if number is None or number.dtype.kind == "c" or not number:
         return None
@@ -207,7 +208,7 @@ def _log2_of_constant(value: Value) -> float | None:
 
 
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
-    """Tell for each result of a jaxpr whether it cannot be negative, given this of its operands."""
+    """Return for each result of a jaxpr whether it is non-negative, given that of its operands."""
 
     def known_of(atom: Any, flag: bool) -> Value:
         aval: Any = atom.aval

@@ -1,14 +1,14 @@
 """Gates: bounded factors that are functions of what they multiply, as in `x * sigmoid(x)`.
 
-The mean of a sigmoid is 1/2, and so is its scale: a gradient that has come through the gates of 32
-steps of an LSTM is half as large after each. An activation is another matter. Where `x` is large,
-`silu(x)` and `gelu(x)` are `x`, and their derivatives are 1: at half of the scale of `x` the data
-of an outlier would leave the range of float16. A product with such a gate keeps the scale of the
-other factor, in both passes (Balanca et al., "Scalify", 2024, section 3.2.1).
+The mean of a sigmoid is 1/2, and so is its scale: a gradient that passes the gates of an LSTM is
+halved in each step. In an activation this scale is wrong. For large `x`, `silu(x)` and `gelu(x)`
+are `x`, and their derivatives are 1. At half of `x.scale`, the data of an outlier would leave the
+range of float16. A product with a gate therefore has the scale of the other factor, in both passes
+(Balanca et al., "Scalify", 2024, section 3.2.1).
 
-The derivative is `gate(x) + x * gate'(x)`, where the second term is the smaller one, since a gate
-does not change where `x` is large. Its scale does not tell: that of gelu has `x**3`. So the first
-term *leads*: the cotangent of `x` keeps its scale.
+The derivative is `gate(x) + x * gate'(x)`. The second term is smaller, because a gate is constant
+for large `x`, but its scale may be larger: the scale of gelu's second term contains `x**3`. So the
+first term *leads*: the cotangent of `x` has the first term's scale.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 
-# Functions with results from 0 to twice their scale; and those that have them if 1 is added.
+# Functions `f` with `0 <= f <= 2 * scale`, and functions for which this holds of `1 + f`.
 _BOUNDED, _FROM_MINUS_ONE = ("logistic", "erfc"), ("tanh", "erf")
 _MULTIPLES = ("mul", "div", "neg", "convert_element_type", "copy")
-_LARGEST = 8  # number of an activation: its other term is a fraction of the first one
-_MAX_LENGTH = 64  # equations of an activation and its derivative
+_LARGEST = 8  # the largest constant factor in an activation: its second term stays the smaller one
+_MAX_LENGTH = 64  # the most equations of an activation and its derivative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Gates:
     """The variables of a jaxpr that belong to gated activations.
 
     Attributes:
-        gates: factors that are bounded by twice their scale, and functions of what they multiply.
-        leading: terms of a sum whose scale the sum has, whatever that of the other term is.
+        gates: factors that are bounded by twice their scale, and functions of the value that they
+            multiply.
+        leading: terms of a sum that give the sum its scale, whatever the other term's scale is.
     """
 
     gates: frozenset
@@ -43,13 +44,13 @@ class Gates:
 
     @classmethod
     def of(cls, jaxpr: Any) -> Gates:
-        """Find the gates of a jaxpr, those in the jaxprs of its equations excepted."""
+        """Find the gates of a jaxpr, without those in the jaxprs of its equations."""
         made = makers(jaxpr)
         sources = _sources(jaxpr, made)
         return cls(frozenset(sources), frozenset(_leading(jaxpr, made, sources)))
 
     def marked(self, var: Any, x: Value) -> Value:
-        """The value of a variable, with what is known of it."""
+        """Return the value of a variable with the facts `gate` and `leads`."""
         if not isinstance(x, Operand) or var not in self.gates and var not in self.leading:
             return x
         known = dict(gate=var in self.gates, leads=var in self.leading)
@@ -57,7 +58,7 @@ class Gates:
 
 
 def _sources(jaxpr: Any, made: dict[Any, Any]) -> dict[Any, Any]:
-    """The gates of a jaxpr, each with the variable that it is a function of."""
+    """Return the gates of a jaxpr, each with the variable of which it is a function."""
     found = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "mul" or not all(map(is_var, eqn.invars)):
@@ -71,7 +72,7 @@ def _sources(jaxpr: Any, made: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> list[Any]:
-    """The terms `cotangent * gate` of cotangents, and sums that they are in already."""
+    """Return the leading terms: `cotangent * gate`, and sums that contain such a term."""
     if not sources:
         return []
     count = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v))
@@ -98,7 +99,11 @@ def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> list[
 
 
 def _passed(var: Any, sources: set[Any], made: dict[Any, Any]) -> set[Any] | None:
-    """What a variable is computed of, if from all of some variables alone, by element."""
+    """Return the variables that `var` is computed from, down to `sources`.
+
+    None, if an equation is not elementwise, or if `var` depends on other variables, or not on all
+    of `sources`.
+    """
     to_do, seen = [var], set()
     while to_do:
         var = to_do.pop()
@@ -115,9 +120,9 @@ def _passed(var: Any, sources: set[Any], made: dict[Any, Any]) -> set[Any] | Non
 
 
 def _is_of_gate(variables: set[Any], made: dict[Any, Any]) -> bool:
-    """Tell whether variables were made by a bounded function, and by no large number.
+    """Return whether variables come from a bounded function, without large constant factors.
 
-    The second term of a user's `x * gate(x) + 1e6 * gate(x)` is the larger one.
+    In `x * gate(x) + 1e6 * gate(x)` the second term is larger.
     """
     equations = [made[v] for v in variables if v in made]
     if not all(map(_has_small_numbers, equations)):
@@ -126,7 +131,7 @@ def _is_of_gate(variables: set[Any], made: dict[Any, Any]) -> bool:
 
 
 def _ends(eqn: Any, made: dict[Any, Any]) -> bool:
-    """Tell whether an equation is a function that is constant for large arguments."""
+    """Return whether an equation computes a function that is constant for large arguments."""
     body = applied(eqn)
     if body is not None:
         body = getattr(body, "jaxpr", body)
@@ -141,7 +146,7 @@ def _ends(eqn: Any, made: dict[Any, Any]) -> bool:
 
 
 def _has_small_numbers(eqn: Any) -> bool:
-    """Tell whether the numbers that an equation multiplies by are known, and small."""
+    """Return whether all numbers that an equation multiplies by are known and small."""
     if eqn.primitive.name not in ("mul", "div"):
         return True
     numbers = [v for v in eqn.invars if not v.aval.shape]
@@ -152,7 +157,7 @@ def _has_small_numbers(eqn: Any) -> bool:
 
 
 def _is_bounded(var: Any, made: dict[Any, Any]) -> bool:
-    """Tell whether a variable is `logistic`, `erfc`, `1 + tanh`, `1 + erf` or a multiple."""
+    """Return whether a variable is a multiple of `logistic`, `erfc`, `1 + tanh` or `1 + erf`."""
     var = _multiplied(var, made)
     eqn = made.get(var)
     if eqn is None:
@@ -170,7 +175,7 @@ def _is_bounded(var: Any, made: dict[Any, Any]) -> bool:
 
 
 def _multiplied(var: Any, made: dict[Any, Any]) -> Any:
-    """The variable that a variable is a multiple of, by numbers of the program."""
+    """Return the variable of which `var` is a multiple by constants of the program."""
     while (eqn := made.get(var)) is not None and eqn.primitive.name in _MULTIPLES:
         if len(_variables(eqn)) != 1:
             break
@@ -187,5 +192,5 @@ def _is_elementwise(eqn: Any) -> bool:
 
 
 def _variables(eqn: Any) -> list[Any]:
-    """The operands of an equation that are arrays: not its numbers."""
+    """Return the operands of an equation that are arrays, without numbers."""
     return [v for v in eqn.invars if is_var(v) and v.aval.shape]

@@ -1,22 +1,23 @@
-"""Homes: the scales that the leaves of a state come back to.
+"""Homes: the scales to which the leaves of a state return.
 
-Scales feed back from step to step: a weight's into its gradient's, into the moments', into the
-update's, and from there into the weight's again. Were the scale of `w + u` the larger one of both,
-an estimate that is one octave too large would be 50 octaves too large after 50 steps. Data of
-float32 or bfloat16 has room for any value beside any scale. There a sum leaves the function at the
-scale of the leaf that it replaces, its *home*, and no estimate gets into the next step. Inside of
-the function it has the larger scale, which a cast to float16 asks for.
+Scales feed back from step to step: from a weight to its gradient, its moments, its update, and back
+to the weight. If `w + u` always had the larger scale, an estimate that is one octave too large
+would be 50 octaves too large after 50 steps. A float32 or bfloat16 array holds any value at any
+scale, so there a sum leaves the function at the scale of the leaf that it replaces, its *home*.
+Estimates then do not reach the next step. Inside the function the sum has the larger scale, and a
+cast to float16 uses it.
 
-Example: a weight `0.5 * 2**0` and an update `2**-9 * 2**6`, whose scale is 9 octaves too large.
-The larger scale would give `0.0098 * 2**6`, which the next update finds. At home the sum is
-`0.625 * 2**0`, whatever the update's scale is.
+Example: a weight `0.5 * 2**0` and an update `2**-9 * 2**6`, whose scale is 9 octaves too large. At
+the larger scale the sum is `0.0098 * 2**6`, and the next gradient, moments and update inherit
+`2**6` from the weight. At home the sum is `0.625 * 2**0`, whatever the update's scale is.
 
-A leaf of scale 0, as moments have before the first step, has no home yet. It takes that of what is
-added to it: see `rules/shared/holding.py`.
+A leaf of scale 0, such as a moment before the first step, has no home yet. It takes the scale of
+the term that is added to it: see `rules/shared/holding.py`.
 
-In float16 a sum has the larger scale, since its data has no such room. But where the leaf has one
-scale, the sum has one too: a scan over layers gives the update of stacked weights a scale for each
-layer, and a step whose result has other shapes than its argument would be compiled twice.
+In float16 a sum has the larger scale, because float16 data cannot hold any value at any scale. If
+the leaf's scale is scalar, the sum's scale is made scalar too. A scan over layers gives the update
+of stacked weights one scale for each layer, and a step whose result and argument have different
+shapes would be compiled twice.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _IN_PLACE = ("same", "cast", "negated", "rescaled")
 
 
 def leaf_home(data: Any, scale: Scale) -> Scale | None:
-    """The home of an argument: its dynamic scale, if its data has 16 bits or more."""
+    """Return the home of an argument: its dynamic scale, if its data has 16 bits or more."""
     return None if scale.is_static or dtypes.is_narrow_float(data.dtype) else scale
 
 
 def with_home(eqn: Any, inputs: list[Value], out: Operand) -> Operand:
-    """An equation's result with the home of the operand that it is a multiple of.
+    """Return an equation's result with the home of the operand of which it is a multiple.
 
-    A rule gives that of a sum.
+    The rules of `add`, `sub` and scatters set the home of a sum.
     """
     if dtypes.is_narrow_float(out.dtype):
         return out.at_home(None)
@@ -53,7 +54,7 @@ def with_home(eqn: Any, inputs: list[Value], out: Operand) -> Operand:
     (x,) = owners
     assert x.home is not None
     returns = x.returns and traits.elements != "rescaled"
-    returns &= not dtypes.has_short_range(out.dtype)  # float16 has no room for it
+    returns &= not dtypes.has_short_range(out.dtype)  # float16 does not hold the value at any scale
     if x.home == x.scale and traits.degree not in ("product", "quotient"):
         return out.at_home(out.scale, returns)
     moves = x.home.ndim and not traits.elementwise
@@ -61,7 +62,7 @@ def with_home(eqn: Any, inputs: list[Value], out: Operand) -> Operand:
 
 
 def _is_multiple(eqn: Any, x: Operand, inputs: list[Value], out: Operand) -> bool:
-    """Tell whether a result has the elements of an operand, times a number."""
+    """Return whether a result has the elements of an operand, times a number."""
     traits = traits_of(eqn.primitive.name)
     if traits.degree in ("product", "quotient") and traits.elementwise:
         is_dividend = traits.degree == "product" or x is inputs[0]

@@ -1,7 +1,7 @@
-"""What `jsa.numerics` sees of a scalified function: each value with its scale.
+"""Equations that show `jsa.numerics` each value of a scalified function, with its scale.
 
-While a report is made, the transform puts an equation `observe` behind every equation of the user's
-that it interprets: the identity on its results, with all operands at hand.
+While a report is made, the transform adds an `observe` equation after each interpreted equation of
+the user. It is the identity on the results, and also takes the operands and all scales.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.custom_scale import custom_scale_p
 from jax_scalify.scales.table import ScaleTable
 
-# The name of the function that holds what was interpreted.
+# The name of the jitted function that holds the interpreted equations.
 CALL_NAME = "jax_scalify_observed"
 
 # The value of a `jax.make_user_context` is part of every `jax.jit` cache key.
@@ -31,26 +31,26 @@ _observing = jax.make_user_context(default_value=False)
 
 
 def observing() -> Any:
-    """A context in which `scalify` makes its values visible."""
+    """Return a context manager in which `scalify` adds `observe` equations."""
     return _observing(True)
 
 
 def is_observing() -> bool:
-    """Tell whether values are to be made visible."""
+    """Return whether `scalify` adds `observe` equations."""
     return bool(_observing.value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Observed:
-    """An equation of the user's, and how the operands of `observe` belong to it.
+    """An equation of the user, and how the operands of `observe` belong to it.
 
     Attributes:
         eqn: the equation.
-        results: for each operand pair of a result, its position among the equation's results.
-        scaled: for each result, then for each operand of the equation, whether it has a scale,
-            which then follows it.
-        makers: of each variable of the same jaxpr the equation that makes it.
-        names: of the equation's results, in a function with a calibration.
+        results: the positions of the observed results among the equation's results.
+        scaled: for each observed result, then for each operand, whether it has a scale. The scale
+            follows its array.
+        makers: for each variable of the same jaxpr, the equation that computes it.
+        names: the names of the equation's results in a calibration.
     """
 
     eqn: Any
@@ -61,11 +61,11 @@ class Observed:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is a cast, known by name, whose operand tells what is lost."""
+        """Whether it is a cast with a name. Its operand shows what rounding loses."""
         return bool(self.names) and rounds(self.eqn)
 
     def pairs(self, arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Return results and operands as pairs of data and scale; None for no scale."""
+        """Return results and operands as pairs of data and scale, or data and None."""
         rest = iter(arrays)
         return [(next(rest), next(rest) if scaled else None) for scaled in self.scaled]
 
@@ -102,9 +102,9 @@ def observed(
     makers: Mapping[Any, Any],
     names: tuple[str, ...] = (),
 ) -> list[Value]:
-    """Return an equation's results, as `observe` gives them back."""
+    """Return an equation's results after `observe`."""
     results = tuple(i for i, value in enumerate(outputs) if _is_array(value))
-    # What an equation holds is observed inside of it; but a rule stands for a whole function.
+    # Equations inside of this equation are observed there. A `custom_scale` rule is observed whole.
     inside = eqn.primitive is not custom_scale_p and sub_jaxprs(eqn.params)
     if inside or not results:
         return list(outputs)
@@ -123,7 +123,7 @@ def observed(
 
 
 def _is_array(value: Value) -> bool:
-    """Whether a value is floating point, computed, and has an array."""
+    """Return whether a value is a floating array that is not a constant."""
     if isinstance(value, Operand):
         return True
     return value.is_scalable and value.array is not None and value.constant is None
@@ -137,7 +137,7 @@ def _pair(value: Value, table: ScaleTable) -> tuple[Any, Any]:
 
 
 def as_call(function: Callable) -> Callable:
-    """Mark a function as interpreted."""
+    """Return the function jitted under `CALL_NAME`, which marks its equations as interpreted."""
 
     def call(*arrays: Any) -> Any:
         return function(*arrays)

@@ -1,9 +1,12 @@
-"""What a rule gets for a floating operand: an array, its scale, and what is known of the values.
+"""The floating operand of a rule: an array, a scale, and what is known of the values.
 
-Data of float16 and FP8 is `value / scale`. A value of a wider dtype is an array of the value
-itself: the law's scale goes beside it, and nothing is multiplied until a cast to a narrow dtype or
-a result of the function asks for data at that scale. What was given as data stays data as long as
-it is only moved, cast, summed, or multiplied by a constant or another matrix.
+Float16 and FP8 arrays hold data, `value / scale`. Arrays of wider dtypes hold the values
+themselves. The law's scale is kept beside them, and they are divided by it only when they are cast
+to a narrow dtype or returned by the function. An argument that was given as data stays data while
+it is moved, cast, summed, or multiplied by a constant or another matrix.
+
+Example: a float32 value 6 with the law's scale 4 has `source = 6`, `unit = 1` and `scale = 4`. Cast
+to float16 it has `source = 1.5`, `unit = 4` and `scale = 4`.
 """
 
 from __future__ import annotations
@@ -27,18 +30,19 @@ class Facts:
     """What is known of the elements of a value.
 
     Attributes:
-        nonneg: none is negative.
-        computed: they were made of other values, and not given to the function as they are. They
-            may be correlated with other computed values: a product of the two need not have mean 0.
-        peaked: they are exponentials, or a mask, in a dtype of short range: one of them may be as
-            large as all others together, and the range does not hold both ends.
-        sums: how many sums over other axes, as of a matmul, were added up to it; else 0.
-        bound: none is below it if it is negative, and none above if it is positive: the result of
-            the first half of `clip`; else None.
-        constant: `log2` of the largest constant that was put among them, whose data may be nearly
-            as large as the dtype's; else None.
-        gate, leads: a bounded function of what they multiply, and the larger term of its
-            derivative: see `interpreter/gates.py`.
+        nonneg: no element is negative.
+        computed: the elements were computed, and not given to the function. Computed values may be
+            correlated, so a product of two need not have mean 0.
+        peaked: the elements are exponentials or a mask, in a dtype of short range. One element may
+            be as large as the sum of all others, and the dtype does not hold both extremes.
+        sums: the number of sums over axes, such as matmuls, that were added to give the value; 0 if
+            it is no such sum.
+        bound: a lower bound of the elements if it is negative, an upper bound if it is positive:
+            the constant of the first half of `clip`. None if there is no bound.
+        constant: `log2` of the largest constant that was written among the elements. At the value's
+            scale its data may be nearly as large as the dtype holds. None if there is no constant.
+        gate, leads: the value is a gate, or the larger term of a gate's derivative: see
+            `interpreter/gates.py`.
     """
 
     nonneg: bool = False
@@ -51,7 +55,7 @@ class Facts:
     leads: bool = False
 
     def join(self, other: Facts) -> Facts:
-        """What is known of a value that may be either of two."""
+        """Return what is known of a value that may be either of two."""
         return Facts(
             self.nonneg and other.nonneg,
             self.computed or other.computed,
@@ -65,7 +69,7 @@ class Facts:
 
 
 def largest(numbers: Iterable[float | None]) -> float | None:
-    """The largest of those that are known, if any is."""
+    """Return the largest number that is not None; None if there is no number."""
     return max((n for n in numbers if n is not None), default=None)
 
 
@@ -75,24 +79,25 @@ NOTHING = Facts()
 class Operand(ScaledArray):
     """A `ScaledArray` inside the transform: values, a scale, and what is known of the values.
 
-    The values are `source * unit`, and `data` is `source * unit / scale`. An array of a narrow
-    dtype has its scale for a unit; a value of a wide one has the unit 1. A rule that asks for
-    `data` or `value` gets that array, multiplied if need be.
+    `value = source * unit` and `data = source * unit / scale`. In a narrow dtype `unit == scale`,
+    and the source is the data. In a wide dtype the unit is usually 1, and the source is the value.
+    The properties `data` and `value` multiply the source on first use, if they must.
 
     Attributes:
-        source: an array, or a number that stands for an array of equal elements.
+        source: an array, or a 0-d number that stands for an array of equal elements.
         scale: the `Scale` that the law gives.
-        unit: the `Scale` that the source has; if it lies along an axis, it is the operand's scale.
-        origin, mantissa: the source it is a multiple of, and the mantissa of the constant.
-        home: the scale of the state's leaf that it is a multiple of, element by element: see
-            `interpreter/homes.py`; None if it is of no leaf, or of several.
-        returns: whether it is a sum that replaces the leaf, and leaves the function at home.
-        number: the value of every element, 0-d, where all are equal and of scale 1 in the program:
-            a NumPy scalar for a constant, else a traced array; None for any other array.
+        unit: the `Scale` of the source. A unit with axes is always the operand's scale.
+        origin, mantissa: the value is `mantissa * 2**k` times the source `origin`.
+        home: the scale of the leaf of the state of which the value is a multiple: see
+            `interpreter/homes.py`. None if it is a multiple of no leaf, or of several.
+        returns: whether the value is a sum that replaces this leaf, and leaves the function at the
+            leaf's scale.
+        number: the 0-d plain value that every element equals: a NumPy scalar for a constant, or a
+            traced array. None if elements may differ.
         facts: what is known of the elements.
-        depth: number of alignments that XLA may fuse into one kernel with its computation.
-        declared: the dtype in the program, if the source is float32 in its place
-            (`interpreter/wide.py`); else None.
+        depth: the number of alignments that XLA may fuse into one kernel with its computation.
+        declared: the dtype in the program, if the source is float32 instead: see
+            `interpreter/wide.py`. Otherwise None.
     """
 
     is_scaled = is_scalable = True
@@ -127,29 +132,29 @@ class Operand(ScaledArray):
 
     @classmethod
     def of(cls, x: ScaledArray, facts: Facts | None = None) -> Operand:
-        """Make an operand of data and scale; `facts` are known from now on."""
+        """Return `x` as an operand, with `facts` if given."""
         if not isinstance(x, Operand):
             return cls(x.data, x.scale, facts=facts or NOTHING)
         return x if facts is None or facts is x.facts else x._with(facts=facts)
 
     @classmethod
     def of_value(cls, value: Any, scale: Scale, **known: Any) -> Operand:
-        """Make an operand of an array of values, and the scale that the law gives them."""
+        """Return the operand of an array of values, with the scale that the law gives."""
         return cls(value, scale, unit=ONE, **known)
 
     def as_result(self, facts: Facts, depth: int = 0, home: Scale | None = None) -> Operand:
-        """The same array, as the result of an equation: what was known of it holds no more."""
+        """Return the same array as the result of an equation: only the new facts are known."""
         returns = self.returns and home is not None
         return self._with(facts=facts, number=None, depth=depth, home=home, returns=returns)
 
     def at_home(self, home: Scale | None, returns: bool = False) -> Operand:
-        """The same array, as a multiple of a leaf of a scale."""
+        """Return the same array as a multiple of a leaf with the scale `home`."""
         if home is self.home and returns is self.returns:
             return self
         return self._with(home=home, returns=returns)
 
     def as_multiple(self, x: Operand, mantissa: float) -> Operand:
-        """The same array, as a multiple of another."""
+        """Return the same array, marked as `mantissa` times a power of two times `x`."""
         return self._with(origin=x.origin, mantissa=x.mantissa * mantissa)
 
     def _with(self, **fields: Any) -> Operand:
@@ -159,17 +164,17 @@ class Operand(ScaledArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the data; `()` of a number that stands for an array."""
+        """The shape of the data; `()` for a number that stands for an array."""
         return self.source.shape
 
     @property
     def dtype(self) -> Any:
-        """Dtype in the program."""
+        """The dtype in the program."""
         return self.source.dtype if self.declared is None else self.declared
 
     @property
     def is_widened(self) -> bool:
-        """Whether the data is float32 in place of the dtype in the program."""
+        """Whether the data is float32 instead of the dtype in the program."""
         return self.declared is not None
 
     @property
@@ -179,17 +184,17 @@ class Operand(ScaledArray):
 
     @property
     def ndim(self) -> int:
-        """Rank of the data."""
+        """The rank of the data."""
         return self.source.ndim
 
     @property
     def constant(self) -> Any:
-        """The value of every element, if it is known while tracing, else None."""
+        """The value of every element, if it is known while tracing; otherwise None."""
         return self.number if isinstance(self.number, np.generic) else None
 
     @property
     def sharding(self) -> Any:
-        """The sharding of its data."""
+        """The sharding of the data."""
         return getattr(jax.typeof(self.source), "sharding", None)
 
     @property
@@ -199,47 +204,48 @@ class Operand(ScaledArray):
 
     @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The array `values / scale`."""
+        """The array `value / scale`."""
         if self.holds_data:
             return self.source
         return self._once("data", lambda: self.at_unit(self.scale, self.source.dtype))
 
     @property
     def value(self) -> Any:
-        """The array of values, of a wide dtype."""
+        """The array of values. Only for wide dtypes: a narrow dtype may not hold them."""
         if self.unit.is_one:
             return self.source
         return self._once("value", lambda: self.at_unit(ONE, self.source.dtype))
 
     @property
     def at_scalar_unit(self) -> tuple[Any, Scale]:
-        """The source and its unit; the array of values and 1, if the unit lies along an axis.
+        """The source and its unit; if the unit has axes, the array of values and 1.
 
-        For results whose unit is not their scale: only a scale goes along where elements move.
+        For results whose unit is not their scale. Rules that move elements move a scale's axes
+        along, but not a unit's.
         """
         return (self.value, ONE) if self.unit.ndim else (self.source, self.unit)
 
     def at_unit(self, unit: Scale, dtype: Any = None, **options: Any) -> Any:
-        """The array `values / unit`, multiplied as `multiply` does."""
+        """Return the array `value / unit`; `options` are those of `multiply`."""
         same = self.unit is unit or self.unit == unit or self.unit.is_zero
         ratio = ONE if same else self.unit / unit
         return multiply(self.source, ratio, dtype, **options)
 
     def to_array(self, dtype: Any = None) -> Any:
-        """The array of values in a dtype, by default the operand's."""
+        """Return the array of values in a dtype, by default the operand's."""
         return self.at_unit(ONE, self.dtype if dtype is None else dtype)
 
     def _once(self, name: str, make: Any) -> Any:
-        """What is made once in the trace that `source` is of."""
+        """Return `make()`, memoised in the trace of `source`."""
         made = self._made.get(name)
         if made is None:
             made = make()
-            if _compat.is_of_one_trace(made, self.source):  # not inside of a function of a rule
+            if _compat.is_of_one_trace(made, self.source):  # a rule may have opened an inner trace
                 self._made[name] = made
         return made
 
     def as_pair(self, data: Any, scale: Any) -> Operand:
-        """The same values, as another pair of data and scale; the data may be float32."""
+        """Return the same values as another pair of data and scale. The data may be float32."""
         return self._with(source=data, scale=scale, unit=scale, _made={}, **self._type_of(data))
 
     def _type_of(self, source: Any) -> dict[str, Any]:
@@ -247,7 +253,7 @@ class Operand(ScaledArray):
         return dict(declared=self.dtype if is_narrow else None)
 
     def with_scale(self, scale: Scale) -> Operand:
-        """The same values, at another scale."""
+        """Return the same values at another scale."""
         if scale is self.scale:
             return self
         if dtypes.has_short_range(self.dtype):
@@ -257,11 +263,11 @@ class Operand(ScaledArray):
         return self._with(scale=scale, _made={})
 
     def unit_at(self, scale: Scale) -> Scale:
-        """The unit of the source's elements somewhere else, where the operand's scale is this."""
+        """Return the unit of the moved source, given the operand's moved scale."""
         return scale if self.holds_data else self.unit
 
     def moved(self, source: Any, scale: Scale) -> Operand:
-        """The source's elements somewhere else, as its scale's are."""
+        """Return the operand of a moved source (transposed, sliced, cast) and its moved scale."""
         unit = self.unit_at(scale)
         fields = dict(source=source, scale=scale, unit=unit, origin=source, mantissa=1.0, _made={})
         return self._with(**fields, **self._type_of(source))

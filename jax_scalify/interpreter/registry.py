@@ -1,4 +1,4 @@
-"""The registry of scale rules, and what a rule is given."""
+"""The registry of scale rules, and the context that a rule is called with."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Rule = Callable[..., Any]
 
 
 class MissingRuleError(NotImplementedError):
-    """A primitive met a scaled value, has no scale rule, and `missing_rule` is "error"."""
+    """A primitive with a scaled operand has no scale rule, and `missing_rule` is "error"."""
 
 
 class DequantisedWarning(UserWarning):
-    """A primitive was evaluated on dequantised values, so its result has scale 1."""
+    """A primitive was evaluated on dequantised values. Its results have the scale 1."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class RuleInfo:
-    """What the coverage page says of a registered primitive.
+    """The entry of a primitive on the coverage page.
 
     Attributes:
-        family: the row of the table of laws; "custom" for rules from outside this package.
-        name: of the primitive.
+        family: the section of the page; "custom" for rules from outside this package.
+        name: the name of the primitive.
         law: the first line of the rule's docstring.
-        dequantises: why the rule gives up its operands' scales, or None if it keeps them.
+        dequantises: why the rule dequantises its operands; None if it keeps their scales.
     """
 
     family: str
@@ -66,33 +66,37 @@ def register_scale_rule(
     nonnegative: str | None = None,
     degree: float | str | None = None,
 ) -> Callable[[Rule], Rule]:
-    """Register a scale rule for primitives, given as objects or, where JAX exports none, by name.
+    """Register a scale rule for primitives, given as objects or by name.
 
     A rule is called as `rule(ctx, *args, **params)` when an operand of the equation is scaled.
-    Floating operands arrive as `ScaledArray` (`args[i].scale` supports `*`, `/`, integer `**` and
-    `.maximum(other)`; `jnp.asarray` makes an array of it), others as plain arrays; `params` are the
-    equation's. It returns a `ScaledArray`, or a plain array for outputs without a scale, or a
-    sequence of them if the primitive has several results. An output's data must have the shape and
-    dtype of the equation's output (`ctx.out_avals`), and its scale must be a power of two.
+    Floating operands are `ScaledArray`s. Their `scale` supports `*`, `/`, integer `**` and
+    `.maximum(other)`, and `jnp.asarray(scale)` returns its array. Other operands are plain arrays.
+    `params` are the parameters of the equation.
+
+    A rule returns a `ScaledArray`, or a plain array for a result without a scale, or a sequence of
+    these if the primitive has several results. The data of a result must have the shape and dtype
+    of the equation's result (`ctx.out_avals`), and its scale must be a power of two.
     `jsa.testing.check_scale_rule` tests a rule. Registering a primitive again replaces its rule.
 
     Args:
-        primitives: `jax.extend.core.Primitive` objects or their names.
-        family: of the rule, for the coverage page; by default the module that it is written in.
-        dequantises: for a rule that computes with plain values, the reason: the primitive is
-            reported, once, as one that loses its scales.
-        elements: what the elements of the results are: "new", "summed", or the operand's own, which
-            are "same", "cast", "rescaled", "negated", "moved", "picked" (extremes), "taken" (by
-            index or order), "joined" (side by side) or "placed" (among those of others). Facts
-            about the operands hold for these; by default nothing is known.
-        elementwise: whether each element is computed from those in its place.
-        nonnegative: "always", or "keeps" if no result is negative where no operand is.
-        degree: the power of the operand with which the results grow, or the "sum", "product" or
-            "quotient" of all operands'; for the operand's own elements it is known.
+        primitives: `jax.extend.core.Primitive` objects, or names of primitives that JAX does not
+            export.
+        family: the section of the coverage page; by default the module of the rule.
+        dequantises: for a rule that computes with plain values, the reason. The primitive is
+            reported once, as a primitive that loses its scales.
+        elements: what the elements of the results are: "new", "summed", or the operand's own. Own
+            elements are "same", "cast", "rescaled", "negated", "moved", "picked" (extremes),
+            "taken" (by index or order), "joined" (side by side) or "placed" (among elements of
+            other operands). Facts about the operands hold for own elements. By default nothing is
+            known.
+        elementwise: whether each element is computed from the operands' elements at its index.
+        nonnegative: "always", or "keeps" if no result is negative unless an operand is.
+        degree: how results grow with operands: a power of the first operand, or the "sum",
+            "product" or "quotient" of all operands. It need not be given for own elements.
 
     Raises:
         TypeError: if `primitives` is empty or holds anything but primitives and names.
-        ValueError: for an unknown `elements`, `nonnegative` or `degree`.
+        ValueError: if `elements`, `nonnegative` or `degree` is unknown.
 
     Example:
         >>> @jsa.register_scale_rule("my_transpose")
@@ -114,11 +118,11 @@ def register_scale_rule(
         law = (rule.__doc__ or "").strip().partition("\n")[0]
         for primitive in primitives:
             name = primitive if isinstance(primitive, str) else primitive.name
-            _rules.pop(name, None)  # an object would hide behind an older rule of its name
+            _rules.pop(name, None)  # `find_rule` would prefer an older rule for the name
             _rules[primitive] = rule
             where = family or own.replace("_", " ")
             _infos[name] = RuleInfo(where, name, law, dequantises)
-            if traits != Traits():  # another rule is no other primitive
+            if traits != Traits():  # a rule without traits keeps those of the primitive
                 declare(name, traits)
         return rule
 
@@ -126,7 +130,7 @@ def register_scale_rule(
 
 
 def register_value_rule(*primitives: Primitive | str, elements: str) -> Callable[[Rule], Rule]:
-    """Register a rule of our own that is given values, `Plain` ones too, instead of operands."""
+    """Register a rule of this package that gets `Value`s, also `Plain` ones, not operands."""
 
     def register(rule: Rule) -> Rule:
         _takes_values.add(rule)
@@ -138,7 +142,7 @@ def register_value_rule(*primitives: Primitive | str, elements: str) -> Callable
 def register_body_rule(
     *primitives: Primitive | str, family: str | None = None
 ) -> Callable[[Rule], Rule]:
-    """Register a rule of our own that interprets a body: it gets values and gives values back."""
+    """Register a rule of this package that interprets a body. It gets and returns `Value`s."""
 
     def register(rule: Rule) -> Rule:
         _takes_values.add(rule)
@@ -149,17 +153,17 @@ def register_body_rule(
 
 
 def takes_values(rule: Rule) -> bool:
-    """Tell whether a rule is given values instead of operands."""
+    """Return whether a rule gets `Value`s instead of operands."""
     return rule in _takes_values
 
 
 def gives_values(rule: Rule) -> bool:
-    """Tell whether a rule's results are values of which all is known."""
+    """Return whether a rule returns `Value`s, complete with facts."""
     return rule in _gives_values
 
 
 def registered_rules() -> list[RuleInfo]:
-    """Return what is registered, sorted by family and name."""
+    """Return all registered rules, sorted by family and name."""
     return sorted(_infos.values())
 
 
@@ -169,24 +173,28 @@ def find_rule(primitive: Primitive) -> Rule | None:
 
 
 def reason_to_dequantise(primitive: Primitive) -> str | None:
-    """Return why the rule of a primitive gives up scales, or None if it does not."""
+    """Return why the rule of a primitive dequantises its operands; None if it does not."""
     info = _infos.get(primitive.name)
     return info.dequantises if info else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RuleContext:
-    """What a rule may know beside its operands.
+    """The context of a rule: everything that it may use besides its operands.
 
     Attributes:
         primitive: the equation's primitive.
         in_avals, out_avals: shapes and dtypes of the equation's operands and results.
-        inputs: facts about the operands (constants, non-negative values).
+        inputs: the operands as `Value`s, with facts (constants, non-negative values).
         table: the scales of this trace.
         config: the active `ScalifyConfig`.
-        pending: the correction of the result that a calibration asks for. A rule need not look at
-            it: it is applied to what the rule returns.
-        wide: for each result, how many equations read it in float32; 0 if one needs its dtype.
+        eqn: the equation.
+        evaluate: interprets a jaxpr: `interpreter/evaluation.py`.
+        corrections: the corrections of a calibration for the jaxprs of the equation.
+        pending: the calibration's correction of the result. A rule may ignore it: a correction that
+            it does not take is applied to its result.
+        wide: for each result, the number of equations that read it in float32, or 0 if an equation
+            needs it in its own dtype.
     """
 
     primitive: Primitive
@@ -208,29 +216,29 @@ class RuleContext:
 
     @property
     def out_dtype(self) -> Any:
-        """Dtype of the first result."""
+        """The dtype of the first result."""
         return self.out_avals[0].dtype
 
     @property
     def holds_values(self) -> bool:
-        """Whether the first result, of a wide dtype, is an array of its values."""
+        """Whether the first result has a wide dtype. It is then an array of values, not of data."""
         return not dtypes.has_short_range(self.out_dtype)
 
     def unit(self, scale: Scale) -> Scale:
-        """The unit of an array that is data at a scale or, of a wide dtype, values."""
+        """Return the unit of a result's array: `scale`, or 1 in a wide dtype."""
         return ONE if self.holds_values else scale
 
     def array_of(self, x: Operand, scale: Scale, dtype: Any = None) -> Any:
-        """Data at a scale or, of a wide dtype, values."""
+        """Return the data of `x` at a scale, or its values if the result has a wide dtype."""
         return x.value if self.holds_values else x.at_unit(scale, dtype)
 
     def on_values(self, scale: Scale, *args: Any, **params: Any) -> Operand:
-        """Apply the primitive to values of wide dtypes; `scale` is what the law gives."""
+        """Apply the primitive to values. Return a result with the scale that the law gives."""
         values = [x.value if isinstance(x, Operand) else x for x in args]
         return self.of_value(self.bind(*values, **params), scale)
 
     def of_value(self, value: Any, scale: Scale, unit: Scale = ONE) -> Operand:
-        """The result of values `value * unit`, with the correction that waits."""
+        """Return the result of values `value * unit`, with the pending correction."""
         scale = scale * Scale(self.pending.take())
         return Operand(dtypes.cast(value, self.out_dtype), scale, unit=unit)
 
@@ -245,7 +253,7 @@ class RuleContext:
         return to_plain(x, dtype or dtypes.compute_dtype(x.dtype))
 
     def trace(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> Any:
-        """Make a jaxpr of `function(table, *arrays)`, with a table for a trace of its own."""
+        """Return the jaxpr of `function(table, *arrays)`, traced with a new table."""
         table = self.table
         options = dict(splits_scalars=table.splits_scalars, narrow=table.narrow)
         return trace_with_table(function, arrays, table.dtype, **options)
@@ -258,16 +266,16 @@ class RuleContext:
         *,
         wide: Sequence[int] = (),
     ) -> list[Value]:
-        """Interpret a sub-jaxpr of the equation, in place or, in a new trace, with its table.
+        """Interpret a sub-jaxpr of the equation, in place, or in a new trace with its `table`.
 
-        `wide` says of its results what `RuleContext.wide` says of an equation's.
+        `wide` is `RuleContext.wide` for the results of the sub-jaxpr.
         """
         table = table or self.table
         return self.evaluate(closed_jaxpr, inputs, table, self.config, self.corrections, wide)
 
 
 def describe(eqn: JaxprEqn, inputs: list[Value] | tuple[Value, ...]) -> str:
-    """Name an equation for an error message: primitive, operands, and the user's line."""
+    """Describe an equation for an error message: primitive, operands, and the user's line."""
     operands = ", ".join(
         f"{'scaled' if v.is_scaled else 'plain'} {jax.dtypes.canonicalize_dtype(v.dtype).name}"
         f"{list(v.shape)}"
@@ -282,7 +290,7 @@ _warned: set[str] = set()
 
 
 def report_missing(eqn: JaxprEqn, inputs: list[Value], config: ScalifyConfig) -> None:
-    """Raise, warn (once a primitive) or stay silent about a primitive without a rule."""
+    """Report a primitive without a rule: raise, warn once for each primitive, or do nothing."""
     if config.missing_rule == "error":
         raise MissingRuleError(
             f"There is no scale rule for {describe(eqn, inputs)}. Register one with "
@@ -294,7 +302,7 @@ def report_missing(eqn: JaxprEqn, inputs: list[Value], config: ScalifyConfig) ->
 def report_dequantised(
     eqn: JaxprEqn, inputs: list[Value], reason: str, config: ScalifyConfig
 ) -> None:
-    """Warn (once a primitive) that a rule gives up the scales of its operands."""
+    """Warn, once for each primitive, that a rule dequantises its operands."""
     _warn_once(eqn, config, f"{reason} ({describe(eqn, inputs)})")
 
 

@@ -1,4 +1,4 @@
-"""Operands of narrow dtypes: how they are rounded, and brought to other scales."""
+"""Rounding of narrow operands, and operands at other scales."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jax_scalify.scales.multiplying import multiply
 
 
 def kept_wide(data: Any, scale: Scale, dtype: Any) -> Operand:
-    """Make an array of a dtype whose data is float32: see `interpreter/wide.py`."""
+    """Return an operand of `dtype` whose data is float32: see `interpreter/wide.py`."""
     data = lax.convert_element_type(data, dtypes.compute_dtype(dtype))
     return Operand(data, scale, declared=jnp.dtype(dtype))
 
 
 def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
-    """Cast data of float32 to a dtype; what float16 holds of `data * scale` is no infinity.
+    """Cast float32 data to `dtype`. It saturates where plain float16 would be finite.
 
-    Data of `2**17` at a scale of `2**-10` is 128, which plain float16 holds: it saturates. At a
-    scale of 1 it is an infinity in plain float16 too.
+    Data of `2**17` at the scale `2**-10` is the value 128, which float16 holds: the data saturates.
+    At the scale 1 the value overflows float16 too, and the data becomes infinite.
     """
     if data.dtype == dtype or dtype != jnp.float16 or scale.is_zero:
         return dtypes.cast(data, dtype)
@@ -38,13 +38,13 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     return lax.convert_element_type(data, dtype)
 
 
-# An array of values may have any size beside a scale that was computed. Where data of it is asked
-# for, a scale that may be farther from 1 than the first number comes as near as the second.
+# An array of values does not show whether its computed scale fits. Before it is divided by a scale
+# that may be farther from 1 than `_FAR` octaves, the scale is brought within `_NEAR` octaves.
 _FAR, _NEAR = 84, 42
 
 
 def within_range(x: Operand) -> Operand:
-    """Bring the exponent of a scale within that of scales; the data takes the rest."""
+    """Clamp the scale to the range of scales. The data is multiplied by the rest."""
     if not x.scale.may_leave_range:
         return x
     is_value = not (dtypes.has_short_range(x.dtype) or x.holds_data)
@@ -54,12 +54,15 @@ def within_range(x: Operand) -> Operand:
 
 
 def at_home(x: Operand) -> Operand:
-    """A sum that replaces a leaf, at the leaf's scale: as it leaves a function or a loop's body."""
+    """Return a sum that replaces a leaf at the leaf's scale; return any other operand unchanged.
+
+    This is done where a value leaves a function or a loop's body.
+    """
     return x if not x.returns or x.home is None else x.with_scale(x.home)
 
 
 def at_scale(x: Operand, scale: Scale) -> Operand:
-    """Bring a value to a scale that is not 0."""
+    """Return a value at a scale that is not 0. Infinities in FP8 stay infinite."""
     moved = x.with_scale(scale)
     if not dtypes.is_narrow_float(x.dtype):
         return moved
@@ -67,7 +70,7 @@ def at_scale(x: Operand, scale: Scale) -> Operand:
 
 
 def in_reach(x: Operand) -> Operand:
-    """Keep a dynamic scale to few factors."""
+    """Replace a dynamic scale of many factors by one atom: see `Scale.settled`."""
     if x.scale.is_static:
         return x
     scale, rest = x.scale.settled()
@@ -79,14 +82,14 @@ def in_reach(x: Operand) -> Operand:
 
 
 def keep_infinity(before: Any, after: Any) -> Any:
-    """Leave an infinity one, where a cast to FP8 would make it a number."""
+    """Restore the infinities of `before`, which a saturating cast to FP8 made finite."""
     if not dtypes.is_narrow_float(before.dtype) or not np.isinf(np.array(np.inf, before.dtype)):
         return after
     return lax.select(lax.is_finite(before), after, before)
 
 
 def to_plain(x: ScaledArray, dtype: Any) -> Any:
-    """Return the values `data * scale` of an array inside the transform."""
+    """Return the values, `data * scale`, of an array inside the transform."""
     if not isinstance(x.scale, Scale):
         return x.to_array(dtype)
     x = Operand.of(x)

@@ -1,4 +1,4 @@
-"""Tracing a user's function of any pytrees into a jaxpr."""
+"""Trace a user's function of pytrees to a jaxpr."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ _CLOSED_OVER = (
     "jax_scalify: inside a transformed function every value is a plain array. Pass a ScaledArray "
     "that `fun` closes over as an argument, or convert it with `jsa.asarray`."
 )
-# How Python, JAX and we say that a ScaledArray was found, and not only that one may be given.
+# Error messages of Python, JAX and this package that report an unexpected ScaledArray. Other
+# messages contain the word because they list what is allowed.
 _FOUND = re.compile("ScaledArray['(]|got ScaledArray|A ScaledArray has")
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function at some arguments.
+    """A traced function.
 
     Attributes:
-        closed: its closed jaxpr, on plain arrays.
+        closed: the closed jaxpr, on plain arrays.
         operands: the arrays and `ScaledArray`s among the arguments, in the jaxpr's order.
-        paths: their key paths in `(args, kwargs)`.
+        paths: the key paths of the operands in `(args, kwargs)`.
         out_tree: the structure of the results.
-        static_results: strings, callables, Python ints and tangents of integers (`float0`) among
-            the results, by their place.
-        finish: takes the results, writes into the objects among the arguments, returns the rest.
+        static_results: the results that are no arrays, by position: strings, callables, Python ints
+            and tangents of integers (`float0`).
+        finish: writes results into mutable arguments (NNX modules) and returns the other results.
     """
 
     closed: Any
@@ -50,9 +51,9 @@ class Traced:
     finish: Callable[[Any], Any]
 
     def unflatten(self, arrays: Iterable[Any]) -> Any:
-        """Return the results of the function, given the arrays that the jaxpr computes.
+        """Return the results of the function, given the results of the jaxpr.
 
-        The other leaves are static, and were known when it was traced.
+        The other leaves are static, and were known when the function was traced.
         """
         rest = iter(arrays)
         leaves = [
@@ -63,15 +64,15 @@ class Traced:
 
 
 def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) -> Traced:
-    """Trace a function; strings, callables, bools, ints and `None` among its arguments are static.
+    """Trace a function. Strings, callables, bools, ints and `None` among arguments are static.
 
-    A Python int may be a shape or an exponent; `jax.jit` has made an array of it if it is to be
-    traced. Python ints, strings and callables among the results, as an Equinox model has them, are
-    static as well, and so are tangents of integers, which nothing computes. With `takes_blocks` a
-    `BlockScaledArray` is a `ScaledArray` of its values.
+    A Python int may be a shape or an exponent. An int that should be traced is an array already,
+    because `jax.jit` makes arrays of ints. Python ints, strings and callables among the results, as
+    in an Equinox model, are static too, and so are tangents of integers. If `takes_blocks`, a
+    `BlockScaledArray` argument is converted to a `ScaledArray`.
 
     Raises:
-        TypeError: if `fun` uses or returns a `ScaledArray` that was no argument.
+        TypeError: if `fun` uses or returns a `ScaledArray` that is not an argument.
     """
     call = pure_call(fun, args, kwargs)
     is_leaf = is_array_of_ours if takes_blocks else is_scaled
@@ -80,7 +81,7 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
     dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
     out_tree: Any = None
     static_results: dict[int, Any] = {}
-    wider: dict[int, Any] = {}  # dtypes of FP8 arguments that meet wider ones
+    wider: dict[int, Any] = {}  # the dtypes to which FP8 arguments are cast
 
     def flat(args: Any, kwargs: Any) -> list[Any]:
         nonlocal out_tree
@@ -101,7 +102,8 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
         if any(map(is_scaled, out)):
             raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
         out = [_without_elements(x) if _is_float0(x) else x for x in out]
-        out = [next((narrow[i] for i in wider if x is full[i]), x) for x in out]  # given back
+        # An FP8 argument that is returned unchanged stays FP8.
+        out = [next((narrow[i] for i in wider if x is full[i]), x) for x in out]
         static_results.clear()
         static_results.update(
             (i, leaf)
@@ -110,7 +112,7 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
         )
         return [leaf for i, leaf in enumerate(out) if i not in static_results]
 
-    # Errors of JAX name the user's function and its line, and arguments as `args[0]['w']`.
+    # JAX's errors then name the user's function and line, and arguments as `args[0]['w']`.
     signature = inspect.signature(flat)
     functools.update_wrapper(flat, fun)
     flat.__signature__ = signature  # type: ignore[attr-defined]
@@ -131,7 +133,7 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
 
 
 def argument_name(path: tuple) -> str:
-    """The key path of an argument as code: `args[0].params['w']`."""
+    """Return the key path of an argument as code: `args[0].params['w']`."""
     root = ("args", "kwargs")[path[0].idx]
     return root + jax.tree_util.keystr(path[1:])
 
@@ -139,9 +141,10 @@ def argument_name(path: tuple) -> str:
 def flat_function(
     call: PureCall, is_dynamic: Callable[[Any], bool]
 ) -> tuple[Callable[..., list[Any]], list[tuple[Any, Any]]]:
-    """Return a function of arrays alone, whose results are arrays, and their key paths and values.
+    """Return a function from arrays to arrays, and the key paths and values of its arguments.
 
-    Data and scale of a `ScaledArray` are two arrays; what is not dynamic stays what it is.
+    The data and the scale of a `ScaledArray` are two arrays. Arguments that are not dynamic keep
+    their values.
     """
     paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs))
     dynamic = [i for i, (_, leaf) in enumerate(paths) if is_dynamic(leaf)]
@@ -162,7 +165,7 @@ def _is_dynamic(leaf: Any) -> bool:
 
 
 def _wider_dtypes(leaves: list[Any], dynamic: list[int]) -> dict[int, Any]:
-    """The dtypes of FP8 leaves, if a leaf is scaled, in which they meet the others."""
+    """Return the dtypes to which FP8 leaves are promoted, if any leaf is scaled."""
     if not any(map(is_scaled, leaves)):
         return {}
     found = {i: jnp.dtype(getattr(leaves[i], "dtype", np.int32)) for i in dynamic}
@@ -175,12 +178,12 @@ def _is_float0(leaf: Any) -> bool:
 
 
 def _without_elements(tangent: Any) -> Any:
-    """The tangent of integers that is no tracer."""
+    """Return the zero tangent of integers as a NumPy array, which is not a tracer."""
     return np.zeros(tangent.shape, jax.dtypes.float0)
 
 
 def is_static_result(leaf: Any) -> bool:
-    """Tell whether a leaf among the results of a function is no array: a string, a callable."""
+    """Return whether a result of a function is a string or a callable, not an array."""
     if isinstance(leaf, str):
         return True
     return callable(leaf) and dtypes.leaf_dtype(leaf) is None and not hasattr(leaf, "__jax_array__")

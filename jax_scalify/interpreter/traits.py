@@ -1,4 +1,4 @@
-"""What is known of a primitive beside its law, declared where its scale rule is registered."""
+"""What is known of a primitive besides its scale law. Rules declare it when they are registered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELEMENTS = {
     "joined": "those of several operands, side by side",
     "placed": "those of several operands, or constants, among each other",
 }
-"""What the elements of a primitive's results may be."""
+"""The relations of a primitive's result elements to its operands."""
 
 NONNEGATIVE = ("always", "keeps")
 DEGREES = ("sum", "product", "quotient")
@@ -28,15 +28,15 @@ class Traits:
     """What is known of a primitive.
 
     Attributes:
-        elements: what the elements of its results are: a key of `ELEMENTS`; None if it was not
-            declared, which is taken for "new".
-        elementwise: each element of the result is computed from those in its place; operands of
-            rank 0 may stand beside arrays.
-        nonnegative: "always", or "keeps": no result is negative if no operand is. Elements that
-            are not new are not negative if those are not of which they are.
-        degree: how results grow if operands do: the power of the first operand, or the "sum",
-            "product" or "quotient" of all. Elements that are not new grow as those do of which
-            they are.
+        elements: what the elements of its results are, a key of `ELEMENTS`. None, if it was not
+            declared, counts as "new".
+        elementwise: whether each element of the result is computed from the operands' elements at
+            the same index. 0-d operands may stand beside arrays.
+        nonnegative: "always", or "keeps" if no result is negative unless an operand is. It is
+            implied for elements that are the operand's own.
+        degree: how results grow with operands: a power of the first operand, or the "sum",
+            "product" or "quotient" of all operands. It is implied for elements that are the
+            operand's own.
     """
 
     elements: str | None = None
@@ -52,12 +52,15 @@ class Traits:
 
     @property
     def is_view(self) -> bool:
-        """Whether the elements are the operand's, with one that is known while tracing."""
+        """Whether equal elements of the operand give the same equal elements in the result."""
         return self.elements in ("moved", "picked")
 
     @property
     def is_given(self) -> bool:
-        """Whether the elements are one operand's, or several's side by side; none is chosen."""
+        """Whether the elements are those of one operand, or of several operands side by side.
+
+        Primitives that choose between operands do not count.
+        """
         chosen_or_made = (None, "new", "summed", "picked", "placed")
         return self.elements not in chosen_or_made
 
@@ -68,7 +71,7 @@ class Traits:
 
     @property
     def keeps_nonnegative(self) -> bool:
-        """Whether no result is negative if no operand is."""
+        """Whether no result is negative unless an operand is."""
         if self.nonnegative is not None:
             return True
         return self.elements not in (None, "new", "negated")
@@ -88,12 +91,12 @@ _traits: dict[str, Traits] = {}
 
 
 def declare(primitive: str, traits: Traits) -> None:
-    """Declare what is known of a primitive of this name; what was declared before is forgotten."""
+    """Declare the traits of a primitive, given its name. They replace earlier traits."""
     _traits[primitive] = traits
 
 
 def traits_of(primitive: str) -> Traits:
-    """Return what is known of a primitive of this name: nothing, if it was not declared."""
+    """Return the traits of a primitive, given its name; `Traits()` if it has none."""
     return _traits.get(primitive, _UNKNOWN)
 
 

@@ -1,4 +1,4 @@
-"""Values of which all elements are equal: computed once, as a number."""
+"""Values with equal elements. They are computed once, as a number."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jax_scalify.scales.algebra import Scale
 
 
 def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
-    """Evaluate an equation of uniform values on 0-d operands; on constants, while tracing.
+    """Evaluate an equation of uniform values on 0-d operands. Constants are evaluated in NumPy.
 
-    None if that cannot be done.
+    Return None if the operands are not uniform, or if the primitive must see the arrays.
     """
     name = eqn.primitive.name
     if name == "empty2" and dtypes.is_scalable(eqn.outvars[0].aval.dtype):
-        # What a branch leaves to a derivative that does not need it. Zeros take any scale.
+        # JAX fills a branch's unused residuals with `empty`. Zeros take any scale.
         aval = eqn.outvars[0].aval
         return Plain.filled(aval, np.zeros((), aval.dtype)[()])
     if (
@@ -45,7 +45,7 @@ def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
 
 
 def _moved(eqn: Any, value: Value) -> Value | None:
-    """The result of an equation that moves, repeats or picks equal elements."""
+    """Return the result of an equation that moves, repeats or picks equal elements."""
     aval = eqn.outvars[0].aval
     if not value.shape and not aval.shape:
         return value
@@ -55,14 +55,14 @@ def _moved(eqn: Any, value: Value) -> Value | None:
 
 
 def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
-    """The result of an elementwise equation."""
+    """Return the result of an elementwise equation; None if it cannot be a number."""
     aval = eqn.outvars[0].aval
     if all(v.constant is not None for v in inputs):
         out = _of_constants(eqn, inputs)
     elif any(v.is_beyond for v in inputs):
         out = None
     elif _keeps_numbers(eqn.primitive.name) and aval.dtype == inputs[0].dtype:
-        out = inputs[0].number  # the same scalar is split once
+        out = inputs[0].number  # the same tracer, so that it is split only once
     else:
         out = _bind_uniform(eqn, inputs)
     if out is None:
@@ -74,7 +74,7 @@ def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
 
 
 def _of_constants(eqn: Any, inputs: list[Value]) -> Any:
-    """The number that an equation makes of constants; None if its dtype does not hold one."""
+    """Return the result of an equation of constants; None if a dtype does not hold a number."""
     out = fold_constants(eqn, [v.constant for v in inputs])
     if out is not None or any(v.is_beyond for v in inputs):
         return out
@@ -83,7 +83,7 @@ def _of_constants(eqn: Any, inputs: list[Value]) -> Any:
 
 
 def _keeps_numbers(primitive: str) -> bool:
-    """Whether nothing happens to numbers if the dtype stays."""
+    """Return whether a primitive is the identity on numbers if the dtype does not change."""
     return traits_of(primitive).elements == "same" or primitive == "convert_element_type"
 
 
@@ -96,7 +96,7 @@ def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:
 
 
 def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:
-    """Follow a scale that the user took out with `get_data_and_scale` through its arithmetic."""
+    """Return the symbolic result of arithmetic on scales from `get_data_and_scale`, or None."""
     name = eqn.primitive.name
     if not any(v.known_scale is not None for v in inputs):
         return None

@@ -22,14 +22,14 @@ class Plain:
     """A value without a scale, and what is known of it.
 
     Attributes:
-        shape, dtype: of the variable.
-        array: None for equal elements of which no array has been made.
-        number: the 0-d value that every element has: a NumPy scalar for a constant (of a wider
-            dtype, if float16 does not hold what was computed), a traced 0-d array for a scalar
-            that was broadcast (learning rate, loss / batch size).
+        shape, dtype: the shape and dtype of the variable.
+        array: the array; None if all elements are equal and no array has been made.
+        number: the 0-d value that every element equals. It is a NumPy scalar for a constant, of a
+            wider dtype if float16 does not hold it, and a traced 0-d array for a scalar that was
+            broadcast (learning rate, loss / batch size). None if elements may differ.
         facts: what is known of the elements.
-        known_scale: of a 0-d value that the user took out of a scaled one as its scale.
-        made_with: the sharding of equal elements of which no array has been made, if explicit.
+        known_scale: the symbolic scale, if the value is a scale from `get_data_and_scale`.
+        made_with: the explicit sharding, if all elements are equal and no array has been made.
     """
 
     is_scaled = False
@@ -45,7 +45,7 @@ class Plain:
 
     @classmethod
     def of(cls, array: Any, *, facts: Facts = NOTHING, known_scale: Scale | None = None) -> Plain:
-        """Wrap an array, or a NumPy or Python number."""
+        """Return the value of an array, or of a NumPy or Python number."""
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
             array = np.asarray(array, dtypes.leaf_dtype(array))
         if isinstance(array, np.ndarray) and array.ndim == 0:
@@ -61,9 +61,9 @@ class Plain:
 
     @classmethod
     def filled(cls, like: Any, number: Any, *, facts: Facts = NOTHING) -> Plain:
-        """A value whose elements are all equal; its array is made when somebody needs it.
+        """Return a value whose elements all equal `number`. Its array is made on first use.
 
-        It has the shape, dtype and sharding of `like`: an abstract value, a value, an array.
+        `like` gives shape, dtype and sharding: an aval, a `Value` or an array.
         """
         return cls(
             shape=tuple(like.shape),
@@ -75,7 +75,7 @@ class Plain:
 
     @property
     def sharding(self) -> Any:
-        """The sharding of its array, or of the one that would be made."""
+        """The sharding of the array, or of the array that would be made."""
         if self.array is None:
             return self.made_with
         return getattr(jax.typeof(self.array), "sharding", None)
@@ -87,16 +87,16 @@ class Plain:
 
     @property
     def constant(self) -> Any:
-        """The number that every element has, if it is known while tracing, else None."""
+        """The number that every element equals, if it is known while tracing; otherwise None."""
         return self.number if isinstance(self.number, np.generic) else None
 
     @property
     def is_beyond(self) -> bool:
-        """Whether it is a constant that its dtype does not hold, but a scale does."""
+        """Whether it is a constant that its dtype does not hold, such as 2**24 in float16."""
         return self.constant is not None and self.number.dtype != self.dtype
 
     def whole(self) -> Any:
-        """The array of all elements."""
+        """Return the array, of full shape."""
         if self.array is not None:
             return self.array
         return filled(in_dtype(self.number, self.dtype), self)
@@ -106,7 +106,7 @@ Value: TypeAlias = Plain | Operand
 
 
 def value_of(x: Any, *, facts: Facts = NOTHING, depth: int = 0) -> Value:
-    """The value of an array, a number or a `ScaledArray`."""
+    """Return the value of an array, a number or a `ScaledArray`."""
     if isinstance(x, ScaledArray):
         x = Operand.of(x)
         return x.as_result(facts, depth, x.home)
@@ -114,7 +114,7 @@ def value_of(x: Any, *, facts: Facts = NOTHING, depth: int = 0) -> Value:
 
 
 def in_dtype(number: Any, dtype: Any) -> Any:
-    """A uniform number in the dtype of its value: inf, if that does not hold it."""
+    """Return a number in the dtype of its value; inf if the dtype does not hold it."""
     with np.errstate(over="ignore"):
         return number if number.dtype == dtype else number.astype(dtype)
 

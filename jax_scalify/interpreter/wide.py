@@ -1,13 +1,13 @@
-"""Which values of float16 and FP8 stay in float32 from one equation to the next.
+"""Values of float16 and FP8 that stay in float32 between equations.
 
-A square or a cube leaves the range of float16 long before the value does: data of 300 at a scale of
-`2**-8` is about 1, and its cube is data of `2.7e7` at `2**-24`. Compilers compute a chain of
-elementwise equations in one kernel, and what is between two equations costs nothing in float32. It
-is rounded to its own dtype where the chain ends: at a matmul, a loop, a result of the function.
+The data of a power leaves the range of float16 long before the value does: data of 300 at the scale
+`2**-8` is a value of about 1, and its cube is data of `2.7e7` at `2**-24`. XLA fuses a chain of
+elementwise equations into one kernel, where float32 intermediates cost nothing. A value is rounded
+to its own dtype at the end of the chain: at a matmul, a loop, or a result of the function.
 
-With `h = gelu(x)`, the cube, its multiple, the sum and what `tanh` gets are float32; `h` itself,
-which a matmul takes, is float16. What several equations read is stored, and therefore rounded,
-unless it is so cheap that a compiler computes it again for each of them.
+Example: in `h = gelu(x)`, the cube, its multiple, the sum and the argument of `tanh` are float32.
+`h` itself is float16, because a matmul reads it. A value that several equations read is stored, and
+therefore rounded, unless it is so cheap that XLA recomputes it for each reader.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import applied, is_var
 
-# Equations whose result may stay in float32, and those that take such an operand. An exponential
-# does not: some compilers no longer make one kernel of a softmax.
+# `_KEEPS`: equations whose result may stay in float32. `_TAKES`: equations that take such an
+# operand. `exp` does not: some XLA backends would no longer compile a softmax to one kernel.
 _KEEPS = frozenset(
     "mul div square integer_pow sqrt rsqrt cbrt add sub add_any neg abs max min clamp select_n "
     "reduce_sum tanh logistic erf erfc broadcast_in_dim reshape squeeze "
@@ -31,9 +31,9 @@ _KEEPS = frozenset(
 )
 _TAKES = _KEEPS | frozenset("eq ne lt le gt ge is_finite sign log log1p expm1 sin cos".split())
 _CHEAP = _KEEPS - frozenset("div sqrt rsqrt cbrt add sub add_any reduce_sum tanh logistic".split())
-# Calls whose bodies are interpreted as if they stood in place.
+# Calls whose bodies are interpreted in place.
 _CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call core_call call".split())
-# So many equations are computed again for each reader of their result.
+# The most equations that XLA is expected to recompute for each reader of their result.
 _MAX_COST = 3
 
 _takes: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
@@ -45,10 +45,10 @@ def wide_variables(
     """Return the variables that may stay in float32, each with the number of its readers.
 
     Args:
-        jaxpr: of a function.
-        equations: those of its equations that are evaluated.
-        leaving: for each of its results, how many equations outside read it; 0 if one of them
-            needs the result in its own dtype.
+        jaxpr: the jaxpr of a function.
+        equations: the equations of the jaxpr that are evaluated.
+        leaving: for each result, the number of equations outside that read it, or 0 if one of them
+            needs the result in its own dtype. Empty if this is unknown.
     """
     readers: collections.Counter = collections.Counter()
     refused = set()
@@ -78,7 +78,7 @@ def wide_variables(
 
 
 def _operands_taken(eqn: Any) -> list[bool]:
-    """Tell which operands an equation takes in float32."""
+    """Return for each operand whether the equation takes it in float32."""
     if eqn.primitive.name in _CALLS:
         body = applied(eqn)
         body = getattr(body, "jaxpr", body)
