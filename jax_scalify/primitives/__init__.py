@@ -1,1 +1,1 @@
-"""What JAX sees of us in a jaxpr: the primitives, and functions with scale rules."""
+"""The primitives of this package, and functions with scale rules."""

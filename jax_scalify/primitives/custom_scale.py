@@ -1,4 +1,4 @@
-"""`custom_scale`: scale rules for functions, as `jax.custom_vjp` has derivative rules for them."""
+"""`custom_scale`: scale rules for functions, as `jax.custom_vjp` defines derivative rules."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from jax_scalify.base import dtypes
 
 
 class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
-    """Give a function a rule for scales, and optionally one for the scales of its cotangents.
+    """Define a scale rule for a function, and optionally a scale rule for its cotangents.
 
-    Without `scalify` the function is what it was; so are its derivatives. Inside, an equation of
-    its own stands for each call, and the rules are used where an operand is scaled, under `jit`,
-    `grad` (inside `scalify`), `vmap`, `scan`, control flow and `jax.checkpoint`.
+    Outside of `scalify`, the function and its derivatives are unchanged. Inside, each call is one
+    equation, and the rule is applied if an operand is scaled: under `jit`, `grad` (inside
+    `scalify`), `vmap`, `scan`, control flow and `jax.checkpoint`.
 
-    The rules take the arguments of the function, each floating array as a `ScaledArray` whose
-    data has the array's shape and dtype, everything else as it is. A scale is a power of two that
-    supports `*`, `/`, integer `**` and `.maximum(other)`; `jnp.asarray(x.scale)` is an array of it,
-    and `x.to_array(jnp.float32)` the plain value. A rule returns what the function returns, with a
-    `ScaledArray` of the same shape and dtype for each floating result (a Python float as its scale
-    is a static one). No rule should choose a scale by looking at data.
+    A rule takes the arguments of the function. Each floating array is a `ScaledArray` whose data
+    has the array's shape and dtype, and other arguments are unchanged. A scale is a power of two
+    that supports `*`, `/`, integer `**` and `.maximum(other)`; `jnp.asarray(x.scale)` is its array,
+    and `x.to_array(jnp.float32)` is the plain value. A rule returns the function's results, with a
+    `ScaledArray` of the same shape and dtype for each floating array. A Python float as its scale
+    makes a static scale. A rule should not choose a scale by looking at data.
 
     Args:
-        fun: a function of arrays, or pytrees of arrays. Rules get its arguments, defaults included,
-            and nothing that it closes over; by this its derivative is the plain one.
+        fun: a function of arrays, or pytrees of arrays. Rules get its arguments, with defaults, but
+            not the arrays that it closes over. With respect to those, its derivative is the plain
+            derivative, without a rule.
         static_argnames: names of arguments that are not arrays (an axis, a flag). Rules get them
             by keyword.
-        keeps_plain: for functions of whole trees: rules get what has no scale inside `scalify` as
-            an array, and may return such arrays.
+        keeps_plain: for functions of whole trees: rules get plain arrays for arguments without a
+            scale, and may return plain arrays.
 
     Raises:
-        TypeError: if `fun` or a rule is not callable or does not take the arguments; when called,
-            if a rule returns another structure, shape or dtype than the function.
+        TypeError: if `fun` or a rule is not callable or does not take the arguments. When called,
+            if a rule returns a structure, shape or dtype that differs from the function's.
 
     Source: Balanca et al. 2024, section 3.3, whose custom rules are for the forward pass.
 
@@ -75,7 +76,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
             self._set_function(fun)
 
     def __new__(cls, fun: Callable | None = None, **options: Any) -> Any:
-        """`custom_scale(static_argnames=...)` is a decorator."""
+        """Return a decorator if no function is given: `custom_scale(static_argnames=...)`."""
         if fun is None:
             return functools.partial(cls, **options)
         return super().__new__(cls)
@@ -83,7 +84,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
     def _set_function(self, fun: Callable) -> None:
         if not callable(fun):
             raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
-        functools.update_wrapper(self, fun, updated=())  # not the rules of a `custom_scale`
+        functools.update_wrapper(self, fun, updated=())  # do not copy rules of a `custom_scale`
         self._fun = fun
         self._name = getattr(fun, "__name__", type(fun).__name__)
         self._signature = inspect.signature(fun)
@@ -95,16 +96,17 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
             )
 
     def defscale(self, rule: Callable) -> Callable:
-        """Define the rule: the arguments of the function, floating ones as `ScaledArray`."""
+        """Define the scale rule. It takes the function's arguments, floating arrays scaled."""
         self._rule = self._checked_rule(rule, "defscale", 0)
         return rule
 
     def defscale_vjp(self, rule: Callable) -> Callable:
-        """Define the cotangents' rule: the arguments, then the results' cotangents.
+        """Define the scale rule of the cotangents. It takes the arguments and the cotangents.
 
-        It returns a tuple, as the backward rule of `jax.custom_vjp` does: for each argument that
-        is not static a cotangent of its structure, shapes and dtypes, or None for one that has no
-        floating leaves. Forward-mode derivatives are then refused, as with `jax.custom_vjp`.
+        It returns a tuple, as the backward rule of `jax.custom_vjp` does. For each argument that is
+        not static, the tuple has a cotangent of the same structure, shapes and dtypes, or None if
+        the argument has no floating leaves. Forward-mode derivatives then raise, as they do with
+        `jax.custom_vjp`.
         """
         self._vjp_rule = self._checked_rule(rule, "defscale_vjp", 1)
         return rule
@@ -155,7 +157,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
     def _in_order(
         self, arguments: dict[str, Any], static: dict[str, Any], given: set[str]
     ) -> tuple[Callable, tuple[Any, ...]]:
-        """The function of its dynamic arguments in order, `*args` one by one, and these."""
+        """Return `fun` as a function of its dynamic arguments by position, and these arguments."""
         slots, operands, several = [], [], False
         for name, value in arguments.items():
             kind = self._signature.parameters[name].kind
@@ -183,7 +185,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """A function with a rule, traced: of what it closes over, and of its flat arguments."""
+    """A traced function with a rule. It takes the arrays it closes over, and flat arguments."""
 
     jaxpr: Any
     applied: AppliedRule
@@ -200,7 +202,7 @@ def _traced(
     operands: tuple[Any, ...],
     keeps_plain: bool = False,
 ) -> tuple[_Call, list[Any]]:
-    """The call of a function, and its arrays."""
+    """Trace a function. Return its call, and the arrays that the call takes."""
     arrays, tree = jax.tree.flatten(operands)
     out_tree = None
 
@@ -216,7 +218,7 @@ def _traced(
 
 
 def _of_some(jaxpr: Any, operands: Sequence[Any], some: Sequence[int]) -> Callable:
-    """A jaxpr as a function of some of its operands."""
+    """Return a jaxpr as a function of the operands at positions `some`."""
 
     def fun(*xs: Any) -> list[Any]:
         full = list(operands)
@@ -228,9 +230,10 @@ def _of_some(jaxpr: Any, operands: Sequence[Any], some: Sequence[int]) -> Callab
 
 
 def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
-    """The call, its derivative a call of the plain derivative with the cotangents' rule.
+    """Apply `call` with a `custom_vjp` whose backward pass has the scale rule of the cotangents.
 
-    What the function closes over has the plain derivative, without a rule.
+    The backward pass computes the plain derivative. Arrays that the function closes over have the
+    plain derivative without a scale rule.
     """
     function = jax.custom_vjp(call)
     count, tree = call.applied.num_consts, call.applied.in_tree
@@ -271,13 +274,13 @@ class AppliedRule:
     """A rule with the structures of one call.
 
     Attributes:
-        name: of the function, for messages.
-        rule: of the function's arguments; None to propagate through its body.
-        in_tree, out_tree: of arguments and results.
-        num_consts: arrays before the arguments, that the function closes over.
-        keeps_plain: whether operands and results without a scale are arrays.
-        batched: for each enclosing `vmap`, innermost first, which arguments have its axis (in
-            front), its size and its name.
+        name: the name of the function, for error messages.
+        rule: the scale rule; None to interpret the body of the function.
+        in_tree, out_tree: the structures of arguments and results.
+        num_consts: the number of arrays before the arguments that the function closes over.
+        keeps_plain: whether operands and results without a scale are plain arrays.
+        batched: for each enclosing `vmap`, innermost first: whether each argument has its axis (in
+            front), the size of the axis, and its name.
     """
 
     name: str
@@ -307,7 +310,7 @@ mlir.register_lowering(custom_scale_p, mlir.lower_fun(_impl, multiple_results=Tr
 
 
 def _jvp(primals: Any, tangents: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
-    """The derivative of the plain function: without a rule of its own it needs no equation."""
+    """Differentiate the plain function. Without a cotangent rule, its equations stand for it."""
     moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     of_moved = _of_some(jaxpr, primals, moved)
     outputs = custom_scale_p.bind(*primals, jaxpr=jaxpr, applied=applied)

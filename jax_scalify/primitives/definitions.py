@@ -1,8 +1,8 @@
-"""Primitives that speak about scales: evaluation, types, derivatives and batching of each.
+"""Primitives that set or read scales: their evaluation, types, derivatives and batching.
 
-Without `scalify` each is the identity on values, so a model that uses them runs unchanged. Inside
-it, their rules (`rules/own_primitives.py`) move powers of two between data and scale. The functions
-that bind them are in `ops/`.
+Outside of `scalify` each primitive is the identity on values, so a model that uses them runs
+unchanged. Inside, their rules (`rules/own_primitives.py`) move powers of two between data and
+scale. The functions that bind them are in `ops/`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.stochastic_rounding import round_stochastically
 
 NOTHING_SEEN = -(2**30)
-"""What a history says of a step that has not been, or in which everything was zero."""
+"""The entry of a history for a step that has not happened, or whose data was all zero."""
 
 
 def define(name: str, impl: Callable, abstract: Callable, multiple_results=False) -> Primitive:
-    """A primitive of ours: how it is evaluated and lowered, and the types of its results."""
+    """Define a primitive, given its evaluation (also its lowering) and abstract evaluation."""
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_impl(impl)
@@ -36,7 +36,7 @@ def define(name: str, impl: Callable, abstract: Callable, multiple_results=False
 
 
 def _define_identity(name: str, transpose: Callable | None = None) -> Primitive:
-    """A primitive whose value is its first operand; linear in it, its derivative the identity."""
+    """Define a primitive that returns its first operand, and whose derivative is the identity."""
     primitive = define(name, lambda x, *_, **__: x, lambda x, *_, **__: x)
 
     def jvp(primals, tangents, **params):
@@ -92,7 +92,7 @@ stochastic_cast_p = define(
 
 
 def _define_derivatives_of_cast(primitive: Primitive) -> None:
-    """Straight through: tangents and cotangents are cast to the nearest number."""
+    """Define the derivatives of a cast: tangents and cotangents are cast to nearest."""
 
     def jvp(primals, tangents, *, dtype):
         return primitive.bind(*primals, dtype=dtype), cast_p.bind(tangents[0], dtype=dtype)
@@ -126,7 +126,7 @@ ad.primitive_jvps[get_data_and_scale_p] = _get_data_and_scale_jvp
 
 
 def identity_jvp(primitive: Primitive) -> Callable:
-    """The derivative of a primitive that returns its first operand, and then what is constant."""
+    """Return the JVP of a primitive that returns its first operand, and then constants."""
 
     def jvp(primals, tangents, **params):
         out = primitive.bind(*primals, **params)
@@ -148,7 +148,7 @@ def _batch_unary(primitive: Primitive) -> None:
 
 
 def _batch_dynamic_rescale(args, dims, *, stat, target, batch_ndim):
-    x = jnp.moveaxis(args[0], dims[0], 0)  # every example has a scale of its own
+    x = jnp.moveaxis(args[0], dims[0], 0)  # each example gets its own scale
     return dynamic_rescale_p.bind(x, stat=stat, target=target, batch_ndim=batch_ndim + 1), (0, 0)
 
 
@@ -169,7 +169,7 @@ def _batch_stochastic_cast(args, dims, *, dtype):
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped:
-    """A function of a cotangent and of operands, over the leading axis of some of them."""
+    """A function of a cotangent and operands, mapped over the leading axis of some of them."""
 
     function: Hashable
     axes: tuple[int | None, ...]
@@ -227,7 +227,7 @@ ad.primitive_jvps[delayed_rescale_p] = identity_jvp(delayed_rescale_p)
 
 
 def _batch_delayed_rescale(args, dims, *, batch_ndim, **params):
-    """Every example has a scale of its own, and so a history `(length, examples, ...)`."""
+    """Give each example its own scale, and so its own history: `(length, examples, ...)`."""
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     x, history = (batching.bdim_at_front(a, d, size) for a, d in zip(args, dims))
     history = jnp.moveaxis(history, 0, 1)
@@ -240,6 +240,6 @@ batching.primitive_batchers[delayed_rescale_p] = _batch_delayed_rescale
 
 
 def aligned_history(history: Any, ndim: int) -> Any:
-    """A history of shape `(length,)`, or `(length, ...)` with an axis for each of the data's."""
+    """Return a history of shape `(length,)`, or `(length, ...)` with all axes of the data."""
     missing = ndim + 1 - history.ndim
     return history.reshape(history.shape + (1,) * missing) if history.ndim > 1 else history

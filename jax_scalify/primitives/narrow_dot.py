@@ -1,8 +1,9 @@
-"""A matmul in float16 whose sums get a power of two before they are rounded.
+"""A float16 matmul whose sums are multiplied by a power of two before they are rounded.
 
-On GPUs a constant behind a matmul is a parameter of cuBLAS's kernel, applied to its float32 sums;
-the kernel writes float16, and devices that share the terms exchange float16. Elsewhere the sums are
-float32 in the program too: one in float16 might overflow before its factor.
+On GPUs, XLA folds a constant factor after a matmul into cuBLAS's kernel, which applies it to its
+float32 sums. The kernel writes float16, and devices that share the contracted axis exchange
+float16. On other platforms the sums are float32 in the program: a float16 sum might overflow before
+it is multiplied.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from jax.interpreters import ad, batching, mlir
 from jax_scalify.base.eager import compiled
 from jax_scalify.base.pins import pin_constant
 
-# What does not fold the factor (Triton's matmuls, a sum over devices) rounds to float16 before it:
-# elements of up to 2**10 times the size that is expected have to be in range then. The rest of a
-# smaller factor is in front of the matmul. There elements of 2**-7 have as many digits left as
-# bfloat16 has; the smallest RMS that gradients come with is 2**-9.
+# Triton's matmuls and sums over devices do not fold the factor: they round to float16 before it. So
+# no factor below 2**-6 follows the matmul, and elements of up to 2**10 times the expected size stay
+# in range. The rest of a smaller factor, at least 2**-10, multiplies an operand. There elements of
+# 2**-7 still have the precision of bfloat16; the smallest RMS of gradients is 2**-9.
 _SMALLEST_BEHIND = -6
 SMALLEST_EXPONENT = _SMALLEST_BEHIND - 10
 
@@ -32,13 +33,13 @@ narrow_dot_p = Primitive("narrow_dot_general")
 
 
 def narrow_dot_general(lhs: jax.Array, rhs: jax.Array, exponent: int, **params: Any) -> jax.Array:
-    """`dot_general(lhs, rhs) * 2**exponent` in float16, for an exponent from -16 to 0.
+    """Return `dot_general(lhs, rhs) * 2**exponent` in float16.
 
     Args:
-        lhs: array of float16.
-        rhs: array of float16.
-        exponent: of the factor.
-        **params: of `lax.dot_general_p`, without `preferred_element_type`.
+        lhs: float16 array.
+        rhs: float16 array.
+        exponent: an integer from -16 to 0.
+        **params: the parameters of `lax.dot_general_p`, without `preferred_element_type`.
     """
     return narrow_dot_p.bind(lhs, rhs, exponent=exponent, **params)
 
@@ -88,7 +89,7 @@ def _impl(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    """Linear in each operand."""
+    """Differentiate the float32 form, which is linear in each operand."""
     fun = functools.partial(_wide, **params)
     moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 

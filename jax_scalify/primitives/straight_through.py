@@ -1,12 +1,12 @@
-"""A value that has the derivative of something else.
+"""A value with the derivative of another function.
 
-JAX gives a tangent the dtype of its value: a float8 array has float8 tangents, which vanish. Here
-a value that was computed of narrow arrays gets the derivative of a function of wide ones. Where
-nobody differentiates, it is the value and nothing else, and the wide arrays are dead: XLA drops
-them, from loops too, and `scalify` does so before (`passes/pruning.py`).
+JAX gives a tangent the dtype of its value, and float8 tangents underflow. Here a value that was
+computed from narrow arrays gets the derivative of a function of wide arrays. If it is not
+differentiated, only the value is computed, and the wide arrays are dead code. XLA drops them, even
+from loops, and `scalify` drops them earlier (`passes/pruning.py`).
 
-It is a primitive since JAX 0.10 forgets the rule of a `jax.custom_jvp` function inside of a `scan`
-that is differentiated in reverse mode.
+It is a primitive because JAX 0.10 forgets the rule of a `jax.custom_jvp` function inside of a
+`scan` that is differentiated in reverse mode.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ straight_through_p = define("straight_through", lambda x, *_, **__: x, lambda x,
 
 
 def straight_through(value: jax.Array, function: Callable | None = None, *operands: Any) -> Any:
-    """Return a value with the derivative of `function(*operands)`, or without any.
+    """Return `value`, with the derivative of `function(*operands)`.
 
     Args:
         value: array.
-        function: gives an array of its shape and dtype, and is differentiable as often as needed.
+        function: returns an array of the shape and dtype of `value`, and is differentiable as often
+            as needed. Without a function the derivative is zero.
         *operands: arrays.
 
     Example:
@@ -59,7 +60,7 @@ def _jvp(primals: Any, tangents: Any, *, function: Callable | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped:
-    """A function of operands some of which have one axis more, in front."""
+    """A function mapped over the leading axis of some of its operands."""
 
     function: Callable
     dims: tuple[int | None, ...]
