@@ -1,1 +1,1 @@
-"""What knows of no scales: dtypes, powers of two, statistics, walks over jaxprs."""
+"""Helpers that know nothing of scales: dtypes, powers of two, statistics, walks over jaxprs."""

@@ -1,4 +1,4 @@
-"""Dtypes: which are scaled, which the arithmetic runs in, and casts that saturate."""
+"""Dtypes: which dtypes carry scales, the dtype of arithmetic, and saturating casts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jax import lax
 
 @functools.cache
 def is_scalable(dtype: Any) -> bool:
-    """Tell whether values of a dtype carry a scale: real and complex floating point."""
+    """Return whether values of a dtype carry a scale: real and complex floating-point dtypes do."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def as_floating(dtype: Any, name: str, *, real: bool = False) -> Any:
-    """Return a floating dtype, real or complex.
+    """Return `dtype` as a floating-point dtype, real or complex (or `real` only).
 
     Raises:
-        TypeError: for another dtype, or what is none; the message says what `name` is.
+        TypeError: if `dtype` is not a floating-point dtype. The message calls it `name`.
     """
     try:
-        found = None if dtype is None else jnp.dtype(dtype)  # that of None is float64
+        found = None if dtype is None else jnp.dtype(dtype)  # `jnp.dtype(None)` is float64
     except TypeError:
         found = None
     if found is None:
@@ -38,13 +38,13 @@ def as_floating(dtype: Any, name: str, *, real: bool = False) -> Any:
 
 @functools.cache
 def is_narrow_float(dtype: Any) -> bool:
-    """Tell whether a dtype is a float of at most 8 bits: casts to it saturate."""
+    """Return whether a dtype is a float of at most 8 bits. Casts to it saturate."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
 
 
 @functools.cache
 def has_short_range(dtype: Any) -> bool:
-    """Tell whether the numbers of a dtype end before those of float32: float16 and FP8."""
+    """Return whether a dtype's largest number is below float32's, as of float16 and FP8."""
     return (
         jnp.issubdtype(dtype, jnp.inexact)
         and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
@@ -52,16 +52,16 @@ def has_short_range(dtype: Any) -> bool:
 
 
 def has_wide_range(dtype: Any) -> bool:
-    """Tell whether a dtype is a real one of the range of float32, as bfloat16 is."""
+    """Return whether a dtype is real and has at least the range of float32, as bfloat16 has."""
     return jnp.issubdtype(dtype, jnp.floating) and not has_short_range(dtype)
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype that a matmul is asked for, given that of its result.
+    """Return the `preferred_element_type` of a matmul, given the dtype of its result.
 
-    All compilers add up in float32. A result in bfloat16 has the range of float32, so it is as good
-    before its power of two as behind it, and half of what a result in float32 moves through memory.
-    One in float16 might overflow before it.
+    XLA accumulates in float32 for either dtype. A sum in bfloat16 has the range of float32, so it
+    can be multiplied by its power of two after it was rounded, and it moves half the bytes. A sum
+    in float16 might overflow before it is multiplied, so it stays in float32.
     """
     return dtype if dtype == jnp.bfloat16 else compute_dtype(dtype)
 
@@ -74,26 +74,26 @@ def compute_dtype(dtype: Any) -> Any:
 
 
 def of_leaf(leaf_dtype: Any, dtype: Any) -> Any:
-    """Return what a leaf of a tree is cast to by `dtype`: a complex one by no real dtype."""
+    """Return the dtype that a leaf is cast to: `dtype`, or its own if only the leaf is complex."""
     is_complex = jnp.issubdtype(leaf_dtype, jnp.complexfloating)
     return leaf_dtype if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
 def promoted(*given: Any) -> Any:
-    """Return the dtype that dtypes promote to, where users forbid implicit promotion too."""
+    """Return the dtype that dtypes promote to, even if the user forbids implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, given)
 
 
 def real_dtype(dtype: Any) -> Any:
-    """Return the real dtype of a complex one, and any other dtype itself."""
+    """Return the dtype of the real part of a complex dtype; any other dtype unchanged."""
     return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
 def times(data: Any, factor: Any) -> Any:
-    """Return `data * factor` of a real factor, in the dtype of the data.
+    """Return `data * factor` for a real factor, in the dtype of the data.
 
-    Of complex data the parts are multiplied: `(inf + 0i) * (2 + 0i)` would be `inf + nan i`.
+    Real and imaginary parts are multiplied separately: `(inf + 0i) * (2 + 0i)` is `inf + nan i`.
     """
     if not jnp.issubdtype(data.dtype, jnp.complexfloating):
         return data * factor
@@ -101,9 +101,9 @@ def times(data: Any, factor: Any) -> Any:
 
 
 def cast(data: Any, dtype: Any) -> Any:
-    """Cast an array; to a float of at most 8 bits, finite values and infinities saturate.
+    """Cast an array, rounding to nearest even. Casts to floats of at most 8 bits saturate.
 
-    nan stays nan where the dtype has one. Rounding is to nearest even.
+    Infinities saturate too. nan stays nan if the dtype has a nan.
     """
     dtype = jnp.dtype(dtype)
     if jnp.dtype(data.dtype) == dtype:
@@ -120,7 +120,7 @@ def _saturate(data: jax.Array, dtype: np.dtype) -> jax.Array:
     if dtype != jnp.float8_e8m0fnu:
         return lax.convert_element_type(lax.clamp(low, data, high), dtype)
     # E8M0 has no 0 and no sign. Its smallest number is subnormal in float32, where XLA may flush
-    # it, and is wrongly rounded to in float64: what is nearest to it is found by the bits.
+    # it, and XLA's cast from float64 rounds to it wrongly. The bits tell which values round to it.
     normal = lax.convert_element_type(lax.clamp(2 * low, data, high), dtype)
     integer = np.dtype(f"int{8 * low.itemsize}")
     below = lax.lt(lax.bitcast_convert_type(data, integer), (low + low / 2).view(integer)[()])
@@ -129,7 +129,7 @@ def _saturate(data: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def leaf_dtype(leaf: Any) -> Any:
-    """Return the dtype that JAX gives to an array or a Python number; None for anything else."""
+    """Return the dtype that JAX gives an array or a Python number; None for any other object."""
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return leaf.dtype
     if isinstance(leaf, (bool, int, float, complex)):

@@ -1,4 +1,4 @@
-"""How primitives are evaluated outside of `jit`."""
+"""The evaluation of primitives outside of `jit`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax
 
 
 def compiled(function: Callable) -> Callable:
-    """Return `function`, a jitted one, so that it is compiled under `jax.disable_jit` too.
+    """Return a jitted function that is compiled even under `jax.disable_jit`.
 
-    For the evaluation of a primitive by a jitted function that binds it. With jit disabled such a
-    function would call the primitive's evaluation again, without end. JAX's own primitives ignore
-    `jax.disable_jit` in the same way.
+    For primitives whose `impl` is a jitted function that binds the primitive. With jit disabled,
+    such an `impl` would call itself forever. JAX's own primitives ignore `jax.disable_jit` in the
+    same way.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Equal elements: the array of a number."""
+"""Arrays of equal elements."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jax_scalify import _compat
 
 
 def filled(data: Any, like: Any) -> Any:
-    """Give the data of a constant or of a broadcast scalar its full shape, and sharding.
+    """Broadcast the data of a constant or scalar to the shape and the explicit sharding of `like`.
 
-    They are those of `like`: an abstract value, a value, an array.
+    `like` is an aval, a `Value` or an array.
     """
     shape, sharding = tuple(like.shape), _compat.explicit_sharding(like)
     if np.shape(data) == shape:

@@ -1,4 +1,4 @@
-"""Every walk over jaxprs: which equations hold others, and how anything passes through them."""
+"""Walks over jaxprs: nested equations, and evaluations of any kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALLS = frozenset(
 
 
 def is_var(atom: Any) -> bool:
-    """Tell whether an operand or result is a variable, not a literal."""
+    """Return whether an atom of an equation is a variable, not a literal."""
     return not isinstance(atom, jex_core.Literal)
 
 
@@ -33,14 +33,14 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
 
 
 def all_equations(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
-    """The equations of a jaxpr and of all that they hold."""
+    """Yield the equations of a jaxpr and of the jaxprs in them."""
     return (eqn for eqn, _ in nested_equations(jaxpr))
 
 
 def nested_equations(
     jaxpr: Any, around: tuple[jex_core.JaxprEqn, ...] = ()
 ) -> Iterator[tuple[jex_core.JaxprEqn, tuple[jex_core.JaxprEqn, ...]]]:
-    """The equations of a jaxpr and of all that they hold, each with those that it lies in."""
+    """Yield the equations of a jaxpr and of the jaxprs in them, with their enclosing equations."""
     for eqn in jaxpr.eqns:
         yield eqn, around
         for sub in sub_jaxprs(eqn.params):
@@ -48,7 +48,7 @@ def nested_equations(
 
 
 def live_equations(jaxpr: Any) -> list[Any]:
-    """The equations that an output or an effect depends on."""
+    """Return the equations on which a result or an effect depends."""
     used = {v for v in jaxpr.outvars if is_var(v)}
     live = []
     for eqn in reversed(jaxpr.eqns):
@@ -59,12 +59,12 @@ def live_equations(jaxpr: Any) -> list[Any]:
 
 
 def makers(jaxpr: Any) -> dict[Any, Any]:
-    """Return the equation that makes each variable of a jaxpr."""
+    """Return the equation that computes each variable of a jaxpr."""
     return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
 
 def applied(eqn: Any) -> Any:
-    """Return the jaxpr that a call applies to all of its operands; None of other equations."""
+    """Return the jaxpr that a call applies to all its operands; None for other equations."""
     if eqn.primitive.name not in _CALLS:
         return None
     held = eqn.params.get("jaxpr")
@@ -72,14 +72,14 @@ def applied(eqn: Any) -> Any:
 
 
 def scan_operands(params: dict[str, Any], operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Divide the operands of a `scan` into constants, carry and what is scanned over."""
+    """Divide the operands of a `scan` into constants, carry and scanned arrays."""
     consts, carry = _compat.scan_counts(params)
     start = consts + carry
     return operands[:consts], operands[consts:start], operands[start:]
 
 
 def while_operands(params: dict[str, Any], operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Divide the operands of a `while` into constants of its condition, of its body, and carry."""
+    """Divide the operands of a `while` into condition constants, body constants and carry."""
     first = params["cond_nconsts"]
     start = first + params["body_nconsts"]
     return operands[:first], operands[first:start], operands[start:]
@@ -92,17 +92,16 @@ def evaluate(
     literal: Callable[[Any], Any] = lambda atom: atom.val,
     constant: Callable[[Any, Any], Any] = lambda var, value: value,
 ) -> list[Any]:
-    """Return what the results of a jaxpr are, given what its operands are: arrays, facts, names.
+    """Evaluate a jaxpr on objects of any kind: arrays, facts, names.
 
-    What is not used any more is forgotten, so that arrays are freed.
+    An object is dropped after its last use, so that arrays are freed.
 
     Args:
-        jaxpr: closed or not; the constants of one that is not closed are None.
-        operands: one for each.
-        equation: is given an equation and what its operands are, and returns the same of its
-            results.
-        literal: of an atom, what that literal is; by default its number.
-        constant: of a variable and its number, what that constant is; by default its number.
+        jaxpr: an open or closed jaxpr. The constants of an open jaxpr are None.
+        operands: one object for each operand.
+        equation: `(eqn, objects of its operands)` -> the objects of its results.
+        literal: `(literal)` -> its object; by default its number.
+        constant: `(variable, number)` -> the object of a constant; by default its number.
 
     Example:
         >>> closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
@@ -130,7 +129,7 @@ def evaluate(
 
 
 def _last_uses(jaxpr: Any) -> dict[Any, int]:
-    """The equation that is the last to read a variable; of results, one beyond the last."""
+    """Return the position of the last equation that reads each variable; results are read last."""
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if is_var(v)}
     last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if is_var(v))
     return last
@@ -141,15 +140,15 @@ _MAX_ROUNDS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Interpretation:
-    """Facts of some kind, and how equations make them.
+    """An abstract interpretation: a kind of facts, and how equations propagate them.
 
     Attributes:
-        equation: the facts about the results of an equation, given those about its operands.
-        constant: the fact about a literal.
-        join: what is still known of a value that may be either of two.
+        equation: `(eqn, facts of its operands)` -> the facts of its results.
+        constant: `(literal)` -> its fact.
+        join: `(fact, fact)` -> the fact of a value that may be either of two.
         unknown: the fact that says nothing.
-        chosen: the fact about a value, of what it is and of what decided so: the index of a branch,
-            the condition of a loop.
+        chosen: `(fact, decision)` -> the fact of a value that was chosen, given the fact of the
+            branch index or the loop condition that decided.
     """
 
     equation: Callable[[Any, list[Any]], list[Any]]
@@ -159,7 +158,7 @@ class Interpretation:
     chosen: Callable[[Any, Any], Any] = lambda fact, decision: fact
 
     def results(self, jaxpr: Any, facts: Sequence[Any]) -> list[Any]:
-        """Return the facts about the results of a jaxpr, through calls, branches and loops."""
+        """Return the facts of the results of a jaxpr, through calls, branches and loops."""
         return evaluate(jaxpr, facts, self._results, self.constant, lambda var, value: self.unknown)
 
     def _results(self, eqn: Any, facts: list[Any]) -> list[Any]:
@@ -181,7 +180,7 @@ class Interpretation:
         return self.equation(eqn, facts)
 
     def _loop(self, body: Any, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
-        """The facts about carries that each step keeps, and about what it stacks."""
+        """Return the facts of carries that every step keeps, and the facts of stacked results."""
         for _ in range(_MAX_ROUNDS):
             out = self.results(body, [*consts, *carry, *xs])
             joined = [self.join(a, b) for a, b in zip(carry, out, strict=False)]
@@ -198,14 +197,14 @@ class Interpretation:
 
 
 def depends(jaxpr: Any, on: Sequence[bool]) -> list[bool]:
-    """Tell which results of a jaxpr depend on some of its operands.
+    """Return for each result of a jaxpr whether it depends on the marked operands.
 
     Example:
         >>> closed = jax.make_jaxpr(lambda x, y: (x * y, y + 1))(1.0, 2.0)
         >>> depends(closed, [True, False])
         [True, False]
 
-    So does what an operand chooses:
+    A result depends on the operand that chooses a branch:
 
         >>> f = lambda x, y: jax.lax.cond(x, jnp.sin, jnp.cos, y)
         >>> depends(jax.make_jaxpr(f)(True, 2.0), [True, False])

@@ -1,4 +1,4 @@
-"""Bits that look random, made of numbers: for stochastic rounding without a key."""
+"""Pseudo-random bits from numbers, for stochastic rounding without a key."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import numpy as np
 
 
 def mixed(bits: jax.Array) -> jax.Array:
-    """Make numbers that look random of those that differ.
+    """Hash `uint32` numbers: different numbers give independent-looking bits.
 
-    Args:
-        bits: `uint32`.
-
-    Source: the last steps of MurmurHash3 by Austin Appleby.
+    Source: the finaliser of MurmurHash3 by Austin Appleby.
     """
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)

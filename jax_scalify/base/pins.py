@@ -1,7 +1,7 @@
-"""Barriers for the compiler of CPUs alone.
+"""Optimization barriers that are lowered for CPUs only.
 
-It computes what a kernel reads again in every kernel, and compiles each kernel by itself, which
-takes most of its time. Other compilers make better kernels without these barriers.
+XLA's CPU backend recomputes a cheap operand in every kernel that reads it, and compiles each kernel
+separately, which is most of the compile time. Other backends make better kernels without barriers.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ batching.primitive_batchers[pin_p] = _batch
 
 
 def pin(scale: jax.Array) -> jax.Array:
-    """Keep XLA from copying the chain that made an array into every consumer's fusion.
+    """Keep XLA from duplicating the operations that compute an array into every reader's fusion.
 
-    The CPU pipeline of JAX 0.10 drops barriers before it fuses, but never copies a division. The
-    divisor is 1, which the compiler cannot know of a float that might be nan.
+    The CPU pipeline of JAX 0.10 drops barriers before fusion, but never duplicates a division. So
+    the array is divided by 1, a 1 that XLA cannot fold because the array might be nan.
     """
     if _compat.keeps_barriers():
         return pin_p.bind(scale)[0]
@@ -55,6 +55,6 @@ def pin(scale: jax.Array) -> jax.Array:
 def pin_constant(value: Any) -> Any:
     """Make a constant an operand of the kernels that use it.
 
-    Kernels that differ in nothing but the constant are then compiled once.
+    Kernels that differ only in the constant are then compiled once.
     """
     return pin_p.bind(value)[0] if _compat.keeps_barriers() else value

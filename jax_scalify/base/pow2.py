@@ -12,26 +12,27 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-# XLA flushes subnormals: no computed scale leaves [2**-126, 2**126].
+# Computed scales stay within [2**-126, 2**126], because XLA flushes subnormal numbers to 0.
 MAX_EXPONENT = 126
 
 
 def is_power_of_two(value: Any) -> bool:
-    """Tell whether a concrete number is a positive, finite power of two."""
+    """Return whether a concrete number is a positive, finite power of two."""
     value = float(value)
     return math.isfinite(value) and value > 0 and math.frexp(value)[0] == 0.5
 
 
 def floor_exponent(value: Any) -> int:
-    """Return the largest `e` with `2**e <= |value|`, for a concrete finite non-zero number."""
+    """Return the largest `e` with `2**e <= |value|`, for a concrete finite nonzero number."""
     return math.frexp(float(value))[1] - 1
 
 
 def split_constant(value: Any) -> tuple[float, int]:
-    """Split a finite non-zero constant as `mantissa * 2**exponent`.
+    """Split a finite nonzero constant into `(mantissa, exponent)`: `mantissa * 2**exponent`.
 
-    The power of two lies between `|value|` and 1 (0.3 = 0.6 * 2**-1, 3 = 1.5 * 2**1), so that a
-    factor that is applied again and again moves the data the way the value moves, and slower.
+    The power of two lies between `|value|` and 1: 0.3 = 0.6 * 2**-1, 3 = 1.5 * 2**1. A factor that
+    is applied repeatedly then moves the data in the direction of the value, and slower: 0.995 stays
+    0.995 * 2**0, where 1.99 * 2**-1 would double the data each time.
     """
     value = float(value)
     mantissa, exponent = math.frexp(value)  # 0.5 <= |mantissa| < 1
@@ -42,7 +43,7 @@ def split_constant(value: Any) -> tuple[float, int]:
 
 
 def exponent_layout(dtype: Any) -> tuple[Any, int]:
-    """Integer dtype and number of mantissa bits of a scale dtype."""
+    """Return the unsigned integer dtype and the number of mantissa bits of a floating dtype."""
     finfo = jnp.finfo(dtype)
     return {16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}[finfo.bits], finfo.nmant
 
@@ -50,24 +51,24 @@ def exponent_layout(dtype: Any) -> tuple[Any, int]:
 def round_down(value: jax.Array, dtype: Any = None) -> jax.Array:
     """Round the absolute values of a traced array down to powers of two, exactly.
 
-    Works on the bits: 0 and subnormals give 0, inf and nan give the largest power of two. In a
-    narrower `dtype`, what is too small for a scale gives the smallest one.
+    It clears mantissa bits. 0 and subnormal numbers give 0; inf and nan give the largest power of
+    two. If `dtype` is narrower than the array's, values below the smallest scale give it.
 
-    The result is a constant to derivatives, and where one is taken, 0 gives 1: a value `0 * 0`
-    would hide that its data may move.
+    The result is a constant to derivatives. If the array is differentiated, 0 gives 1: with the
+    scale 0, a tangent of the data would be lost.
     """
     return _round_down(value, jnp.dtype(value.dtype if dtype is None else dtype))
 
 
 def exponent(power: jax.Array) -> jax.Array:
-    """Return the exponents of traced powers of two, as `int32`; that of 0 is below all others."""
+    """Return the exponents of traced powers of two as `int32`. The exponent of 0 is the lowest."""
     integer, nmant = exponent_layout(power.dtype)
     biased = lax.bitcast_convert_type(power, integer) >> np.array(nmant, integer)
     return biased.astype(jnp.int32) - (jnp.finfo(power.dtype).maxexp - 1)
 
 
 def power(exponent: jax.Array, dtype: Any) -> jax.Array:
-    """Return `2**exponent` of traced integers, within the range of scales."""
+    """Return `2**exponent` for traced integers, clamped to the range of scales."""
     integer, nmant = exponent_layout(dtype)
     biased = jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT) + (jnp.finfo(dtype).maxexp - 1)
     return lax.bitcast_convert_type(biased.astype(integer) << np.array(nmant, integer), dtype)
@@ -99,7 +100,7 @@ def _round_down_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
 
 
 def round_down_number(value: Any) -> np.ndarray:
-    """`round_down` of concrete numbers, in float64 and within the range of scales."""
+    """Round concrete numbers down to powers of two, in float64 and within the range of scales."""
     value = np.abs(np.asarray(value, np.float64))
     exponent = np.clip(np.frexp(value)[1] - 1, -MAX_EXPONENT, MAX_EXPONENT)
     return np.where(value == 0, 0.0, np.ldexp(1.0, exponent))

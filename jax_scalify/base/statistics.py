@@ -1,4 +1,4 @@
-"""The size of data: what a rescale by a statistic reads."""
+"""Statistics of data, which rescales use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATISTICS = ("rms", "l2", "l1", "max")
 
 
 def check_statistic(stat: Any, name: str = "stat") -> None:
-    """Raise a `ValueError` for a statistic that does not exist."""
+    """Raise a `ValueError` if `stat` is not the name of a statistic."""
     if stat not in STATISTICS:
         raise ValueError(f"`{name}` must be one of {list(STATISTICS)}, got {stat!r}.")
 
@@ -26,13 +26,13 @@ def check_statistic(stat: Any, name: str = "stat") -> None:
 def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -> jax.Array:
     """Return the RMS ("rms", "l2"), mean absolute value ("l1") or maximum ("max").
 
-    In at least float32, and a constant to derivatives. Without axes the result is 0-d; else the
-    axes are kept with size 1. Right for every finite input, and not finite if an element is not.
-    XLA flushes subnormal float32 to 0; where the result would be subnormal and the data is not, it
-    is the smallest normal number.
+    The result is at least float32, and a constant to derivatives. Without `axes` it is 0-d,
+    otherwise these axes have size 1. It is right for every finite input, and non-finite if an
+    element is non-finite. XLA flushes subnormal float32 to 0, so the smallest normal number stands
+    for subnormal results of nonzero data.
 
-    The data is read once. Only where squares or sums in float32 have left its range, which those
-    of float16 and FP8 cannot, is it read again, divided by its largest power of two.
+    The data is read once. If squares or sums have left the range of float32, it is read again,
+    divided by its largest power of two. For float16 and FP8 data this cannot happen.
     """
     data = lax.stop_gradient(data)
     wide = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
@@ -41,8 +41,8 @@ def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -
     average = _average(_sizes(data, wide), stat, axes)
     if stat == "max" or dtypes.has_short_range(data.dtype):
         return average
-    # Squares below the smallest normal number are lost: more than a rounding error of a mean that
-    # is less than 2**nmant times as large.
+    # Squares below the smallest normal number are lost. In a mean that is less than 2**nmant times
+    # as large, they are more than a rounding error.
     finfo = jnp.finfo(wide)
     smallest = math.ldexp(1.0, (finfo.minexp + finfo.nmant + 2) // 2)
     in_range = jnp.all((average > smallest) & jnp.isfinite(average))
@@ -65,7 +65,7 @@ def _sizes(data: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _average(sizes: jax.Array, stat: str, axes: tuple[int, ...] | None) -> jax.Array:
-    """The statistic of absolute values, whose squares must be in range."""
+    """Return the statistic of absolute values. Their squares must be in range."""
     keepdims = axes is not None
     if stat == "max":
         return jnp.max(sizes, axes, keepdims=keepdims)

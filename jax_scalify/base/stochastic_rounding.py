@@ -1,4 +1,4 @@
-"""Rounding to few bits: up or down by random bits, so that the mean is the value, or to nearest."""
+"""Rounding to few bits: to nearest, or stochastically, so that the mean is the value."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jax_scalify.base import dtypes, pow2
 
 
 def random_bits(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Return the random bits that `round_stochastically` takes, one `uint32` an element."""
+    """Return the random bits that `round_stochastically` takes: one `uint32` for each element."""
     return jax.random.bits(key, shape, jnp.uint32)
 
 
 def cast(data: jax.Array, dtype: Any, *, key: Any = None) -> jax.Array:
-    """Cast an array as `dtypes.cast` does; with a `key` of `jax.random`, stochastically."""
+    """Cast an array as `dtypes.cast` does; round stochastically if a `jax.random` key is given."""
     if key is None or data.dtype == dtype:
         return dtypes.cast(data, dtype)
     return round_stochastically(data, random_bits(key, data.shape), dtype)
@@ -27,18 +27,18 @@ def cast(data: jax.Array, dtype: Any, *, key: Any = None) -> jax.Array:
 def round_stochastically(
     data: jax.Array, bits: jax.Array, dtype: Any, *, keeps_nonzero: bool = False
 ) -> jax.Array:
-    """Round each element up with a probability that is its distance from the number below.
+    """Round each element to one of its two neighbours in `dtype`, so that the mean is the element.
 
-    The result is one of the two neighbours in `dtype`, and its mean the value; numbers of `dtype`
-    stay as they are. Finite values saturate in every dtype. Towards a dtype of at least 32 bits,
-    and from integers, it is an ordinary cast. Of E8M0 the smallest binade rounds to nearest, since
-    it is subnormal in float32.
+    `P(up) = (x - low) / (high - low)`: 1.25 between 1 and 2 is rounded up with probability 1/4.
+    Numbers of `dtype` are unchanged. Finite values saturate in every dtype. A cast of integers, or
+    to a dtype of at least 32 bits, is an ordinary cast. In E8M0, the smallest binade is rounded to
+    nearest, because it is subnormal in float32.
 
     Args:
         data: array of a floating dtype.
         bits: random `uint32`, of the shape of `data`.
-        dtype: the target.
-        keeps_nonzero: whether what is not 0 becomes the smallest number at least.
+        dtype: the target dtype.
+        keeps_nonzero: whether nonzero elements become at least the smallest number of `dtype`.
 
     Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications",
     2022, mode 1.
@@ -52,7 +52,7 @@ def round_stochastically(
         rounded = with_sign_of(data, _round_upper_half(size, bits, target))
     else:
         rounded = with_sign_of(data, round_sizes(size, dtype, bits))
-    if target.bits > 8:  # which have an infinity
+    if target.bits > 8:  # these dtypes have an infinity
         rounded = lax.select(lax.is_finite(data), rounded, data)
     elif target.minexp < jnp.finfo(data.dtype).minexp:  # E8M0 has no sign and no 0
         return dtypes.cast(lax.select(lax.is_finite(data), rounded, data), dtype)
@@ -60,13 +60,13 @@ def round_stochastically(
 
 
 def off_zero(size: jax.Array, dtype: Any) -> jax.Array:
-    """Positive numbers of which those that are not 0 are at least the smallest of a dtype."""
+    """Raise nonzero sizes to at least the smallest subnormal number of `dtype`."""
     smallest = np.array(jnp.finfo(dtype).smallest_subnormal, size.dtype)
     return lax.max(size, jnp.where(size > 0, smallest, 0))
 
 
 def with_sign_of(data: jax.Array, size: jax.Array) -> jax.Array:
-    """Positive numbers with the signs of others."""
+    """Return `size` with the signs of `data`."""
     integer, _ = pow2.exponent_layout(size.dtype)
     sign = np.array(-0.0, size.dtype).view(integer)
     signs = lax.bitwise_and(lax.bitcast_convert_type(data, integer), sign)
@@ -75,21 +75,21 @@ def with_sign_of(data: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None = None) -> jax.Array:
-    """Round positive numbers of float32 or float64 to those of a dtype of a shorter range.
+    """Round positive float32 or float64 numbers to numbers of a dtype of a shorter range.
 
-    Every step is exact: the ulp and its inverse are powers of two, made of the exponent's bits.
-    Infinity, too, is rounded to the largest number; nan stays nan.
+    The ulp and its inverse are powers of two, made from the bits of the exponent, so that every
+    step is exact. Infinity is rounded to the largest number; nan stays nan.
 
     Args:
         size: array of positive numbers.
-        dtype: the target.
-        bits: random `uint32`, of the shape of `size`; None rounds to nearest even.
+        dtype: the target dtype.
+        bits: random `uint32`, of the shape of `size`. None rounds to nearest even.
     """
     wide, target, source = size.dtype, jnp.finfo(dtype), jnp.finfo(size.dtype)
     integer, nmant = pow2.exponent_layout(wide)
     bias = source.maxexp - 1
     low = max(target.minexp + bias, 1)
-    high = 2 * bias + min(target.nmant - 1, 0)  # its inverse is not subnormal
+    high = 2 * bias + min(target.nmant - 1, 0)  # so that its inverse is not subnormal
     low, high, top, digits = (
         np.array(biased << nmant, integer)
         for biased in (low, high, 2 * bias + target.nmant, target.nmant)
@@ -104,25 +104,25 @@ def round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None = None) -> j
         threshold = ((steps - down) * np.array(2.0**32, wide)).astype(jnp.uint32)
         steps = down + (bits < threshold).astype(wide)
     rounded = steps * ulp
-    if target.minexp < source.minexp:  # what is subnormal in float32 XLA may flush
+    if target.minexp < source.minexp:  # XLA may flush numbers that are subnormal in float32
         rounded = lax.select(size < source.smallest_normal, size, rounded)
     return lax.min(rounded, np.array(target.max, wide))
 
 
 def binade(size: jax.Array) -> jax.Array:
-    """The powers of two at or below positive numbers; of subnormal ones 0."""
+    """Round positive numbers down to powers of two; subnormal numbers give 0."""
     return lax.bitcast_convert_type(binade_bits(size), size.dtype)
 
 
 def binade_bits(size: jax.Array) -> jax.Array:
-    """The bits of the powers of two at or below positive numbers."""
+    """Return the bits of `binade(size)` as unsigned integers."""
     integer, _ = pow2.exponent_layout(size.dtype)
     infinity = np.array(np.inf, size.dtype).view(integer)
     return lax.bitwise_and(lax.bitcast_convert_type(size, integer), infinity)
 
 
 def _round_upper_half(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
-    """Round positive float32 to bfloat16, its upper half, subnormal numbers included."""
+    """Round positive float32 to bfloat16, the upper 16 of its bits; also subnormal numbers."""
     pattern = lax.bitcast_convert_type(size, jnp.uint32)
     pattern += lax.shift_right_logical(bits, np.uint32(16))
     pattern = lax.bitwise_and(pattern, np.uint32(0xFFFF0000))
