@@ -1,1 +1,1 @@
-"""`ScaledArray`, and what trees of them become."""
+"""`ScaledArray`, and conversions of trees."""

@@ -37,26 +37,27 @@ from jax_scalify.storage.names import is_key
 
 
 def _keepdims_axes(own: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """The axes that share a scale, given those that have their own."""
+    """Return the axes that share a scale, given the axes with one scale for each index."""
     own = tuple(a % ndim for a in own if -ndim <= a < ndim)
     return tuple(a for a in range(ndim) if a not in own)
 
 
 def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = None) -> ScaledArray:
-    """Make a `ScaledArray` of the value `data * scale`.
+    """Return a `ScaledArray` of the value `data * scale`.
 
     Args:
         data: array-like of a floating dtype.
-        scale: not negative and finite. One that is not a power of two is rounded down and the
-            data takes the rest. A Python float makes a static scale, an array a dynamic one.
-        dtype: dtype of the data; by default, its own.
+        scale: a finite, non-negative number or array. It is rounded down to a power of two, and the
+            data is multiplied by the rest. A Python float makes a static scale, an array a dynamic
+            scale.
+        dtype: dtype of the data; by default its own.
         scale_dtype: dtype of a dynamic scale; by default float32.
 
     Raises:
-        TypeError: if `data` or `dtype` is not floating point, `data` complex and `dtype` real, or
-            `scale_dtype` too narrow.
-        ValueError: if `scale` is negative, nan, infinite, of a shape that does not fit, or 0
-            where the data is not zero.
+        TypeError: if `data` or `dtype` is not floating point, if `data` is complex and `dtype` is
+            real, or if `scale_dtype` is too narrow.
+        ValueError: if `scale` is negative, nan or infinite, if its shape does not fit, or if it is
+            0 and the data is not zero.
 
     Example:
         >>> print(scaled_array(jnp.ones(2), 6.0).to_array())
@@ -98,7 +99,7 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
 
 
 def _power_of(scale: Any, dtype: Any) -> jax.Array:
-    """Round a scale that somebody gave down to a power of two within the range of scales."""
+    """Round a given scale down to a power of two within the range of scales."""
     if not _compat.is_traced(scale):
         return jnp.array(pow2.round_down_number(scale).astype(dtype))
     wide = scale if jnp.issubdtype(scale.dtype, jnp.floating) else scale.astype(dtype)
@@ -106,7 +107,7 @@ def _power_of(scale: Any, dtype: Any) -> jax.Array:
 
 
 def _choose_scale(data: jax.Array, scale: Any, scale_dtype: Any, axis: Any) -> jax.Array:
-    """The power of two (or 0) by which `as_scaled_array` divides a leaf."""
+    """Return the power of two (or 0) by which `as_scaled_array` divides a leaf."""
     if scale is not None and not isinstance(scale, str):
         check_scale(scale, data)
         return _power_of(scale, scale_dtype)
@@ -121,7 +122,7 @@ def _choose_scale(data: jax.Array, scale: Any, scale_dtype: Any, axis: Any) -> j
 
 @functools.partial(jax.jit, static_argnames=("stat", "axes", "dtype"), inline=True)
 def _scale_of(data: jax.Array, stat: str, axes: tuple[int, ...] | None, dtype: Any) -> jax.Array:
-    """A statistic, rounded down to a power of two; 1 if it is not finite."""
+    """Return a statistic rounded down to a power of two; 1 if it is not finite."""
     size = statistic(data, stat, axes)
     power = pow2.round_down(size, dtype)
     return jnp.where(jnp.isfinite(size), power, jnp.ones_like(power))
@@ -156,7 +157,7 @@ def _convert(leaf: Any, path: tuple, options: Options) -> Any:
 def _in_blocks(
     leaf: Any, block: tuple[Any, int | None], path: tuple, options: Options, found: Any
 ) -> BlockScaledArray:
-    """Quantise a leaf. A `ScaledArray` keeps its scale, and MX formats need none of the whole."""
+    """Quantise a leaf. A `ScaledArray` keeps its scale. MX formats need no scale of the array."""
     (format, block_axis), (scale, dtype, scale_dtype, axis) = block, found
     key = options.key_of_leaf(path) if format.rounding == "stochastic" else None
     types = dict(axis=block_axis, dtype=leaf.dtype if dtype is None else dtype, key=key)
@@ -178,7 +179,7 @@ def _in_blocks(
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def _divided(data: jax.Array, power: jax.Array, dtype: Any) -> jax.Array:
-    """The data by a power of two or 0, in at least float32 and cast once."""
+    """Return `data / power`, in at least float32 and cast once. A power of 0 counts as 1."""
     return rescale_data(data, jnp.where(power == 0, 1, 1 / power), dtype)
 
 
@@ -192,44 +193,44 @@ def as_scaled_array(
     block: Any = None,
     key: Any = None,
 ) -> Any:
-    """Turn every floating-point leaf of a tree into a `ScaledArray` of the same value.
+    """Convert each floating-point leaf of a tree to a `ScaledArray` of the same value.
 
-    Integers, bools, PRNG keys, `None`, callables, strings and other non-arrays pass through; a
-    leaf that is a `ScaledArray` already keeps its scale. Every leaf gets a scale buffer of its
-    own, so that a state can be donated. Of an NNX object it makes a new one, in which variables
-    that are shared stay shared.
+    Integers, bools, PRNG keys, `None`, callables, strings and other non-arrays are unchanged. A
+    leaf that is a `ScaledArray` keeps its scale. Each leaf gets its own scale buffer, so that a
+    state can be donated. An NNX object becomes a new object, in which shared variables stay shared.
 
     Args:
         tree: any pytree: a Flax `TrainState`, NNX state, optax state, Equinox module, array...
         scale: `None` for 1 (a concrete all-zero leaf gets 0, "any scale will do"); a number or
-            array, rounded down to a power of two; or `"rms"` or `"max"`, taken from each leaf.
-        dtype: dtype of the data, to which it is rounded *after* the division by the scale; by
-            default each leaf's own. Complex leaves keep theirs unless this one is complex.
-        scale_dtype: dtype of the scales, float32 by default.
-        axis: axis or axes along which every index has a scale of its own, of shape `(..., n, ...)`
-            with 1 for the other axes. A leaf without that axis has one scale.
-        block: a block format, `jsa.BlockFormat` or its name, for leaves of rank 2 and more, which
-            become a `jsa.BlockScaledArray`; or a pair of it and the axis that blocks lie along, by
-            default the one before the last: that of the inputs of a kernel `(inputs, outputs)`.
-            With `scale=None` MX formats have a static scale 1 of the whole, NVFP4 the smallest
-            power of two with which all is in range; else block scales are of what `scale` leaves.
-        key: of `jax.random`, for a block format whose rounding is stochastic.
+            array, rounded down to a power of two; or `"rms"` or `"max"`, computed for each leaf.
+        dtype: dtype of the data, which is rounded *after* the division by the scale. By default
+            each leaf's own. Complex leaves keep their dtype unless `dtype` is complex.
+        scale_dtype: dtype of the scales; by default float32.
+        axis: axis or axes along which each index has its own scale. The scale has shape
+            `(..., n, ...)`, with 1 for the other axes. A leaf without this axis has one scale.
+        block: a block format, `jsa.BlockFormat` or its name. Leaves of rank 2 and more become
+            `jsa.BlockScaledArray`s. Or a pair of a format and the axis along which blocks lie, by
+            default the axis before the last, the inputs of a kernel `(inputs, outputs)`. With
+            `scale=None`, an MX array has the static scale 1, and an NVFP4 array the smallest power
+            of two with which all values are in range. Otherwise the leaf is first divided by
+            `scale`.
+        key: `jax.random` key, for a block format whose rounding is stochastic.
 
-    Each of `scale`, `dtype`, `axis` and `block` may be a rule instead: a function of a key path of
-    `jax.tree_util` and of the floating leaf there, which returns what the argument would be. A leaf
-    of which `dtype` or `scale` returns `None` stays as it is, without a scale; from `axis`, `None`
-    means one scale, and from `block` no blocks.
+    Each of `scale`, `dtype`, `axis` and `block` may be a rule: a function of a `jax.tree_util` key
+    path and the floating leaf there that returns the argument for this leaf. If `dtype` or `scale`
+    returns `None`, the leaf is unchanged, without a scale. If `axis` returns `None`, the leaf has
+    one scale, and if `block` returns `None`, it has no blocks.
 
     Returns:
-        The tree with `ScaledArray` leaves whose scales are dynamic, or `BlockScaledArray` leaves.
+        The tree with `ScaledArray` leaves with dynamic scales, or `BlockScaledArray` leaves.
 
     Raises:
-        TypeError: for an array of objects or strings, naming the leaf; for a `dtype` that is not
-            floating point; for a `scale_dtype` that cannot hold the exponents of float32; for an
-            `axis` that is no int.
-        ValueError: for a `scale` that is negative, nan, infinite, of a shape that does not fit,
-            or 0 where the leaf is not zero; for an unknown statistic; for a rule that returns
-            `None` for every leaf, or an axis that its leaf does not have.
+        TypeError: if a leaf is an array of objects or strings (the message names it), if `dtype` is
+            not floating point, if `scale_dtype` cannot hold the exponents of float32, or if `axis`
+            is not an int.
+        ValueError: if `scale` is negative, nan or infinite, if its shape does not fit, if it is 0
+            and the leaf is not zero, if it is an unknown statistic, if a rule returns `None` for
+            every leaf, or if a rule returns an axis that its leaf does not have.
 
     Example:
         >>> w = as_scaled_array({"w": jnp.full((2, 2), 0.03)}, scale="rms", dtype=jnp.float16)
@@ -259,7 +260,7 @@ def as_scaled_array(
 
 
 def map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
-    """Convert each leaf, given with its path."""
+    """Return the tree with `convert(leaf, path)` for each leaf."""
 
     def of_pytree(tree: Any) -> Any:
         return tree_util.tree_map_with_path(
@@ -270,16 +271,16 @@ def map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
 
 
 def asarray(tree: Any, dtype: Any = None) -> Any:
-    """Turn every `ScaledArray` of a tree back into a plain array `data * scale`.
+    """Convert each `ScaledArray` of a tree to a plain array, `data * scale`.
 
-    A `BlockScaledArray` becomes one, too.
+    Each `BlockScaledArray` becomes a plain array too.
 
     Args:
-        tree: any pytree; plain leaves pass through unchanged unless `dtype` is given, then
-            floating-point ones are cast.
-        dtype: dtype of the values. `jnp.float32` is what evaluation wants: a value outside the
-            range of float16 data is still inside that of `data * scale`. Default: the data's.
-            Complex leaves keep their dtype unless this one is complex.
+        tree: any pytree. Plain leaves are unchanged, except that floating-point leaves are cast if
+            `dtype` is given.
+        dtype: dtype of the values; by default the data's. Use `jnp.float32` for evaluation:
+            `data * scale` may be outside of the range of float16. Complex leaves keep their dtype
+            unless `dtype` is complex.
 
     Example:
         >>> x = ScaledArray(jnp.array([40000.0], jnp.float16), jnp.float32(2.0**-25))
@@ -302,15 +303,15 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
 
 
 def to_numbers(tree: Any) -> Any:
-    """Turn the arrays of a tree into Python numbers and NumPy arrays: for logs, JSON and printing.
+    """Convert the arrays of a tree to Python numbers and NumPy arrays, for logs, JSON and printing.
 
-    A value of rank 0 becomes a `float`, `int`, `bool` or `complex`, others a NumPy array, of at
-    least float32 if it is floating point, which NumPy and its readers know where they do not know
-    bfloat16. All of them are fetched at once, and waited for. Strings, `None` and Python numbers
-    stay; keys of `jax.random` become their data.
+    A 0-d array becomes a `float`, `int`, `bool` or `complex`. Other arrays become NumPy arrays.
+    Floating-point arrays are cast to at least float32, because readers of NumPy arrays may not know
+    bfloat16. All arrays are fetched at once, and the call waits for them. Strings, `None` and
+    Python numbers are unchanged. `jax.random` keys become their data.
 
     Raises:
-        TypeError: naming a leaf that is traced: under `jit` it has no value yet.
+        TypeError: if a leaf is traced, since it has no value under `jit`. The message names it.
 
     Example:
         >>> import json

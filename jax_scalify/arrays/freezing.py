@@ -1,4 +1,4 @@
-"""Static and dynamic scales: state whose scales the compiler knows."""
+"""Conversions between dynamic scales and static scales, which the compiler knows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from jax_scalify.arrays.scaled_array import ScaledArray, check_scaled, is_scaled
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.blocks.array import is_array_of_ours
 
-# By how many octaves state may grow when its scale is frozen, by the bits of its dtype. A second
-# moment is a hundred times as large after a thousand steps as after ten.
+# The octaves of room above the largest element of a frozen leaf, by the bits of its dtype. After a
+# thousand steps, a second moment is a hundred times as large as after ten.
 _ROOM = {8: 3, 16: 10}
 
 
 def octaves_too_high(log2_max: float, dtype: Any) -> float:
-    """By how many octaves the largest element of state is too near the top of its dtype.
+    """Return how many octaves of room are missing above the largest element of a leaf.
 
-    Negative if there is more room than state needs; -inf for dtypes of the range of float32.
+    Negative if there is more room than needed; -inf for dtypes with the range of float32.
     """
     if not dtypes.has_short_range(dtype) or not math.isfinite(log2_max):
         return -math.inf
@@ -35,21 +35,22 @@ def octaves_too_high(log2_max: float, dtype: Any) -> float:
 
 
 def freeze_scales(tree: Any) -> Any:
-    """Make every scalar scale of concrete state static: a Python float in the tree's structure.
+    """Make each scalar scale of concrete state static: a Python float in the tree's structure.
 
-    A step that is traced with static scales has no scale arithmetic left for them. Scales that
-    are not scalar stay dynamic; a step of both gives back dynamic ones, unless it has a
+    A step that is traced with static scales has no arithmetic for these scales. Scales with axes
+    stay dynamic. A step of static and dynamic scales returns dynamic scales, unless it has a
     `calibration`.
 
-    Data keeps room to grow: where the largest element of a leaf is within ten octaves of the top of
-    float16, or within three of that of an FP8 dtype, powers of two move from the data into the
-    scale first. So a second moment can be frozen after a few steps. All other arrays of data are
-    those of `tree`, not copies. A leaf of scale 0 has no scale to keep: it takes that of its first
-    value, so freeze a state of zeros after its first steps, or the step compiles once more.
+    The data keeps room to grow: 10 octaves below the largest float16, or 3 octaves below the
+    largest FP8 number. If a leaf has less room, powers of two move from its data into its scale, so
+    a second moment can be frozen after a few steps. All other leaves share their data with `tree`.
+
+    A leaf of scale 0 takes the scale of its first value, and the step then compiles again. Freeze a
+    state of zeros after its first steps.
 
     Raises:
-        TypeError: for a scale that is traced or packed for storage.
-        ValueError: for a scale that is no power of two or does not fit its data.
+        TypeError: if a scale is traced or packed for storage.
+        ValueError: if a scale is not a power of two or does not fit its data.
 
     Example:
         >>> state = jsa.as_scaled_array({"w": jnp.ones(2)}, scale=4.0)
@@ -75,7 +76,7 @@ def freeze_scales(tree: Any) -> Any:
 
 
 def _with_room(leaf: ScaledArray, scale: float) -> ScaledArray:
-    """A leaf with the static scale at which its data has room to grow."""
+    """Return a leaf with a static scale at which its data has room to grow."""
     if _compat.is_traced(leaf.data):
         return ScaledArray(leaf.data, scale)
     largest = largest_finite(leaf.data)
@@ -94,17 +95,17 @@ def _largest(data: jax.Array) -> jax.Array:
 
 
 def largest_finite(data: jax.Array) -> float:
-    """The size of the largest element that is finite; 0 if there is none."""
+    """Return the largest absolute value of finite elements; 0 if there is no finite element."""
     return float(_largest(data))
 
 
 def times_power(data: jax.Array, exponent: int) -> jax.Array:
-    """Data times `2**exponent`.
+    """Return `data * 2**exponent`.
 
-    In dtypes of few exponents, what is not 0 does not become 0: optimizers divide by moments.
+    In dtypes of short range, nonzero elements do not become 0: optimizers divide by moments.
     """
     powers = []
-    while exponent:  # no number of float32 holds the ratio of the smallest to the largest scale
+    while exponent:  # float32 does not hold the ratio of the largest to the smallest scale
         part = max(-pow2.MAX_EXPONENT, min(pow2.MAX_EXPONENT, exponent))
         powers.append(2.0**part)
         exponent -= part
@@ -123,7 +124,7 @@ def _times(data: jax.Array, powers: list[Any]) -> jax.Array:
 
 
 def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:
-    """Make every static scale dynamic again: an array, a leaf of the tree.
+    """Make each static scale of a tree dynamic: an array, a leaf of the tree.
 
     Example:
         >>> state = jsa.freeze_scales(jsa.as_scaled_array({"w": jnp.ones(2)}, scale=4.0))

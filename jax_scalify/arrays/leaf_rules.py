@@ -1,4 +1,4 @@
-"""What `as_scaled_array` does with each leaf: the same with all, or what rules say."""
+"""The options of `as_scaled_array` for each leaf: constants, or rules."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Options:
 
     Attributes:
         scale, dtype, axis: its arguments, checked unless they are rules.
-        scale_dtype: dtype of scales.
-        block: a block format and the axis that blocks lie along, a rule, or None.
-        key: for stochastic rounding.
-        matched: the rules that have said something of a leaf.
+        scale_dtype: the dtype of scales.
+        block: a block format and the axis along which blocks lie, or a rule, or None.
+        key: the key for stochastic rounding.
+        matched: the names of rules that have returned a value for a leaf.
     """
 
     scale: Any
@@ -42,7 +42,7 @@ class Options:
     def of(
         cls, scale: Any, dtype: Any, axis: Any, scale_dtype: Any, block: Any = None, key: Any = None
     ) -> Options:
-        """Check the arguments, as far as they are no rules."""
+        """Check the arguments that are not rules."""
         return cls(
             scale if callable(scale) else _known_statistic(scale),
             dtype if _is_rule(dtype) or dtype is None else dtypes.as_floating(dtype, "dtype"),
@@ -54,13 +54,13 @@ class Options:
 
     @property
     def rules(self) -> dict[str, Callable]:
-        """The arguments that are functions of a path and a leaf."""
+        """The arguments that are rules: functions of a path and a leaf."""
         found = {"dtype": self.dtype, "scale": self.scale, "axis": self.axis}
         found["block"] = self.block
         return {name: rule for name, rule in found.items() if _is_rule(rule)}
 
     def of_leaf(self, path: tuple, leaf: Any) -> tuple[Any, Any, Any, Any] | None:
-        """Scale, dtype, dtype of the scale and axes of a leaf; None if it stays as it is."""
+        """Return scale, dtype, scale dtype and axes of a leaf; None if the leaf is unchanged."""
         said = {name: rule(path, leaf) for name, rule in self.rules.items() if name != "block"}
         self.matched.update(name for name, value in said.items() if value is not None)
         if any(said.get(name, "") is None for name in ("dtype", "scale")):
@@ -77,7 +77,7 @@ class Options:
         return scale, dtype, self.scale_dtype, axis
 
     def block_of_leaf(self, path: tuple, leaf: Any) -> tuple[BlockFormat, int | None] | None:
-        """The block format of a leaf and the axis that blocks lie along; None without blocks."""
+        """Return the block format of a leaf and the axis of its blocks; None without blocks."""
         if not callable(self.block):
             return self.block if np.ndim(leaf) > 1 and _is_real(leaf) else None
         said = self.block(path, leaf)
@@ -94,7 +94,7 @@ class Options:
         return found
 
     def key_of_leaf(self, path: tuple) -> Any:
-        """A key of the leaf's own."""
+        """Return a key that depends on the path of the leaf."""
         if self.key is None:
             raise ValueError(
                 "`key` must be a key of `jax.random` for a block format with stochastic rounding."
@@ -102,7 +102,7 @@ class Options:
         return jax.random.fold_in(self.key, zlib.crc32(tree_util.keystr(path).encode()))
 
     def check_matches(self, paths: list[str]) -> None:
-        """Refuse rules that have said nothing of any leaf."""
+        """Raise if a rule has returned None for every leaf."""
         for name in self.rules.keys() - self.matched if paths else ():
             shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
             raise ValueError(
@@ -113,7 +113,7 @@ class Options:
 
 
 def _is_rule(value: Any) -> bool:
-    """Tell a function from a dtype: `jnp.float16` can be called as well."""
+    """Return whether an argument is a rule. Dtypes such as `jnp.float16` are callable too."""
     return callable(value) and not isinstance(value, type) and not hasattr(value, "dtype")
 
 
@@ -126,7 +126,7 @@ def _known_statistic(scale: Any) -> Any:
 
 
 def _known_block(block: Any) -> tuple[BlockFormat, int | None] | None:
-    """A block format, and the axis that blocks lie along or None for the default."""
+    """Return a block format, and the axis along which blocks lie, or None for the default."""
     if block is None:
         return None
     format, axis = block if isinstance(block, (tuple, list)) and len(block) == 2 else (block, None)
@@ -148,7 +148,7 @@ def _is_real(leaf: Any) -> bool:
 
 
 def _axes_of(leaf: Any, axis: Any) -> tuple[int, ...]:
-    """The axes that a rule names, all of which its leaf has."""
+    """Return the axes that a rule names. The leaf must have all of them."""
     own, ndim = _own_axes(axis), np.ndim(leaf)
     if not all(-ndim <= a < ndim for a in own):
         raise ValueError(f"`axis` must be among the {ndim} axes of the leaf, got {axis!r}.")
@@ -156,7 +156,7 @@ def _axes_of(leaf: Any, axis: Any) -> tuple[int, ...]:
 
 
 def _own_axes(axis: Any) -> tuple[int, ...]:
-    """The axes that `axis` names."""
+    """Return the argument `axis` as a tuple."""
     if axis is None:
         return ()
     try:

@@ -1,4 +1,4 @@
-"""Flax NNX objects among the arguments of a function: what it writes into them comes back."""
+"""Flax NNX objects among the arguments of a function. Writes into them are carried back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jax_scalify.arrays.scaled_array import is_scaled
 
 
 def _stops(nnx: Any) -> Callable[[Any], bool]:
-    """The nodes at which to look for objects; a state is an ordinary tree.
+    """Return the `is_leaf` that stops at NNX objects, states and `ScaledArray`s.
 
-    A `ScaledArray` is a leaf: inside of a function an array stands in its place.
+    A `ScaledArray` must be a leaf, because inside of a function an array stands for it.
     """
     return lambda x: is_scaled(x) or isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
 
@@ -31,7 +31,7 @@ def _is_object(x: Any, nnx: Any) -> bool:
 )
 @dataclasses.dataclass(frozen=True)
 class _Object:
-    """Stands for an object in a pytree: one of a list, by its number, or a new one."""
+    """A placeholder for an object in a pytree: a known object by its number, or a new object."""
 
     state: Any = None
     structure: Any = None
@@ -43,9 +43,10 @@ def _is_placeholder(x: Any) -> bool:
 
 
 def _find(tree: Any) -> tuple[Any, Any, list[Any], list[int]]:
-    """Flax NNX, the structure of a tree around objects, its leaves, and which of them are objects.
+    """Find the NNX objects of a tree.
 
-    Where NNX is not imported, there are none.
+    Return the module `flax.nnx`, the structure of the tree around objects, its leaves, and the
+    positions of objects among them. If NNX is not imported, there are no objects.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -55,9 +56,9 @@ def _find(tree: Any) -> tuple[Any, Any, list[Any], list[int]]:
 
 
 def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function of pytrees to a tree that may hold NNX objects, of which it makes new ones.
+    """Apply a function of pytrees to a tree that may hold NNX objects. Return new objects.
 
-    A variable that is shared stays shared: flattened as pytrees, it would become two.
+    A shared variable stays shared. Flattened as pytrees, it would become two variables.
     """
     nnx, outer, leaves, where = _find(tree)
     if not where:
@@ -75,9 +76,9 @@ def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def shares_scaled(tree: Any) -> bool:
-    """Tell whether a `ScaledArray` of NNX objects in a tree is in more places than one.
+    """Return whether NNX objects in a tree share a `ScaledArray`.
 
-    Streams of random numbers may be: dropout layers share them.
+    Shared streams of random numbers do not count: dropout layers share them.
     """
     nnx, _, leaves, where = _find(tree)
     if not where:
@@ -92,13 +93,13 @@ def shares_scaled(tree: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PureCall:
-    """A pure function and its arguments, for a function that may write into some of them.
+    """A pure function and its arguments, for a function that may write into its arguments.
 
     Attributes:
-        fun: of pytrees; returns what has been written beside its results.
-        args, kwargs: its arguments: the states of objects in place of the objects.
-        structure: what `fun` depends on beside its arguments; can be hashed.
-        finish: takes the results of `fun`, writes into the objects, returns the results alone.
+        fun: a function of pytrees that returns its results, and the variables that it has written.
+        args, kwargs: its arguments, with states in place of NNX objects.
+        structure: the static structure of the objects, which `fun` depends on. It is hashable.
+        finish: takes the output of `fun`, writes into the objects, and returns the results.
     """
 
     fun: Callable
@@ -109,17 +110,18 @@ class PureCall:
 
 
 def pure_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> PureCall:
-    """Return a call of a pure function for that of one that may write into NNX objects.
+    """Return a pure call for a function that may write into NNX objects.
 
-    An NNX module, optimizer or stream of random numbers holds variables, which may be shared and
-    are written to: `nnx.jit` and this function give them to a pure function and back.
+    NNX modules, optimizers and streams of random numbers hold variables, which may be shared and
+    written to. As `nnx.jit` does, the pure function takes their states and returns what was
+    written.
 
     Returns:
-        `fun` as it is where no argument holds an object.
+        The pure call. If no argument holds an object, it calls `fun` unchanged.
 
     Raises:
-        ValueError: by the function, if `fun` adds or removes variables, or changes a static
-            attribute.
+        ValueError: when the pure function is called, if `fun` adds or removes variables, or changes
+            a static attribute.
     """
     nnx, tree, leaves, where = _find((args, kwargs))
     if not where:

@@ -1,4 +1,4 @@
-"""`ScaledArray`: data and scale as one leaf of a tree, and what is asked of it."""
+"""`ScaledArray`: data and scale as one leaf of a tree, and its validation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from jax_scalify.base.stochastic_rounding import cast
 class ScaledArray:
     """A tensor `data * scale`, with `scale` a power of two.
 
-    Arithmetic is refused, since it belongs under `scalify`. Comparisons (`==`, `<`, ...) have no
-    scale to lose: they speak of values, element by element, in at least float32, and a Python
-    number is first rounded to the precision of `dtype`, as JAX does. Hashes speak of identity.
+    Arithmetic raises, because it belongs under `scalify`. Comparisons (`==`, `<`, ...) compare
+    values, element by element, in at least float32. A Python number is first rounded to the
+    precision of `dtype`, as in JAX. A hash identifies the object, not its values.
 
     Attributes:
-        data: array of any floating dtype, best close to unit RMS.
-        scale: power of two, or 0 ("the data is zero, any scale will do"). Shape `()`; or the rank
-            of `data` with every dim 1 or equal (one scale a channel); or a lower rank, aligned
-            with the *leading* axes of `data`, as `vmap` and a scan's stacking produce them.
+        data: array of any floating dtype, ideally close to unit RMS.
+        scale: power of two, or 0 ("the data is zero, any scale will do"). Its shape is `()`; or the
+            rank of `data` with each dim 1 or equal (one scale for each channel); or a lower rank,
+            aligned with the *leading* axes of `data`, as `vmap` and a scan's stacking produce it.
             A Python float is a *static* scale: it is part of the tree's structure, so that `jit`
             specialises on it. An array is a *dynamic* scale, a leaf.
 
-    Nothing is validated here, since tree functions put placeholders in both fields: `scaled_array`
-    and `as_scaled_array` validate, and so does every function that takes one. What `jit` traces
-    cannot be looked at: there, a dynamic scale that is no power of two is not refused.
+    The constructor validates nothing, because tree functions put placeholders in both fields.
+    `scaled_array`, `as_scaled_array` and every function that takes a `ScaledArray` validate. Under
+    `jit` the values of a dynamic scale are unknown, and are not checked to be powers of two.
 
     Example:
         >>> x = ScaledArray(jnp.array([1.0, -0.5], jnp.float16), jnp.float32(2.0**20))
@@ -49,7 +49,7 @@ class ScaledArray:
     scale: Any
 
     is_static: bool = dataclasses.field(init=False, repr=False)
-    """True if the scale is known while tracing (a Python number or, in a rule, such a `Scale`)."""
+    """True if the scale is known while tracing: a Python number or, in a rule, a static `Scale`."""
 
     def __post_init__(self) -> None:
         # Numbers in both fields are placeholders, as in `in_axes=(ScaledArray(1, 0),)`.
@@ -58,33 +58,33 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the data."""
+        """The shape of the data."""
         return self.data.shape
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the data."""
+        """The dtype of the data."""
         return self.data.dtype
 
     @property
     def ndim(self) -> int:
-        """Rank of the data."""
+        """The rank of the data."""
         return self.data.ndim
 
     @property
     def size(self) -> int:
-        """Number of elements of the data."""
+        """The number of elements of the data."""
         return math.prod(self.shape)
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the data."""
+        """The shape and dtype of the data."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     def astype(self, dtype: Any, *, key: Any = None) -> ScaledArray:
-        """Cast the data and keep the scale; to FP8, values out of range saturate.
+        """Cast the data and keep the scale. Casts to FP8 saturate.
 
-        With a `key` of `jax.random` the rounding is stochastic, else to nearest even.
+        Rounding is to nearest even, or stochastic if a `jax.random` key is given.
         """
         dtype = dtypes.as_floating(dtype, "dtype")
         return ScaledArray(cast(jnp.asarray(self.data), dtype, key=key), self.scale)
@@ -98,7 +98,7 @@ class ScaledArray:
         return rescale_data(self.data, align_scale(self.scale, self.ndim), dtype)
 
     def block_until_ready(self) -> ScaledArray:
-        """Wait until data and scale are computed, and return the array."""
+        """Wait until data and scale are computed. Return the array."""
         return jax.block_until_ready(self)
 
     def item(self) -> float | complex:
@@ -171,14 +171,14 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
 
 
 def _has_values(x: Any) -> bool:
-    """Whether it is an array or a number, or a `ScaledArray` that holds no placeholder."""
+    """Return whether `x` is an array, a number, or a `ScaledArray` without placeholders."""
     if is_scaled(x):
         return isinstance(x.data, (jax.Array, np.ndarray, np.generic))
     return dtypes.leaf_dtype(x) is not None
 
 
 def _comparable(x: Any, dtype: Any) -> Any:
-    """The value in at least float32; a Python number rounded to the bits of a dtype."""
+    """Return the value in at least float32, or a Python number rounded to the bits of `dtype`."""
     if is_scaled(x):
         _check_form(x)
         return x.to_array(dtypes.compute_dtype(x.dtype))
@@ -209,7 +209,7 @@ def _flatten(array: ScaledArray) -> tuple[tuple, float | None]:
 def _unflatten(static_scale: float | None, children: Iterable[Any]) -> ScaledArray:
     data, *dynamic = children
     array = ScaledArray(data, dynamic[0] if static_scale is None else static_scale)
-    # Whatever is put in the fields, the structure stays.
+    # Tree functions may put anything in the fields, but the structure must not change.
     object.__setattr__(array, "is_static", static_scale is not None)
     return array
 
@@ -224,25 +224,25 @@ export.register_pytree_node_serialization(
 
 
 def is_scaled(leaf: Any) -> bool:
-    """Tell whether a leaf is a `ScaledArray`."""
+    """Return whether a leaf is a `ScaledArray`."""
     return isinstance(leaf, ScaledArray)
 
 
 PACKED = jnp.dtype(jnp.float8_e8m0fnu)
-"""Dtype of scales that are stored, not computed with: `storage.pack_scales`."""
+"""The dtype of scales that are packed for storage by `storage.pack_scales`."""
 
 
 def is_packed(leaf: Any) -> bool:
-    """Tell whether a leaf is a `ScaledArray` whose scale is packed for storage."""
+    """Return whether a leaf is a `ScaledArray` whose scale is packed for storage."""
     return is_scaled(leaf) and not leaf.is_static and getattr(leaf.scale, "dtype", None) == PACKED
 
 
 def check_scaled(tree: Any, name: str = "tree", *, any_scale: bool = False) -> None:
-    """Refuse a tree with a `ScaledArray` that is none, naming the leaf.
+    """Raise if a `ScaledArray` of a tree is invalid. The message names the leaf.
 
-    Its data must be a floating array, its scale of a shape that fits, not packed for storage, and
-    where it is concrete a power of two, or 0 with data that is zero. `any_scale` is for products,
-    which are right for any scale.
+    The data must be a floating array. The scale must have a shape that fits, and must not be packed
+    for storage. A concrete scale must be a power of two, or 0 if the data is zero. `any_scale`
+    skips the checks of the scale's values, for `data * scale`, which is right for any scale.
     """
     for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
         if is_scaled(leaf):
@@ -253,7 +253,7 @@ def check_scaled(tree: Any, name: str = "tree", *, any_scale: bool = False) -> N
 
 
 def _check_form(x: ScaledArray, prefix: str = "") -> None:
-    """Refuse fields that no `ScaledArray` can have, whatever their values are."""
+    """Raise if types or shapes of the fields are invalid."""
     data, scale = x.data, x.scale
     if not hasattr(data, "dtype") or is_scaled(data):
         raise TypeError(
@@ -265,13 +265,13 @@ def _check_form(x: ScaledArray, prefix: str = "") -> None:
             f"`{prefix}data` must have a floating dtype, got {data.dtype}. What is no float has no "
             "scale: put the array itself in the place of its ScaledArray."
         )
-    if not hasattr(scale, "shape") or hasattr(scale, "dtype"):  # the scales of rules have no dtype
+    if not hasattr(scale, "shape") or hasattr(scale, "dtype"):  # a symbolic `Scale` has no dtype
         _check_real(scale, f"{prefix}scale")
     _check_shape(getattr(scale, "shape", ()), data.shape, f"{prefix}scale")
 
 
 def _check_powers(x: ScaledArray, where: str) -> None:
-    """Refuse a concrete scale that is no power of two."""
+    """Raise if a concrete scale is not a power of two, or 0 with nonzero data."""
     if is_packed(x):
         raise TypeError(
             f"`{where}` has a scale that is packed for storage ({PACKED}). Unpack the state "
@@ -289,17 +289,17 @@ def _check_powers(x: ScaledArray, where: str) -> None:
 
 @jax.jit
 def _is_lost(data: jax.Array, scale: jax.Array) -> jax.Array:
-    """Whether a finite element is multiplied by a scale 0 and is not 0."""
+    """Return whether a finite nonzero element has the scale 0."""
     return jnp.any(jnp.isfinite(data) & (data != 0) & (scale == 0))
 
 
 def _is_known(x: Any) -> bool:
-    """Whether the values can be looked at: neither traced nor on devices of other processes."""
+    """Return whether values can be read: neither traced nor on devices of other processes."""
     return not _compat.is_traced(x) and getattr(x, "is_fully_addressable", True)
 
 
 def may_be_powers_of_two(scale: Any) -> bool:
-    """Tell whether a number or array is of powers of two and 0, as far as it can be looked at."""
+    """Return whether a number or array has only powers of two and 0; True if it is unreadable."""
     if not _is_known(scale):
         return True
     values = np.asarray(scale, np.float64)
@@ -307,17 +307,17 @@ def may_be_powers_of_two(scale: Any) -> bool:
 
 
 def along_leading_axes(scale: Any, ndim: int) -> Any:
-    """Reshape a scale of a lower rank so that it lies along the leading axes."""
+    """Reshape a scale of a lower rank so that it is aligned with the leading axes."""
     return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim)) if scale.ndim else scale
 
 
 def align_scale(scale: Any, ndim: int) -> jax.Array:
-    """Bring a scale to shape `()` or to the rank `ndim` of its data."""
+    """Return a scale as an array of shape `()` or of the rank `ndim` of its data."""
     return along_leading_axes(jnp.asarray(scale), ndim)
 
 
 def check_scale(scale: Any, data: Any, name: str = "scale") -> None:
-    """Refuse a scale that cannot belong to the data; a traced one is checked for its shape."""
+    """Raise if a scale cannot belong to the data. Of a traced scale only the shape is checked."""
     _check_real(scale, name)
     shape, data_shape = np.shape(scale), np.shape(data)
     _check_shape(shape, data_shape, name)
@@ -351,7 +351,7 @@ def _check_shape(shape: tuple[int, ...], data_shape: tuple[int, ...], name: str)
 
 
 def check_scale_dtype(scale_dtype: Any) -> Any:
-    """Return the dtype of scales, float32 if there is none; refuse one that cannot hold them."""
+    """Return the dtype of scales, by default float32. Raise if it cannot hold their exponents."""
     dtype = jnp.dtype(scale_dtype or jnp.float32)
     if dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
         raise TypeError(
@@ -363,7 +363,10 @@ def check_scale_dtype(scale_dtype: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def rescale_data(data: jax.Array, ratio: jax.Array, dtype: Any = None) -> jax.Array:
-    """Return `data * ratio`, in at least float32 and cast once: outside of `jit` one program."""
+    """Return `data * ratio`, multiplied in at least float32 and cast once.
+
+    Outside of `jit` it is one compiled program.
+    """
     compute = dtypes.compute_dtype(data.dtype)
     values = dtypes.times(data.astype(compute), ratio.astype(dtypes.real_dtype(compute)))
     return dtypes.cast(values, data.dtype if dtype is None else dtype)
