@@ -1,13 +1,13 @@
-"""Checkpoints of states with scales, and what they can be restored as.
+"""Checkpoints of states with scales.
 
-Orbax by itself saves a state of `ScaledArray` and restores it exactly into the same one. What it
-does not: a static scale is no leaf, so that it stores none and restores the one of the target; a
-cast to float16 keeps the scale and may overflow; a plain checkpoint does not restore as scaled, nor
-a scaled one as plain. NumPy scalars and empty arrays are refused.
+Orbax alone saves a state of `ScaledArray`s and restores it exactly into the same state. But static
+scales are not leaves, so it does not store them and restores those of the target. A cast to float16
+keeps the scale and may overflow. It cannot restore a plain checkpoint as a scaled state, or a
+scaled checkpoint as a plain state, and it refuses NumPy scalars and empty arrays.
 
-So here a state becomes a flat dictionary of plain arrays, named by their paths:
-`params/w/data` and `params/w/scale`. `to_storable` and `from_storable` are for a checkpoint manager
-or another format, `save` and `restore` for one checkpoint in a directory.
+Here a state becomes a flat dictionary of plain arrays, named by their paths: `params/w/data` and
+`params/w/scale`. Use `save` and `restore` for one checkpoint in a directory, and `to_storable` and
+`from_storable` with a checkpoint manager or another format.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from jax_scalify.storage.placement import placed_like, sharding_like
 
 __all__ = ["from_storable", "restore", "save", "to_storable"]
 
-# What NumPy makes of a Python number: so it is stored.
+# The dtypes in which Python numbers are stored: those that NumPy gives them.
 _PYTHON_DTYPES = tuple(map(np.dtype, (np.bool_, np.int64, np.uint64, np.float64, np.complex128)))
 
 
@@ -64,27 +64,28 @@ def save(
     overwrite: bool = False,
     check_finite: bool = False,
 ) -> None:
-    """Write a state to a directory, with orbax: all of it is there, or nothing.
+    """Write a state to a directory with orbax, atomically.
 
-    For one process. With several, or to keep the last few steps, give `to_storable(state)` to an
-    `orbax.checkpoint.CheckpointManager`; `restore(directory / str(step) / "default", like)` reads
-    what that has written.
+    For one process. With several processes, or to keep the last few steps, give
+    `to_storable(state)` to an `orbax.checkpoint.CheckpointManager`, and read its checkpoints with
+    `restore(directory / str(step) / "default", like)`.
 
     Args:
-        path: the directory to be made.
-        state: any pytree; what is no array, number or key (functions, strings) is left out.
-        pack: store dynamic scales in one byte each (`pack_scales`).
-        overwrite: replace a checkpoint at `path`. The new one is complete before the old one is
-            moved to `path` + ".old", and removed.
-        check_finite: refuse a state with nan or infinities, so that one that can be gone on from
-            is not replaced by one that cannot. Leave it out where infinity is a value, as of the
-            best loss so far before the first.
+        path: the directory to create.
+        state: any pytree. Leaves that are not arrays, numbers or keys (functions, strings) are
+            omitted.
+        pack: whether to store dynamic scales in one byte each (`pack_scales`).
+        overwrite: whether to replace a checkpoint at `path`. The new checkpoint is complete before
+            the old one is moved to `path` + ".old" and removed.
+        check_finite: whether to refuse a state with nan or infinities, so that it does not replace
+            a good checkpoint. Do not set it if infinity is a valid value, as for the best loss
+            before the first evaluation.
 
     Raises:
-        FileExistsError: if there is something at `path`; with `overwrite`, if it is no checkpoint.
+        FileExistsError: if `path` exists; with `overwrite`, if it is not a checkpoint.
         ImportError: if orbax is not installed.
-        TypeError, ValueError: as `to_storable` does; with `check_finite`, listing every leaf that
-            is not finite. Nothing is written then.
+        TypeError, ValueError: as `to_storable` raises them. With `check_finite`, ValueError if a
+            leaf is not finite, with a list of these leaves. Nothing is written.
 
     Example:
         >>> import tempfile
@@ -124,22 +125,23 @@ def save(
 def restore(
     path: str | os.PathLike[str], like: Any, *, dtype: Any = None, partial: bool = False
 ) -> Any:
-    """Read a checkpoint into a state like another one; `from_storable` says how.
+    """Read a checkpoint into a state like `like`, converted as `from_storable` does.
 
-    Every array is read onto the devices of its partner, if that has a sharding. Checkpoints of
-    orbax alone, plain ones too, can be read as well, if they have no static scales.
+    Each array is read onto the devices of its partner in `like`, if that has a sharding.
+    Checkpoints written with orbax alone, scaled or plain, can be read too, if they have no static
+    scales.
 
     Args:
         path: a directory that `save` or a checkpoint manager has written.
         like: a state, or its shapes from `jax.eval_shape`.
-        dtype: of the data, instead of those of `like`.
-        partial: leave out what has no place in `like`, as optimizer state in `{"params": ...}`:
-            it is not read.
+        dtype: dtype of the data; by default the dtypes of `like`.
+        partial: whether to skip arrays that have no place in `like`, such as optimizer state if
+            `like` is `{"params": ...}`.
 
     Raises:
         FileNotFoundError: if there is no checkpoint at `path`.
         ImportError: if orbax is not installed.
-        ValueError: listing every leaf that differs from `like`. Nothing is read then.
+        ValueError: if leaves differ from `like`, with a list of all of them. Nothing is read.
     """
     ocp = _orbax()
     path = Path(path).absolute()
@@ -174,21 +176,20 @@ def restore(
 
 
 def to_storable(state: Any, *, pack: bool = True) -> dict[str, Any]:
-    """Turn a state into a flat dictionary of plain arrays, without loss.
+    """Convert a state to a flat dictionary of plain arrays, without loss.
 
-    A `ScaledArray` becomes `name/data` and `name/scale`, or `name/static_scale`; a key of
-    `jax.random` its data under `name/key<…>`. A `BlockScaledArray` becomes
-    `name/mxfp4_32x1/block_data`, with two elements of 4 bits in a byte, and so on. What is no
-    array, number or key (functions, strings) and arrays without elements are left out:
-    `from_storable` takes them from its `like`.
+    A `ScaledArray` becomes `name/data` and `name/scale`, or `name/static_scale`. A `jax.random` key
+    becomes its data, `name/key<…>`. A `BlockScaledArray` becomes `name/mxfp4_32x1/block_data`, with
+    two 4-bit elements in a byte, and so on. Functions, strings and arrays without elements are
+    omitted: `from_storable` takes them from its `like`.
 
     Args:
         state: any pytree of concrete arrays.
-        pack: store dynamic scales in one byte each (`pack_scales`).
+        pack: whether to store dynamic scales in one byte each (`pack_scales`).
 
     Raises:
-        TypeError: naming a leaf that is traced or abstract, or an array of strings or objects.
-        ValueError: if two leaves have the same name; for a scale that cannot be packed.
+        TypeError: if a leaf is traced or abstract, or an array of strings or objects.
+        ValueError: if two leaves have the same name, or if a scale cannot be packed.
 
     Example:
         >>> state = {"w": jsa.as_scaled_array(jnp.ones(2)), "rng": jax.random.key(0)}
@@ -211,30 +212,30 @@ def to_storable(state: Any, *, pack: bool = True) -> dict[str, Any]:
 
 
 def from_storable(stored: Any, like: Any, *, dtype: Any = None, partial: bool = False) -> Any:
-    """Build a state like another one from stored arrays.
+    """Build a state like `like` from stored arrays.
 
     Each leaf takes its kind, dtype and sharding from `like`, and its value from `stored`:
 
-    - scaled to scaled is exact; a static scale has the stored value and not that of `like`. Data
-      is cast if the dtypes differ. To one of a shorter range it is first brought to RMS 1 (each
-      scale by itself), to less if the maximum would overflow, and without negative values (second
-      moments) to more if the smallest one would underflow, up to 1/16 of the dtype's maximum.
-    - plain to scaled is `as_scaled_array(scale="rms")`, with the same care.
-    - block formats are exact to the same format and block shape; all other ways go by values.
-    - scaled to plain is `to_array(dtype)`; plain to plain is cast, as `asarray` does.
-    - a Python number has no dtype of its own: a stored scalar of its kind (integer, floating or
-      complex) is welcome, and keeps the dtype that it has as an array. A Python number that was
-      stored comes back as one.
+    - scaled to scaled is exact. A static scale has the stored value, not that of `like`. Data is
+      cast if the dtypes differ. Before a cast to a shorter range, the data of each scale is brought
+      to RMS 1; to less if the maximum would overflow; and, if no value is negative (second
+      moments), to more if the smallest would underflow, up to 1/16 of the dtype's maximum.
+    - plain to scaled is `as_scaled_array(scale="rms")`, with the same precautions.
+    - a block format to the same format and block shape is exact. Others are converted by value.
+    - scaled to plain is `to_array(dtype)`. Plain to plain is cast, as `asarray` does.
+    - a Python number in `like` accepts any stored scalar of its kind (integer, floating or
+      complex). A stored array scalar stays an array of its dtype. A stored Python number is
+      restored as a Python number.
 
     Args:
-        stored: what `to_storable` returned, or any pytree.
+        stored: the result of `to_storable`, or any pytree.
         like: a state, or its shapes from `jax.eval_shape`.
-        dtype: of scaled data and real floating arrays, instead of those of `like`.
-        partial: leave out what has no place in `like`.
+        dtype: dtype of scaled data and real floating arrays; by default the dtypes of `like`.
+        partial: whether to skip arrays that have no place in `like`.
 
     Raises:
         TypeError: if `dtype` is not a real floating dtype.
-        ValueError: listing every leaf that is missing, left over, or of another shape or kind.
+        ValueError: if leaves are missing, left over, or of another shape or kind. It lists all.
 
     Example:
         >>> stored = {"w": np.array([3e-6, 1e-6], np.float32)}
@@ -264,11 +265,11 @@ def _orbax() -> Any:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / "_METADATA").is_file()  # of orbax's tree of arrays
+    return (path / "_METADATA").is_file()  # orbax writes it for a tree of arrays
 
 
 def _load(parts: dict[str, Any], leaf: Any, dtype: Any) -> Any:
-    """A leaf like another one, of a stored value."""
+    """Return a leaf like `leaf` with the stored value."""
     wanted = stored_shape(leaf)
     if wanted is None:
         return leaf
@@ -290,7 +291,7 @@ def _load(parts: dict[str, Any], leaf: Any, dtype: Any) -> Any:
 
 
 def _stored_scale(parts: dict[str, Any], shape: tuple[int, ...]) -> Any:
-    """The scale of a stored leaf, unpacked; None for a plain one."""
+    """Return the unpacked scale of a stored leaf; None for a plain leaf."""
     scale = parts.get("scale", parts.get("static_scale"))
     if getattr(scale, "dtype", None) == PACKED:
         return storage.unpack_scales(ScaledArray(np.zeros(shape), np.asarray(scale))).scale
@@ -298,14 +299,14 @@ def _stored_scale(parts: dict[str, Any], shape: tuple[int, ...]) -> Any:
 
 
 def _load_number(data: Any, scale: Any, leaf: Any) -> Any:
-    """A number where another one is; what has a dtype of its own stays an array."""
+    """Return a stored value for a Python number. A stored array scalar stays an array."""
     if is_python(leaf) and scale is None and data.dtype not in _PYTHON_DTYPES:
         return jnp.asarray(data)
     return type(leaf)(np.asarray(data if scale is None else ScaledArray(data, scale)).item())
 
 
 def _load_array(data: Any, scale: Any, leaf: Any, dtype: Any) -> Any:
-    """A plain array where another one is."""
+    """Return a stored value as a plain array like `leaf`."""
     if scale is None and jnp.issubdtype(dtype, jnp.integer) and data.dtype != dtype:
         return placed_like(jnp.asarray(np.asarray(data).item(), dtype), leaf)  # raises if too large
     if scale is None:
@@ -334,7 +335,7 @@ def _load_scaled(data: Any, scale: Any, leaf: ScaledArray, dtype: np.dtype) -> S
 
 
 def _by_rms(data: Any, scale: Any, dtype: np.dtype, full: tuple) -> tuple[jax.Array, np.ndarray]:
-    """Move the data to RMS 1, or to where it neither over- nor underflows `dtype`, and cast it."""
+    """Move the data to RMS 1, or where it neither overflows nor underflows in `dtype`; cast it."""
     data = jnp.asarray(data)
     wide = dtypes.compute_dtype(data.dtype)
     target = jnp.finfo(dtype)
@@ -342,7 +343,7 @@ def _by_rms(data: Any, scale: Any, dtype: np.dtype, full: tuple) -> tuple[jax.Ar
     rms, largest = (
         np.asarray(statistic(data, stat, axes), np.float64).reshape(full) for stat in ("rms", "max")
     )
-    # The power is up to a factor of two below what it is rounded down from.
+    # The factor 2, because rounding down to a power of two loses up to a factor of two.
     size = np.maximum(rms, 2 * largest / float(target.max))
     if jnp.issubdtype(wide, jnp.floating) and jnp.all(data >= 0):
         values = jnp.where(data > 0, data.astype(wide), jnp.inf)
@@ -358,7 +359,7 @@ def _by_rms(data: Any, scale: Any, dtype: np.dtype, full: tuple) -> tuple[jax.Ar
 
 
 def _is_shorter(dtype: np.dtype, than: np.dtype) -> bool:
-    """Whether the numbers of a dtype end before those of another one, at either end."""
+    """Return whether a dtype overflows or underflows before another dtype does."""
     one, other = jnp.finfo(dtype), jnp.finfo(than)
     return one.maxexp < other.maxexp or one.minexp > other.minexp
 
@@ -370,7 +371,7 @@ def _cast(data: Any, dtype: Any) -> Any:
 
 
 def _is_wide(data: Any, dtype: Any) -> bool:
-    """Whether NumPy has to compute it: JAX may have no dtype of 64 bits."""
+    """Return whether NumPy must do the cast: JAX may have 64-bit dtypes disabled."""
     return isinstance(data, np.ndarray) and jnp.finfo(dtype).bits == 64
 
 

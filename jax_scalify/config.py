@@ -1,4 +1,4 @@
-"""What can be chosen about the transform."""
+"""The configuration of the transform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 class Pow2RoundMode(enum.Enum):
-    """How a statistic or a factor `sqrt(n)` is rounded to a power of two."""
+    """The rounding of a statistic, or of the growth of a sum, to a power of two."""
 
     NONE = "none"
     DOWN = "down"
@@ -31,24 +31,28 @@ _entered = threading.local()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScalifyConfig:
-    """Options of `scalify`; also a context manager that sets them for the calls inside it.
+    """Options of `scalify`. Also a context manager that sets them for the calls inside it.
 
     Attributes:
-        rounding_mode: how statistics are rounded to a power of two, `DOWN` or `UP`.
-        scale_dtype: dtype of every dynamic scale, float32 or float64.
-        missing_rule: what happens at a primitive without a scale rule. "warn": evaluate it on
-            dequantised values and warn once; "error": raise `MissingRuleError`; "silent".
-        sum_dtype: dtype in which sums are handed on, of matmuls and between devices. By default 16
-            bits for results in 16 bits where that is safe: less traffic through memory, and
-            between devices, on which gradients of bfloat16 and FP8 matmuls are summed in bfloat16.
-            float32: wherever 16 bits are the default. float8_e5m2: for the gradients that `psum`
-            and `psum_scatter` add up in a `shard_map`, as the sums of arrays of two axes or more
-            that are not of a forward pass: each device's part is rounded once and added in float32.
+        rounding_mode: the rounding of statistics and of the growth of sums to powers of two, `DOWN`
+            or `UP`.
+        scale_dtype: dtype of all dynamic scales, float32 or float64.
+        missing_rule: what happens if a primitive has no scale rule. "warn": evaluate it on
+            dequantised values and warn once. "error": raise `MissingRuleError`. "silent": evaluate
+            it on dequantised values.
+        sum_dtype: dtype in which matmuls store sums and devices exchange them. By default, 16 bits
+            for results in 16 bits where this is safe. It moves fewer bytes through memory and
+            between devices, which sum the gradients of bfloat16 and FP8 matmuls in bfloat16.
+            float32: float32 wherever 16 bits are the default. float8_e5m2: E5M2 for gradients that
+            `psum` and `psum_scatter` add up in a `shard_map`. A sum counts as one of gradients if
+            its array has two axes or more and is not part of a forward pass. Each device's part is
+            rounded to E5M2 once and added in float32.
 
     Raises:
-        TypeError: if `scale_dtype` is not float32 or float64, or `sum_dtype` not one of its dtypes.
-        ValueError: for an unknown `missing_rule`, or a rounding mode that does not keep scales
-            powers of two independently of a random key (`NONE`, `STOCHASTIC`).
+        TypeError: if `scale_dtype` is not float32 or float64, or `sum_dtype` is not float32,
+            float8_e5m2 or None.
+        ValueError: if `missing_rule` is unknown, or if scales would not stay powers of two
+            (`Pow2RoundMode.NONE`) or would depend on a random key (`Pow2RoundMode.STOCHASTIC`).
 
     Example:
         >>> import jax_scalify as jsa
@@ -103,5 +107,5 @@ _DEFAULT = ScalifyConfig()
 
 
 def current_config() -> ScalifyConfig:
-    """Return the configuration set by the innermost `with ScalifyConfig(...)`."""
+    """Return the configuration of the innermost `with ScalifyConfig(...)`."""
     return _active.value or _DEFAULT

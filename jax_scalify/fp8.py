@@ -1,4 +1,4 @@
-"""FP8 matmuls for models that know nothing of them."""
+"""FP8 matmuls for unmodified models: `fp8_matmuls`, and predicates that select matmuls."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A matmul of the function that is rewritten: what a predicate decides by.
+    """A matmul of the transformed function, the argument of a predicate.
 
     Attributes:
         scope: names of the modules and functions around it, as `"GPT/block_0/attention/out"`.
-            Flax linen and `jax.named_scope` give them; Flax NNX and Equinox do not.
+            Flax linen and `jax.named_scope` set them; Flax NNX and Equinox do not.
         lhs: shape and dtype of the left operand.
         rhs: shape and dtype of the right operand.
-        lhs_name: path of the argument that the left operand is, as `"[0]['head']['kernel']"`, up to
-            its dtype and layout; empty if it was computed.
-        rhs_name: likewise.
+        lhs_name: path of the left operand as an argument, such as `"[0]['head']['kernel']"`, even
+            if it was cast or transposed; empty if it was computed.
+        rhs_name: the same for the right operand.
         dimension_numbers: as in `jax.lax.dot_general`.
-        group_dimensions: the right operand's dims that hold a matrix for each group of rows, as
-            for each expert in `jax.lax.ragged_dot`; empty of any other.
+        group_dimensions: dims of the right operand with one matrix for each group of rows, such as
+            each expert in `jax.lax.ragged_dot`. Empty for other matmuls.
     """
 
     scope: str
@@ -67,9 +67,9 @@ class Matmul:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """`(m, n, k)`: the left and the right operand's free and the contracted size.
+        """`(m, n, k)`: the free sizes of the left and the right operand, and the contracted size.
 
-        Of groups, `m` (or `k`, if that is what is divided) is the number of all rows together.
+        With groups, the size that is divided into groups (`m` or `k`) is that of all groups.
         """
         contract, batch = self.dimension_numbers
         frees = []
@@ -80,21 +80,21 @@ class Matmul:
 
 
 Predicate = Callable[[Matmul], bool]
-"""Tells of a matmul whether it becomes FP8."""
+"""A function that returns whether a matmul becomes FP8."""
 
 
 def linear_layers(matmul: Matmul) -> bool:
-    """Those without batch dims: no attention scores and values, but experts of `ragged_dot`."""
+    """Select matmuls without batch dims: not those of attention, but experts of `ragged_dot`."""
     return not matmul.dimension_numbers[1][0]
 
 
 def everything(matmul: Matmul) -> bool:
-    """All of them, attention's scores and weighted values too."""
+    """Select all matmuls, including attention's scores and weighted values."""
     return True
 
 
 def min_size(size: int) -> Predicate:
-    """Make the predicate of matmuls all of whose sizes m, n, k are at least `size`.
+    """Return a predicate that selects matmuls whose sizes m, n and k are all at least `size`.
 
     Example:
         >>> select = jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.min_size(128))
@@ -103,7 +103,7 @@ def min_size(size: int) -> Predicate:
 
 
 def skip(*patterns: str) -> Predicate:
-    """Make the predicate of matmuls in whose scope and names no regular expression is found.
+    """Return a predicate that rejects matmuls whose scope or names match a regular expression.
 
     Example:
         >>> select = jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.skip("head", "block_[01]/"))
@@ -118,7 +118,7 @@ def skip(*patterns: str) -> Predicate:
 
 
 def all_of(*predicates: Predicate) -> Predicate:
-    """Make the predicate of matmuls that satisfy all predicates.
+    """Return a predicate that selects matmuls that all predicates select.
 
     Example:
         >>> select = jsa.fp8.all_of(jsa.fp8.linear_layers, jsa.fp8.skip_head)
@@ -127,29 +127,29 @@ def all_of(*predicates: Predicate) -> Predicate:
     return lambda matmul: all(predicate(matmul) for predicate in predicates)
 
 
-_NO_MODEL = r"(?!\w*(?:model|module|net))"  # every layer is in a `GPT2LMHeadModel`
+_NO_MODEL = r"(?!\w*(?:model|module|net))"  # "Head" in `GPT2LMHeadModel` must not match
 
 skip_embedding: Predicate = skip(
     rf"embed{_NO_MODEL}|(?<!dis)patch(?:es|ify)?(?:_\d+)?\b|(?<![a-z])w[tp]e(?![a-z])"
 )
-"""No matmul with an embedding, be it of patches, a one-hot lookup or a head that is tied to it."""
+"""Rejects matmuls with an embedding: of patches, one-hot lookups, and heads tied to it."""
 
 skip_head: Predicate = skip(
     rf"(?<!multi)(?<!multi[-_])(?:head|logits|embed){_NO_MODEL}", r"\.attend\b"
 )
-"""Not the last layer, whose results become probabilities; a multi-head attention is none."""
+"""Rejects the last layer, whose results become probabilities, but not multi-head attention."""
 
 skip_router: Predicate = skip(rf"(?:router|gating){_NO_MODEL}|moe\w*\W+gate\b")
-"""Not the layer that chooses the experts of a token, since rounding changes the choice."""
+"""Rejects the layer that chooses the experts of a token: rounding would change the choice."""
 
 hidden_layers: Predicate = all_of(linear_layers, skip_embedding, skip_head, skip_router)
-"""Linear layers and experts but embeddings, heads and routers, half of what FP8 costs in loss."""
+"""Linear layers and experts except embeddings, heads and routers: half of FP8's cost in loss."""
 
 skip_critical: Predicate = skip(
     r"att\w*\W+(?:\w+\W+)?(?:out|o|out_?proj|o_?proj|c_proj|dense|wo)\b",
     r"(?:mlp|ffn|feed_?forward)\w*\W+(?:\w+\W+)?(?:down|down_?proj|c_proj|fc_?2|w_?2|wo|dense_1)\b",
 )
-"""Not u-muP's critical matmuls (Blake et al. 2024, section 4.2), by the names that are usual.
+"""Rejects the critical matmuls of u-muP (Blake et al. 2024, section 4.2), by their usual names.
 
 Their inputs, the results of attention and of the feed-forward layer's activation, grow in training.
 """
@@ -165,42 +165,42 @@ def fp8_matmuls(
     recompute: bool = False,
     hadamard: int = 0,
 ) -> Callable:
-    """Transform a forward function so that its matmuls are those of `jsa.nn`.
+    """Transform a forward function so that its matmuls are FP8 matmuls of `jsa.nn`.
 
-    Each `dot_general` becomes `jsa.nn.dot_general`, each `ragged_dot`, as experts have, becomes
-    `jsa.nn.ragged_dot`, and a convolution that is a matmul, with a kernel of 1 x 1 or of
-    patches side by side and no padding, becomes one. The function is an ordinary one, of any
-    library; differentiate the result: `jsa.scalify(jax.grad(jsa.fp8_matmuls(loss)))`. The
-    backward pass has FP8 matmuls too. Matmuls inside `jit`, `scan`, `while_loop`, `cond` and
-    `jax.checkpoint` are found; those inside `shard_map` or a function with derivative rules of
-    its own (`jax.custom_vjp`), and those of operands that are narrow already, stay as they are.
+    Each `dot_general` becomes `jsa.nn.dot_general`, and each `ragged_dot` `jsa.nn.ragged_dot`. A
+    convolution that is a matmul (a kernel of 1 x 1, or patches side by side without padding)
+    becomes a matmul. The function may come from any library. Differentiate the result, and the
+    backward pass has FP8 matmuls too: `jsa.scalify(jax.grad(jsa.fp8_matmuls(loss)))`. Matmuls
+    inside `jit`, `scan`, `while_loop`, `cond` and `jax.checkpoint` are rewritten. Matmuls inside
+    `shard_map` or functions with derivative rules (`jax.custom_vjp`), and matmuls of operands that
+    are narrow already, are unchanged.
 
     Args:
-        fun: a traceable function of plain arrays; strings, callables, Python bools and `None`
-            among its arguments are static.
-        select: tells of a `jsa.fp8.Matmul` whether to rewrite it; by default those without batch
-            dims that no name calls an embedding, a head or a router; more are in `jsa.fp8`.
-        forward_dtype: format of both operands, or a pair with one for each: a dtype, or a block
-            format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
-        backward_dtype: format of the cotangent, or a pair, as of `jsa.nn.dot_general`.
-        accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
-            in bfloat16 or float64, bfloat16 for results in float16, else float32.
-        recompute: whether the backward pass computes activation functions again, such as
-            `jax.nn.gelu` and `silu`, from their input, as `jax.checkpoint` does, and the FP8
-            operand of the matmul that takes their result. The values are the same.
-        hadamard: as of `jsa.nn.DotGeneral`.
+        fun: a traceable function of plain arrays. Strings, callables, Python bools and `None` among
+            its arguments are static.
+        select: returns whether to rewrite a `jsa.fp8.Matmul`. By default, matmuls without batch
+            dims whose names do not match an embedding, a head or a router; see `jsa.fp8`.
+        forward_dtype: format of both operands, or a pair: a dtype, or a block format
+            (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
+        backward_dtype: format of the cotangent, or a pair, as in `jsa.nn.dot_general`.
+        accumulation_dtype: dtype of the matmuls' sums. By default the result's if it is bfloat16 or
+            float64, bfloat16 for float16 results, and otherwise float32.
+        recompute: whether the backward pass recomputes activation functions such as `jax.nn.gelu`
+            from their input, as `jax.checkpoint` does, and the FP8 operands made from them. The
+            values are the same.
+        hadamard: as in `jsa.nn.DotGeneral`.
 
     Returns:
-        A function of the same arguments and results. Its derivatives are of reverse mode; second
-        ones (of either mode) are computed in the dtypes that the operands had.
+        A function of the same arguments and results. It has reverse-mode derivatives. Second
+        derivatives (of either mode) are computed in the operands' original dtypes.
 
     Raises:
-        TypeError: if `fun` or `select` is not callable, or a format not floating point; when
-            called, for a `ScaledArray`: `scalify` goes around.
+        TypeError: if `fun` or `select` is not callable, or a format is not floating point. When
+            called, if an argument is a `ScaledArray`: put `scalify` around.
 
     Warns:
-        UserWarning: when called, if `fun` has a backward pass in it, or if by default all of its
-            linear layers are left wide.
+        UserWarning: when called, if `fun` contains a backward pass, or if the default `select`
+            leaves all of its linear layers wide.
 
     Example:
         >>> loss = lambda w, x: jnp.sum(x @ w)
@@ -265,7 +265,7 @@ _BODIES = {
 
 
 def _keeps_name(primitive: str) -> bool:
-    """Whether an operand that is an argument is still one afterwards."""
+    """Return whether a primitive's result counts as the same argument as its operand."""
     return (
         traits_of(primitive).elements in ("same", "cast", "moved") or primitive == "dynamic_slice"
     )
@@ -273,13 +273,13 @@ def _keeps_name(primitive: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Rewriter:
-    """Evaluates a jaxpr with some of its matmuls replaced."""
+    """An evaluator of jaxprs that replaces selected matmuls."""
 
     dot: DotGeneral
     select: Predicate
     recompute: bool
     in_backward_pass: list[str] = dataclasses.field(default_factory=list)
-    """Scopes of what was rewritten, but has been differentiated already."""
+    """The scopes of rewritten matmuls that belong to a backward pass."""
     seen: list[tuple[Matmul, bool]] = dataclasses.field(default_factory=list)
 
     def run(
@@ -289,7 +289,7 @@ class _Rewriter:
         names: Sequence[str],
         scope: str,
     ) -> list[Any]:
-        """Evaluate a closed jaxpr, given the names of the arguments that its operands are."""
+        """Evaluate a closed jaxpr, given the argument names of its operands."""
         closed = with_recomputed_activations(closed) if self.recompute else closed
 
         def equation(eqn: Any, pairs: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
@@ -325,7 +325,7 @@ class _Rewriter:
             numbers = params["ragged_dot_dimension_numbers"]
             return self.dot.ragged(lhs, rhs, group_sizes[0], numbers, **types)
         params = eqn.primitive.get_bind_params(params)
-        again = name in ("checkpoint", "remat2")  # all of it is computed again
+        again = name in ("checkpoint", "remat2")  # recomputes its activations anyway
         inner = dataclasses.replace(self, recompute=self.recompute and not again)
         for key in _BODIES.get(name, ()):
             bodies = params[key]
@@ -359,7 +359,7 @@ class _Rewriter:
         return self.seen[-1][1]
 
     def _body(self, body: Any, names: list[str], scope: str) -> Any:
-        """Rewrite a jaxpr of an equation, closed or not, which keeps its operands and results."""
+        """Rewrite an open or closed jaxpr of an equation. Its operands and results are kept."""
         closed = body if hasattr(body, "consts") else _compat.close_jaxpr(body, ())
         if all(e.primitive.name not in _MATMULS for e in all_equations(closed.jaxpr)):
             return body
@@ -373,20 +373,20 @@ class _Rewriter:
 
 
 def _patches(eqn: Any) -> Patches | None:
-    """How a convolution is a matmul; None of another and of other equations."""
+    """Return how a convolution is computed as a matmul; None if it is not one."""
     if eqn.primitive.name != _CONVOLUTION:
         return None
     return patches_of(*(v.aval.shape for v in eqn.invars), **eqn.params)
 
 
 def _joined(scope: str, eqn: Any) -> str:
-    """The scope of an equation inside another."""
+    """Return the scope of an equation inside an outer scope."""
     name = str(eqn.source_info.name_stack)
     return "/".join(part for part in (scope, name) if part)
 
 
 def _names_of_body(eqn: Any, key: str, names: list[str]) -> list[str]:
-    """Which arguments the operands of an equation's jaxpr are; a carry is none."""
+    """Return the argument names of the operands of an equation's jaxpr; "" for carries."""
     name, params = eqn.primitive.name, eqn.params
     if name == "cond":
         return names[1:]

@@ -1,4 +1,4 @@
-"""Check that a scale rule keeps the invariants that every rule has to keep."""
+"""A check of the invariants that every scale rule must keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_scalify.transform import scalify
 __all__ = ["WAYS", "check_scale_rule"]
 
 WAYS = ("eager", "jit", "vmap", "scan", "grad", "grad_outside")
-"""The ways to call a function that `check_scale_rule` knows."""
+"""The ways in which `check_scale_rule` can call a function."""
 
 
 def check_scale_rule(
@@ -31,36 +31,36 @@ def check_scale_rule(
     reference: Callable | None = None,
     tolerance: float | None = None,
 ) -> None:
-    """Check a function that uses a primitive, and so the rule of this primitive.
+    """Check the scale rule of a primitive, given a function that uses the primitive.
 
-    `fun` is called, scalified, on `ScaledArray` operands with the given data: every operand at
-    each of the scales in turn, two operands also at opposed scales, one operand plain, and with
-    one scale an index of each axis. Results are compared with `fun` in float64 on the values
-    `data * scale`. Checked are these invariants:
+    The scalified `fun` is called on `ScaledArray` operands with the given data: with all operands
+    at each of the scales, with operands at different scales, with one plain operand, and with one
+    scale for each index of an axis. Results are compared with `fun` in float64 on the values
+    `data * scale`. These invariants are checked:
 
     1. *Meaning*: the value is that of the plain function.
-    2. *Power of two*: every scale is one, or 0 where the data is 0.
-    3. *No hidden precision*: shape and dtype of the data are those of the plain result, all
-       dynamic scales are of `config.scale_dtype`.
-    4. *No hidden statistics*: other data of the same shape gives the same scales.
-    5. *Nothing silent*: no primitive lacks a rule.
+    2. *Power of two*: every scale is a power of two, or 0 where the data is 0.
+    3. *No hidden precision*: the data has the shape and dtype of the plain result, and all dynamic
+       scales have `config.scale_dtype`.
+    4. *No hidden statistics*: different data of the same shape gives the same scales.
+    5. *Nothing silent*: every primitive has a rule.
 
     Args:
-        fun: a function of arrays, by preference one equation of the primitive.
-        args: arrays; floating ones are the data of `ScaledArray` operands.
-        ways: how `fun` is called: "eager", "jit", "vmap" and "scan" (two examples, each with its
-            own scales), "grad" (of all results, inside `scalify`), "grad_outside" (the derivative
-            of the scalified function with respect to plain arrays).
-        scales: powers of two, and 0 for an operand that is zero. Leave out those at which the
-            plain function is not finite, or not defined.
-        static_scale: a scale that is known while tracing; None for no such case.
-        reference: the function in float64, where it is not `fun` itself.
-        tolerance: largest error relative to the largest result; by default 4 units of the result
-            dtype's epsilon, and 16 for derivatives.
+        fun: a function of arrays, preferably a single equation of the primitive.
+        args: arrays. Floating arrays are the data of `ScaledArray` operands.
+        ways: how `fun` is called: "eager", "jit", "vmap" and "scan" (two examples with different
+            scales), "grad" (of all results, inside `scalify`), "grad_outside" (the derivative of
+            the scalified function with respect to plain arrays).
+        scales: powers of two, and 0 for an operand that is zero. Omit scales at which the plain
+            function is not finite or not defined.
+        static_scale: a static scale to check too; None to skip this case.
+        reference: the function to evaluate in float64; by default `fun`.
+        tolerance: largest error relative to the largest result. By default 4 times the epsilon of
+            the result's dtype, and 16 times for derivatives.
 
     Raises:
-        AssertionError: naming the invariant, the way of calling and the scales.
-        ValueError: for an unknown way, a scale that is not a power of two, no floating argument.
+        AssertionError: if an invariant is broken. It names invariant, way of calling and scales.
+        ValueError: if a way is unknown, a scale is no power of two, or no argument is floating.
 
     Example:
         >>> jsa.testing.check_scale_rule(jnp.negative, np.float16([[1.0, -2.5]]))
@@ -101,7 +101,7 @@ def _check_powers_of_two(scales: Sequence[float | None]) -> None:
 def _rows(
     data: list[np.ndarray], floating: list[int], scales: Sequence[float], static: Any, way: str
 ) -> Iterator[tuple[Any, ...]]:
-    """Scales of the floating operands; a Python float is static, None a plain operand."""
+    """Yield scales of the floating operands. A float is static, None is a plain operand."""
     count = len(floating)
     dynamic = [np.float32(s) for s in scales if s != 0]
     yield from ((s,) * count for s in dynamic)
@@ -119,18 +119,18 @@ def _rows(
 
 
 def _in_turn(one: Any, others: Any, count: int) -> Iterator[tuple[Any, ...]]:
-    """Rows of which each operand in turn is another one than the rest."""
+    """Yield rows in which one operand after the other has `one`, and the rest `others`."""
     return (tuple(one if j == i else others for j in range(count)) for i in range(count))
 
 
 def _rows_along_axes(operands: list[np.ndarray]) -> Iterator[tuple[Any, ...]]:
-    """Every index of an axis has a scale of its own."""
+    """Yield rows with one scale for each index of an axis."""
     for axis in range(max(x.ndim for x in operands)):
         yield tuple(_along(x, axis) for x in operands)
 
 
 def _along(data: np.ndarray, axis: int) -> np.ndarray:
-    """A scale an index of one axis: 1, 1/2, 1/4, 1, ..."""
+    """Return one scale for each index of an axis: 1, 1/2, 1/4, 1, ..."""
     if axis >= data.ndim or data.ndim < 2:
         return np.float32(1)  # type: ignore[return-value]
     shape = [1] * data.ndim
@@ -164,7 +164,7 @@ def _operands(data: list[np.ndarray], floating: list[int], row: Any, way: str) -
 
 
 def _weights(out: jax.Array, unit: Any) -> jax.Array:
-    """Cotangents of a result, in its unit, of which none is like another."""
+    """Return weights, different for each element, for a sum of `out / unit`."""
     weights = np.cos(np.arange(out.size)).reshape(out.shape) + 1.5
     return jnp.asarray(weights, out.dtype) / jnp.asarray(unit, out.dtype)
 
@@ -179,14 +179,14 @@ def _weighted_sum(outputs: Any, units: Sequence[Any] | None = None) -> Any:
 
 
 class _Calls:
-    """A function as a way of calling calls it, scalified and plain.
+    """A function under one way of calling, scalified and plain.
 
     Attributes:
-        way: of calling.
+        way: the way of calling.
         floating: positions of the floating operands.
         run: the scalified function.
-        plain: the function, of plain arrays.
-        wanted: the compiled function or its reference, for arrays in float64.
+        plain: the function of plain arrays.
+        wanted: the compiled reference, for float64 arrays.
     """
 
     def __init__(self, fun: Callable, reference: Callable, way: str, floating: list[int]) -> None:
@@ -199,9 +199,9 @@ class _Calls:
         self._wanted_slopes = jax.jit(jax.grad(self._weighted_wanted))
 
     def results(self, rows: list[list[Any]], places: Sequence[str]) -> list[list[Any]]:
-        """The leaves of the scalified function's results for each row of operands.
+        """Return the leaves of the scalified function's results for each row of operands.
 
-        Compiled, rows of all structures are one program: compiling takes most of the time.
+        Rows of all structures are compiled as one program: compiling takes most of the time.
         """
         if self.way == "eager":
             return [self._leaves(x, where) for x, where in zip(rows, places, strict=True)]
@@ -237,13 +237,13 @@ class _Calls:
         return _scanned(call) if self.way == "scan" else call
 
     def scaled(self, arrays: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        """The operands with other values, of `arrays`, at the same scales."""
+        """Return the operands with the values of `arrays`, at the same scales."""
         full = list(operands)
         for i, array in zip(self.floating, arrays, strict=True):
             like = operands[i]
             scale = like.scale
             if not like.is_static:
-                scale = jnp.where(jnp.asarray(scale) == 0, 1, scale)  # 0 times x has no slope
+                scale = jnp.where(jnp.asarray(scale) == 0, 1, scale)  # at 0 the derivative is 0
             full[i] = as_scaled_array(array, scale, dtype=like.dtype)
         return full
 
@@ -258,13 +258,13 @@ class _Calls:
         return _weighted_sum(self.wanted(*full), units)
 
     def slopes(self, values: list[Any], operands: list[Any], units: list[Any]) -> list[Any]:
-        """The derivatives of a weighted sum of the scalified function's results."""
+        """Return the derivatives of a weighted sum of the scalified function's results."""
         pairs = zip(values, self.floating, strict=True)
         wide = [jnp.asarray(v, dtypes.compute_dtype(operands[i].dtype)) for v, i in pairs]
         return self._slopes(wide, operands, units)
 
     def wanted_slopes(self, values: list[Any], operands: list[Any], units: list[Any]) -> list[Any]:
-        """The same of the plain function, in float64."""
+        """Return the derivatives of the same sum for the reference, in float64."""
         rest = [None if is_scaled(x) else x for x in operands]
         with jax.enable_x64(True):
             return self._wanted_slopes([jnp.asarray(v) for v in values], rest, units)
@@ -275,7 +275,7 @@ def _scanned(fun: Callable) -> Callable:
 
 
 def _value(x: Any) -> np.ndarray:
-    """The values of an operand or result in float64 (complex128)."""
+    """Return the values of an operand or result in float64 or complex128."""
     if not is_scaled(x):
         return np.asarray(x)
     data = np.asarray(x.data)
@@ -300,7 +300,7 @@ def _in_float64(fun: Callable, operands: list[Any]) -> list[np.ndarray]:
 def _check_calls(
     calls: _Calls, rows: list[list[Any]], tolerance: float | None, places: Sequence[str]
 ) -> None:
-    """Check the results for each row of operands; `places` say which row it is."""
+    """Check the results for each row of operands; `places` describe the rows."""
     results = calls.results(rows, places)
     plain = (getattr(x, "data", x) for x in rows[0])
     avals = jax.tree.leaves(jax.eval_shape(calls.plain, *plain))
@@ -340,7 +340,7 @@ def _check_results(
 
 
 def _other_data(x: Any) -> Any:
-    if not is_scaled(x) or x.ndim == 0:  # the exponent of a scalar may be its scale
+    if not is_scaled(x) or x.ndim == 0:  # the scale of a 0-d value may be its exponent
         return x
     return ScaledArray((x.data * jnp.asarray(0.625, x.dtype)).astype(x.dtype), x.scale)
 
@@ -384,7 +384,7 @@ def _check_values(got: np.ndarray, want: np.ndarray, tolerance: float, where: st
 
 
 def _check_outside(calls: _Calls, operands: list[Any], tolerance: float | None, where: str) -> None:
-    """Compare the derivative of the scalified function, in units of its results' scales."""
+    """Check the derivative of the scalified function, in units of its results' scales."""
     floating = calls.floating
     if any(not is_scaled(operands[i]) for i in floating):
         return

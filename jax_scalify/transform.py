@@ -1,4 +1,4 @@
-"""The transform: trace a function once, then interpret its jaxpr on scaled values."""
+"""The transform `scalify`: trace a function once, then interpret its jaxpr on scaled values."""
 
 from __future__ import annotations
 
@@ -49,38 +49,38 @@ def scalify(
     config: ScalifyConfig | None = None,
     calibration: Calibrated | None = None,
 ) -> Callable:
-    """Transform a function so that every floating-point value flows as `data * scale`.
+    """Transform a function so that each floating-point value is computed as `data * scale`.
 
-    Forward pass, derivatives and optimizer inside `fun` are rewritten in one go, by one rule a
-    primitive; `fun` itself is written for plain arrays. A pure transform, as `jax.grad` is: use it
-    under `jax.jit`.
+    Forward pass, derivatives and optimizer inside `fun` are transformed together, by one rule for
+    each primitive. `fun` is written for plain arrays. `scalify` is a pure transform, as `jax.grad`
+    is: use it under `jax.jit`.
 
     Args:
-        fun: a traceable function. Its arguments may be any pytrees; `ScaledArray` leaves are
-            scaled, other arrays plain, and strings, callables, Python bools and ints and `None`
-            static. What it writes into Flax NNX modules, optimizers and streams of random numbers
-            comes back, as under `nnx.jit`, which goes around.
+        fun: a traceable function of pytrees. `ScaledArray` leaves are scaled, other arrays are
+            plain, and strings, callables, Python bools and ints and `None` are static. Writes into
+            Flax NNX modules, optimizers and streams of random numbers are carried back, as under
+            `nnx.jit`. Put `nnx.jit` around `scalify`.
         config: options; by default those of the enclosing `with ScalifyConfig(...)`.
-        calibration: what `jsa.calibrate` has measured of `fun`: where data would leave its band,
-            a power of two that is known while tracing moves between data and scale. A state of
-            dynamic scales is brought to those that `calibration.freeze` gives it, and returned so.
+        calibration: the result of `jsa.calibrate` for `fun`. Where data would leave its band, a
+            power of two that is known while tracing moves between data and scale. A state with
+            dynamic scales is brought to the scales that `calibration.freeze` would give it.
 
     Returns:
-        A function of the same arguments. An output that depends on a scaled value is a
-        `ScaledArray`, of a dynamic scale if any scaled argument had one; with a `calibration` and
-        a frozen state as first argument what it makes static stays static. With plain arguments
-        only (and no `set_scaling` inside) it computes exactly what `fun` does. Results have the
-        dtypes and weak types of those of `fun`, and buffers of their own, as under `jax.jit`.
-        Strings, callables and Python ints among them, as an Equinox model has, stay as they are.
+        A function of the same arguments. A result that depends on a scaled value is a
+        `ScaledArray`. Its scale is dynamic if any scaled argument has a dynamic scale, except with
+        a `calibration` and a frozen state as first argument: then static scales stay static. With
+        plain arguments only (and no `set_scaling` inside) it computes exactly what `fun` does.
+        Results have the dtypes and weak types of the results of `fun`, and their own buffers, as
+        under `jax.jit`. Strings, callables and Python ints among them are unchanged.
 
     Raises:
-        TypeError: if `fun` is not callable, `config` not a `ScalifyConfig` or `calibration` no
-            `Calibration`; when called, for a `ScaledArray` of integers or lists, or whose scale is
-            packed for storage.
-        ValueError: when called, for a scale that does not fit its data or is no power of two
-            (which cannot be seen of a dynamic one under `jit`); if `fun` changes the structure of
-            an NNX object; for a calibration of another function.
-        MissingRuleError: when called, for a primitive without a rule, if so configured.
+        TypeError: if `fun` is not callable, `config` is not a `ScalifyConfig` or `calibration` is
+            not a `Calibration`. When called, if a `ScaledArray` holds integers or lists, or has a
+            scale that is packed for storage.
+        ValueError: when called, if a scale does not fit its data or is not a power of two (dynamic
+            scales are not checked under `jit`), if `fun` changes the structure of an NNX object, or
+            if the calibration is of another function.
+        MissingRuleError: when called, if a primitive has no rule and `missing_rule` is "error".
 
     Source: Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
     2024, section 3.
@@ -135,22 +135,22 @@ def scalify(
 
 
 def _by_position(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    """Arguments as a calibration names them: by position, where the function takes them so."""
+    """Return the arguments by position where possible: a calibration names them by position."""
     try:
         bound = inspect.signature(fun).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # it has no signature; or the call will say what is wrong
+    except (TypeError, ValueError):  # there is no signature, or the call itself will raise
         return args, kwargs
     return bound.args, bound.kwargs
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A calibration of one traced function; what its derivatives interpret besides has none.
+    """A calibration of the traced function. Jaxprs made for its derivatives are not calibrated.
 
     Attributes:
-        equations: of the function.
-        calibration: that of the user.
-        arguments: their names.
+        equations: the equations of the traced function.
+        calibration: the user's calibration.
+        arguments: the names of the arguments.
         is_frozen: whether the state has static scales.
     """
 
@@ -160,15 +160,15 @@ class _Plan:
     is_frozen: bool
 
     def is_of(self, equations: Sequence[Any]) -> bool:
-        """Whether these are the equations of the function."""
+        """Return whether these are the equations of the traced function."""
         return list(map(id, equations)) == list(map(id, self.equations))
 
     def corrections(self, live: Any) -> Corrections | None:
-        """The corrections of what is left of the function."""
+        """Return the corrections of the pruned jaxpr of the function."""
         return self.calibration.corrections(live, self.arguments)
 
     def scales(self, operands: Sequence[Any]) -> dict[int, Scale]:
-        """The static scales of operands that come with dynamic ones, by position."""
+        """Return the calibrated scales of operands with dynamic scalar scales, by position."""
         found = {}
         for i, (name, x) in enumerate(zip(self.arguments, operands, strict=True)):
             if is_scaled(x) and not x.is_static and not np.ndim(x.scale):
@@ -179,10 +179,10 @@ class _Plan:
 
 
 def _is_frozen(paths: Sequence[tuple], operands: Sequence[Any]) -> bool:
-    """Tell whether the first argument with scales, the state, has static ones.
+    """Return whether the first argument with scales, the state, has any static scale.
 
-    Some need not be: what is always zero, as moments of a weight that is not used, comes back with
-    a dynamic scale.
+    A frozen state may have dynamic scales too: a leaf that is always zero, such as the moment of an
+    unused weight, is returned with a dynamic scale.
     """
     scaled = [(path, x) for path, x in zip(paths, operands, strict=True) if is_scaled(x)]
     first = [x for path, x in scaled if path[:2] == scaled[0][0][:2]]
@@ -194,10 +194,10 @@ def _scale_call(
 ) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands.
 
-    The state of a calibrated step that is not frozen is brought to the scales that it was
-    calibrated for. Results keep the static scales that they have if all operands' are static, or
-    the state of a calibrated step is frozen. Else they are dynamic: results are operands of the
-    next call, which is not to be compiled anew.
+    With a calibration, dynamic scalar scales of operands are replaced by their calibrated scales.
+    Results keep static scales if all operands have static scales, or if the state of a calibrated
+    step is frozen. Otherwise all scales become dynamic: the results are operands of the next call,
+    and it must not compile again.
     """
     equations, closed = closed.jaxpr.eqns, pruned(closed)
     own = plan if plan is not None and plan.is_of(equations) else None
@@ -227,7 +227,7 @@ def _scale_call(
 def _staged(
     interpret: Callable[..., list[Any]], operands: Sequence[Any], trace: Callable[..., Any]
 ) -> list[Any]:
-    """Interpret under `jit`: in a trace of its own, whose scales are computed together."""
+    """Interpret in a new trace, under `jit`, so that its scales are computed together."""
     leaves, tree = jax.tree.flatten(list(operands))
     variable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     out_tree = None
@@ -248,11 +248,14 @@ def _staged(
 
 
 def _matched(jaxpr: Any, moved: Collection[int]) -> list[bool]:
-    """Tell of each result whether it has the scale of something else, static if that one's is.
+    """Return for each result whether `match_scales` produced it.
+
+    Such a result keeps a static scale if its partner's scale is static.
 
     Args:
-        jaxpr: of a function.
-        moved: positions of arguments whose scales are dynamic outside, and static inside.
+        jaxpr: the jaxpr of a function.
+        moved: positions of arguments whose scales are dynamic outside and static inside. Results
+            that are matched to them must be dynamic.
     """
     found = [eqn for eqn in jaxpr.eqns if eqn.primitive is primitives.match_scale_p]
     if moved:
@@ -262,7 +265,7 @@ def _matched(jaxpr: Any, moved: Collection[int]) -> list[bool]:
 
 
 def _is_narrow(jaxpr: Any) -> bool:
-    """Tell whether a value has a dtype of the range of float16 or less."""
+    """Return whether any value of a jaxpr is float16 or FP8."""
     equations = all_equations(jaxpr)
     variables = itertools.chain(jaxpr.invars, *(eqn.outvars for eqn in equations))
     found = {getattr(v.aval, "dtype", np.int32) for v in variables}
@@ -270,16 +273,16 @@ def _is_narrow(jaxpr: Any) -> bool:
 
 
 def _gives_state_back(jaxpr: Any) -> bool:
-    """Tell whether a step gives its state back at the scales that it got.
+    """Return whether a step uses `match_scales` to return its state at the scales that it got.
 
-    The exponent of a traced scalar is its scale for the sake of results and of narrow data. Where
-    the scales of results are given, and everything has the range of float32, it need not be.
+    A traced scalar is split into data and scale for the sake of results' scales and narrow data. A
+    step with given scales and only wide dtypes need not split it.
     """
     return any(eqn.primitive is primitives.match_scale_p for eqn in all_equations(jaxpr))
 
 
 def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:
-    """The operands, of dynamic scales that cannot be differentiated by."""
+    """Return the operands with dynamic scales that refuse differentiation."""
     dynamic = [x.scale for x in operands if is_scaled(x) and not x.is_static]
     scales = iter(constant_scales(dynamic) if dynamic else ())
     return [
@@ -289,7 +292,7 @@ def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:
 
 
 def _typed(x: Any, aval: Any) -> Any:
-    """A result as a JAX array, of the weak type that the plain function's has."""
+    """Return a result as a JAX array with the weak type of the plain function's result."""
     if is_scaled(x):
         return ScaledArray(_typed(x.data, aval), x.scale)
     x = x if isinstance(x, jax.Array) else jnp.array(x, aval.dtype)
@@ -297,7 +300,7 @@ def _typed(x: Any, aval: Any) -> Any:
 
 
 def _own_buffers(outputs: list[Any], given: Any) -> list[Any]:
-    """Give each result buffers of its own, as `jax.jit` does: a shared one cannot be donated."""
+    """Copy results that share a buffer, as `jax.jit` does: a shared buffer cannot be donated."""
     seen = {id(leaf) for leaf in jax.tree.leaves(given)}
 
     def owned(x: Any) -> Any:
@@ -320,12 +323,12 @@ def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
             extent=algebra.given_extent(operand.dtype),
         )
     )
-    # A copy: JAX may keep the memory of a NumPy array, which the user writes to.
+    # `jnp.array` copies: `jnp.asarray` may alias the memory of a NumPy array that the user changes.
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
     if calibrated is not None:
         return at_scale(Operand(data, scale), calibrated)
     if not data.ndim and dtypes.has_wide_range(data.dtype) and not scale.is_static:
-        # A learning rate in the state: the exponent of a number is its scale.
+        # A 0-d leaf, such as a learning rate in the state: its scale is its exponent.
         return Operand(data, scale * table.split(data)[1], unit=scale)
     return Operand(data, scale, home=leaf_home(data, scale))
 

@@ -37,7 +37,7 @@ def _is_leaf(is_leaf: Callable | None) -> Callable[[Any], bool]:
 
 
 def map(f: Callable, tree: Any, *rest: Any, is_leaf: Callable | None = None) -> Any:
-    """Map over the leaves of trees, a `ScaledArray` being one leaf.
+    """Map over the leaves of trees. A `ScaledArray` is one leaf.
 
     Example:
         >>> state = {"w": jsa.as_scaled_array(jnp.ones(2)), "step": 3}
@@ -48,12 +48,12 @@ def map(f: Callable, tree: Any, *rest: Any, is_leaf: Callable | None = None) -> 
 
 
 def leaves(tree: Any, is_leaf: Callable | None = None) -> list[Any]:
-    """Return the leaves."""
+    """Return the leaves of a tree."""
     return jax.tree.leaves(tree, is_leaf=_is_leaf(is_leaf))
 
 
 def flatten(tree: Any, is_leaf: Callable | None = None) -> tuple[list[Any], Any]:
-    """Return the leaves and the structure."""
+    """Return the leaves and the structure of a tree."""
     return jax.tree.flatten(tree, is_leaf=_is_leaf(is_leaf))
 
 
@@ -63,7 +63,11 @@ def unflatten(treedef: Any, leaves: Any) -> Any:
 
 
 def flatten_like(structure: Any, tree: Any, name: str, like: str) -> list[Any]:
-    """Return the parts of a tree at the leaves of a structure; an error names both arguments."""
+    """Return the subtrees of a tree at the leaves of a structure.
+
+    Raises:
+        ValueError: if the tree does not have the structure. The message names both arguments.
+    """
     try:
         return structure.flatten_up_to(tree)
     except (TypeError, ValueError) as error:
@@ -71,17 +75,17 @@ def flatten_like(structure: Any, tree: Any, name: str, like: str) -> list[Any]:
 
 
 def structure(tree: Any, is_leaf: Callable | None = None) -> Any:
-    """Return the structure."""
+    """Return the structure of a tree."""
     return jax.tree.structure(tree, is_leaf=_is_leaf(is_leaf))
 
 
 def all(tree: Any, is_leaf: Callable | None = None) -> bool:
-    """Tell whether every leaf is true."""
+    """Return whether every leaf is true."""
     return jax.tree.all(tree, is_leaf=_is_leaf(is_leaf))
 
 
 def astype(tree: Any, dtype: Any) -> Any:
-    """Cast the data of scaled leaves and the floating plain leaves; scales stay as they are.
+    """Cast the data of scaled leaves, and floating plain leaves. Scales are unchanged.
 
     Complex leaves keep their dtype unless `dtype` is complex.
 
@@ -93,7 +97,7 @@ def astype(tree: Any, dtype: Any) -> Any:
     """
 
     def cast(leaf: Any) -> Any:
-        if is_block_scaled(leaf):  # elements stay as they are stored
+        if is_block_scaled(leaf):  # stored elements are unchanged
             return dataclasses.replace(leaf, dtype=jnp.dtype(dtype))
         if array_lib.is_scaled(leaf):
             return leaf.astype(dtypes.of_leaf(leaf.dtype, dtype))
@@ -103,9 +107,9 @@ def astype(tree: Any, dtype: Any) -> Any:
 
 
 def size(tree: Any) -> int:
-    """Count the elements of the arrays of a tree: the parameters of a model.
+    """Return the number of elements of a tree's arrays, such as the parameters of a model.
 
-    A scale is none. Of abstract arrays too, as `jax.eval_shape` returns them.
+    Scales do not count. Arrays may be abstract, as from `jax.eval_shape`.
 
     Example:
         >>> params = jsa.as_scaled_array({"w": jnp.ones((3, 4)), "b": jnp.ones(4)})
@@ -116,17 +120,17 @@ def size(tree: Any) -> int:
 
 
 def shardings(tree: Any, data_shardings: Any) -> Any:
-    """Return the shardings of a state whose data is sharded: every scale is replicated.
+    """Return the shardings of a state whose data is sharded. Scales are replicated.
 
-    Block scales are cut as their elements are, so that each device has whole blocks.
+    Block scales are sharded as their elements are, so that each device has whole blocks.
 
     Args:
-        tree: state with `ScaledArray` leaves; or its shapes, as `jax.eval_shape` returns them.
-        data_shardings: a `NamedSharding` or `PartitionSpec` for all leaves, or a tree of them, one
-            a leaf or for a part of the tree: that of the plain state will do.
+        tree: state with `ScaledArray` leaves, or its shapes from `jax.eval_shape`.
+        data_shardings: a `NamedSharding` or `PartitionSpec` for all leaves, or a tree of these, one
+            for each leaf or subtree. The tree of the plain state's shardings fits.
 
     Returns:
-        What the `in_shardings`, `out_shardings` of `jax.jit` and `jax.device_put` take.
+        Shardings for `in_shardings` and `out_shardings` of `jax.jit`, and for `jax.device_put`.
 
     Raises:
         ValueError: if a device would have a part of a block of a `BlockScaledArray`.
@@ -138,8 +142,8 @@ def shardings(tree: Any, data_shardings: Any) -> Any:
         >>> print(found["w"].data.spec, found["w"].scale.spec)
         P('data',) P()
 
-        A state that is made under `jit`, where JAX refuses the shardings of a plain one, as a scale
-        has no axes that they could cut:
+        A state that is made under `jit`. JAX would refuse the shardings of the plain state, because
+        a scale has no axes to shard:
 
         >>> import optax
         >>> params = {"w": jnp.ones(2)}
@@ -171,19 +175,19 @@ def shardings(tree: Any, data_shardings: Any) -> Any:
 
 
 def check_same_structure(new: Any, like: Any) -> Any:
-    """Return a tree, if a function that was compiled for another one takes it as it is.
+    """Return `new`, if a function compiled for `like` takes it without compiling again.
 
-    The state that a training step returns should have the structure, shapes, dtypes and kinds of
-    scales of the one that it was given: otherwise the next step compiles again. At the end of a
-    jitted step, outside of `scalify`, this check costs nothing when it has been compiled.
+    A training step should return its state with the structure, shapes, dtypes and kinds of scales
+    that it got. Otherwise the next step compiles again. In a jitted step, outside of `scalify`, the
+    check runs while tracing, and costs nothing afterwards.
 
     Args:
-        new: the tree to be checked.
-        like: the tree that it should be like.
+        new: the tree to check.
+        like: the tree that it is compared with.
 
     Raises:
-        ValueError: listing every leaf that differs, and how; if none does, the first node whose
-            type, keys or static fields differ. It ends in what to do.
+        ValueError: if the trees differ. The message lists each leaf that differs, or the first node
+            whose type, keys or static fields differ, and a remedy.
 
     Example:
         >>> state = {"w": jsa.freeze_scales(jsa.as_scaled_array(jnp.ones(2)))}
@@ -219,7 +223,7 @@ def _leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def _described(leaf: Any) -> str:
-    """Dtype, shape and scale of a leaf: what a compiled function is specialised on."""
+    """Describe dtype, shape and scale of a leaf, on which a compiled function is specialised."""
     if leaf is _MISSING:
         return "missing"
     if not array_lib.is_scaled(leaf):
@@ -246,7 +250,7 @@ def _leaf_advice(new: Any, like: Any) -> str:
 
 
 def _differing_node(new: Any, like: Any, path: str = "") -> tuple[str, str]:
-    """Where trees of unequal structures differ first, and what to do."""
+    """Describe the first difference between trees of different structures, and a remedy."""
     containers = "Return the containers that were given."
     place, kinds = path or "the tree", [type(tree).__name__ for tree in (new, like)]
     if type(new) is not type(like):
@@ -268,13 +272,13 @@ def _differing_node(new: Any, like: Any, path: str = "") -> tuple[str, str]:
 
 
 def _children(tree: Any) -> dict[Any, Any]:
-    """Children of a node by key."""
+    """Return the children of a node by key."""
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is not tree)
     return dict(flat)
 
 
 def _static_difference(new: Any, like: Any, path: str) -> str:
-    """Name the field that differs between nodes whose children have the same structures."""
+    """Describe the static field that differs between nodes with children of equal structure."""
     place, pair = path or "the tree", (new, like)
     if not dataclasses.is_dataclass(new):
         pair = _static_data(new), _static_data(like)
@@ -292,7 +296,7 @@ def _static_data(node: Any) -> Any:
 
 
 def _differing_field(new: Any, like: Any) -> tuple[str, Any, Any] | None:
-    """The first static field that differs, and both of its values; None if none does."""
+    """Return the first static field that differs, with both values; None if all are equal."""
     children = {jax.tree_util.keystr(key, simple=True) for key in _children(new)}
     for name in (field.name for field in dataclasses.fields(new)):
         found, was = (getattr(tree, name, None) for tree in (new, like))
