@@ -1,4 +1,4 @@
-"""Optimizer state in float16, bfloat16 or FP8, around any optimizer in the form of optax."""
+"""Optimizer state in float16, bfloat16 or FP8, for any optax `GradientTransformation`."""
 
 from jax_scalify.optim.applying import apply_updates
 from jax_scalify.optim.averaging import EmaState, ema, incremental_update

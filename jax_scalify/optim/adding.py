@@ -1,4 +1,4 @@
-"""Sums that are right on average, however small what is added: for slow averages of weights."""
+"""Sums that are right on average, however small the added term: for slow averages of weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_scalify.primitives.custom_scale import custom_scale
 
 
 def _added(x: jax.Array, step: jax.Array, bits: jax.Array | None) -> jax.Array:
-    """`x + step`, rounded by bits to one of the two numbers of float32 beside the exact sum."""
+    """Return `x + step`, rounded with bits to one of the float32 neighbours of the exact sum."""
     total = x + step
     if bits is None or total.dtype != jnp.float32:
         return total
@@ -37,8 +37,8 @@ def add_stochastically(
 ) -> jax.Array:
     """Return `x + step` in float32, right on average however small the step is.
 
-    Rounded to nearest, steps of less than 2**-25 of `x` are lost, and others are up to twice as
-    large. What is rounded once more, by the same bits, to fewer of them stays right on average.
+    Rounded to nearest, steps of less than 2**-25 of `x` are lost, and others become up to twice as
+    large. A second stochastic rounding to fewer bits, with the same bits, keeps the mean.
 
     Source: the rest is Knuth's TwoSum, "The Art of Computer Programming", volume 2, 4.2.2.
     """

@@ -1,4 +1,4 @@
-"""Adding updates to parameters of few bits."""
+"""`apply_updates`: add updates to parameters of few bits."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ def apply_updates(
     policy: Literal["statistic", "gradient"] = "statistic",
     rounding: Literal["stochastic", "nearest"] = "stochastic",
 ) -> Any:
-    """Add updates to parameters in float32; round once to the parameters' own dtype.
+    """Add updates to parameters in float32, and round once to the parameters' dtype.
 
-    Parameters in float16 are the master weights then: no copy in float32 is kept.
+    float16 parameters are their own master weights: no float32 copy is kept.
 
     Args:
-        params: arrays, or outside `scalify` also of type `ScaledArray`.
-        updates: of the same structure.
-        key: of `jax.random`, for stochastic rounding. By default the random bits are made of the
-            numbers themselves: a step repeats exactly. But where a parameter and its update are the
-            same at every step, so is the rounding: with the same batch again and again, and
-            updates that are small against the spacing of the dtype, training stalls. Give a key
-            there, `jax.random.fold_in(key, step)`.
-        policy: how the scales of parameters are chosen, static ones apart: "statistic", RMS 1, or
-            lower where an element would leave the range; "gradient", without statistics inside
-            `scalify`: the larger scale of parameter and update. It never sinks: an optimizer that
-            divides by almost nothing makes updates of an immense scale, and the parameters vanish.
+        params: tree of arrays, or of `ScaledArray`s outside `scalify`.
+        updates: tree of the same structure.
+        key: `jax.random` key for stochastic rounding. By default the random bits are made from the
+            numbers, and a step is reproducible. If a parameter and its update are the same in every
+            step, so is the rounding. With the same batch in every step and updates smaller than the
+            spacing of the dtype, training stalls. Give `jax.random.fold_in(key, step)` in this
+            case.
+        policy: how the scales of parameters are chosen, except static scales. "statistic": RMS 1,
+            or less if an element would leave the range. "gradient": the larger scale of parameter
+            and update, without statistics, inside `scalify`. This scale never decreases: if an
+            optimizer divides by almost 0, its updates have a huge scale, and the parameters
+            underflow.
         rounding: "stochastic", so that updates smaller than the spacing of the parameters' dtype
-            count on average; to "nearest" they are lost, weight decay first of all.
+            count on average, or "nearest", which loses them, weight decay first.
 
     Raises:
-        ValueError: for an unknown policy or rounding, or updates of another structure or shape.
+        ValueError: if `policy` or `rounding` is unknown, or structures or shapes do not match.
 
     Example:
         >>> params = {"w": jnp.ones(1000, jnp.float16)}
@@ -66,20 +67,20 @@ def apply_updates(
 
 
 def _weights_and_updates(params: Any, updates: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """The leaves of both trees, in pairs, and their structure."""
+    """Return the leaves of both trees in pairs, and their structure."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_scaled)
     steps = tree_lib.flatten_like(tree, updates, "updates", "params")
     return list(zip(leaves, steps, strict=True)), tree
 
 
 def check_policy(policy: str) -> None:
-    """Raise a `ValueError` for a policy that does not exist."""
+    """Raise a `ValueError` if a policy is unknown."""
     if policy not in _POLICIES:
         raise ValueError(f"`policy` must be one of {list(_POLICIES)}, got {policy!r}.")
 
 
 def widen(tree: Any, *, plain: bool = False) -> Any:
-    """Every floating leaf in at least float32; with `plain`, without a scale inside `scalify`."""
+    """Cast floating leaves to at least float32; if `plain`, remove scales inside `scalify`."""
 
     def wide(leaf: Any) -> Any:
         if is_scaled(leaf):
@@ -94,7 +95,7 @@ def widen(tree: Any, *, plain: bool = False) -> Any:
 
 
 def rounded(params: Any, updates: Any, policy: str, factor: jax.Array) -> Any:
-    """The updates from parameters to the numbers of their dtype where `_applied` would end."""
+    """Return the updates that lead from parameters to the rounded results of `_applied`."""
     each, tree = _weights_and_updates(params, updates)
     few = [i for i, (param, update) in enumerate(each) if _is_narrow(param, update)]
     salts = [widen(each[i][1]) * factor for i in few]
@@ -106,7 +107,7 @@ def rounded(params: Any, updates: Any, policy: str, factor: jax.Array) -> Any:
 
 
 def _is_narrow(param: Any, update: Any) -> bool:
-    """Tell whether a parameter is updated, and of a floating dtype of less than 32 bits."""
+    """Return whether a parameter is updated, and of a floating dtype of less than 32 bits."""
     kind = param.dtype if is_scaled(param) else dtypes.leaf_dtype(param)
     is_float = kind is not None and dtypes.is_scalable(kind)
     return update is not None and is_float and dtypes.compute_dtype(kind) != kind
@@ -119,9 +120,9 @@ def _applied(
     nearest: bool,
     salts: list[Any] | None = None,
 ) -> list[Any]:
-    """New parameters, each of a parameter and its update."""
+    """Return new parameters, given pairs of a parameter and its update."""
     new: list[Any] = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
-    follows = policy == "gradient"  # scales do: those of sums
+    follows = policy == "gradient"  # scales are those of the sums
     updated = [i for i, (_, update) in enumerate(pairs) if update is not None and not follows]
     for i, x in zip(updated, read_together([new[i] for i in updated]), strict=True):
         new[i] = x

@@ -1,4 +1,4 @@
-"""Averages of parameters in few bits: exponential ones, Polyak's, of snapshots, target networks."""
+"""Averages of parameters in few bits: exponential, Polyak, snapshots, target networks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class EmaState(NamedTuple):
     """The state of `ema`.
 
     Attributes:
-        count: how many values have been averaged, an `int32`.
-        ema: the average; with `debias` the unbiased one, to be used as it is.
+        count: the number of averaged values, an `int32`.
+        ema: the average. With `debias` it is the unbiased average itself.
     """
 
     count: Any
@@ -37,26 +37,26 @@ class EmaState(NamedTuple):
 
 
 def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Any:
-    """Average parameters, or updates, exponentially: `optax.ema` with its state in few bits.
+    """Average parameters or updates exponentially: `optax.ema` with its state in few bits.
 
-    In float16 the small steps of a slow average are less than the spacing of its numbers: rounded
-    to nearest they are lost, and it stands still. Here they are computed in float32 and rounded
-    stochastically, so that they count on average at any decay. With `debias` the state is the
-    unbiased average `ema / (1 - decay**count)` itself, which moves by
+    The steps of a slow average are smaller than the spacing of float16 numbers. Rounded to nearest,
+    they are lost and the average does not move. Here they are computed in float32 and rounded
+    stochastically, so that they count on average, at any decay. With `debias`, the state is the
+    unbiased average `ema / (1 - decay**count)`, updated by
 
         ema += (1 - decay) / (1 - decay**count) * (x - ema)
 
-    and has the size of what is averaged from the first step on, so that static scales
-    (`freeze_scales`) fit it for ever. It works in a plain step and inside `scalify`.
+    It has the size of the averaged values from the first step on, so that static scales
+    (`freeze_scales`) always fit. It works in a plain step and inside `scalify`.
 
-    The price of stochastic rounding is noise of mean 0: where `x` stays `d` away from the average,
-    its standard deviation is `sqrt(d * spacing / 2)`, at most, with the spacing of numbers of that
-    size, `2**-10` of them in float16. float32 has none, for two bytes more.
+    Stochastic rounding adds noise of mean 0. If `x` stays at a distance `d` from the average, its
+    standard deviation is at most `sqrt(d * spacing / 2)`. The spacing of float16 numbers is
+    `2**-10` of their size. A float32 state has no such noise, and takes two bytes more.
 
     Args:
-        decay: of the weight of what is old; from 0 to less than 1.
-        dtype: of the state: float32, bfloat16, float16 or FP8.
-        debias: whether the average is that of the values seen, or starts from zero.
+        decay: weight of the old average, from 0 to less than 1.
+        dtype: dtype of the state: float32, bfloat16, float16 or FP8.
+        debias: whether to average the values seen only. Otherwise the average starts from zero.
 
     Returns:
         `init(params)`, which makes an `EmaState`, and `update(params, state)`, which returns the
@@ -64,8 +64,8 @@ def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Any:
         have their newest value.
 
     Raises:
-        TypeError: for another dtype; when called, for complex leaves, naming the leaf.
-        ValueError: for a decay out of range; when called, for a state of another structure.
+        TypeError: if `dtype` is not one of these. When called, if a leaf is complex.
+        ValueError: if `decay` is out of range. When called, if the state has another structure.
 
     Example:
         >>> average = jsa.optim.ema(0.999)
@@ -102,11 +102,11 @@ def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Any:
 def incremental_update(
     new_tensors: Any, old_tensors: Any, step_size: Any, *, key: Any = None
 ) -> Any:
-    """Move old tensors towards new ones: `optax.incremental_update`, right in few bits.
+    """Move old tensors towards new tensors: `optax.incremental_update` for few bits.
 
-    `old + step_size * (new - old)` in float32, rounded once to the dtypes of the old tensors,
-    stochastically, so that steps smaller than the spacing of the dtype count on average. That of
-    optax computes in float16, where they are lost.
+    `old + step_size * (new - old)` is computed in float32 and rounded once, stochastically, to the
+    dtypes of the old tensors. Steps smaller than the spacing of the dtype then count on average.
+    optax computes in float16, where such steps are lost.
 
     =======================================  ==============================================
     average                                  `step_size`
@@ -118,19 +118,19 @@ def incremental_update(
     =======================================  ==============================================
 
     Args:
-        new_tensors: arrays, or outside `scalify` also of type `ScaledArray`.
-        old_tensors: of the same structure.
-        step_size: a number or an array of rank 0.
-        key: of `jax.random`, for the random bits. By default they are made of the numbers: where
-            the old and the new ones are the same at every call, so is the rounding, and the small
-            steps are lost after all. Give a key there, `jax.random.fold_in(key, step)`.
+        new_tensors: tree of arrays, or of `ScaledArray`s outside `scalify`.
+        old_tensors: tree of the same structure.
+        step_size: a number or a 0-d array.
+        key: `jax.random` key for the random bits. By default they are made from the numbers. If the
+            old and new numbers are the same in every call, so is the rounding, and small steps are
+            lost. Give `jax.random.fold_in(key, step)` in this case.
 
     Returns:
-        A tree like `old_tensors`. Static scales stay, others are chosen by statistic.
+        A tree like `old_tensors`. Static scales are kept, others are chosen by statistic.
 
     Raises:
-        TypeError: for complex leaves, naming the leaf.
-        ValueError: for trees of different structures or shapes, or a `step_size` that has one.
+        TypeError: if a leaf is complex. The message names it.
+        ValueError: if structures or shapes of the trees differ, or `step_size` is not 0-d.
 
     Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 
@@ -173,7 +173,7 @@ def _check_real(tree: Any, name: str) -> None:
 
 
 def _zeros(leaf: Any, dtype: Any) -> Any:
-    """What an average starts from: zeros without a scale, one for each scale of the leaf."""
+    """Return the first average: zeros of scale 0, in the shape of the leaf's scale."""
     if not _is_averaged(leaf):
         return jnp.array(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
     shape = jnp.shape(leaf.scale) if is_scaled(leaf) else ()
@@ -181,7 +181,7 @@ def _zeros(leaf: Any, dtype: Any) -> Any:
 
 
 def _weight(decay: float, count: jax.Array) -> jax.Array:
-    """The share of the newest of `count` values: 1 of the first, `1 - decay` in the end."""
+    """Return the weight of the newest of `count` values: 1 at first, `1 - decay` in the end."""
     steps = stop_scaling(count.astype(jnp.float32))
     kept = jnp.expm1(steps * math.log(decay)) if decay else jnp.float32(-1)
     return stop_scaling(jnp.where(count <= 1, 1.0, (decay - 1) / kept))
@@ -195,10 +195,10 @@ def _moved(
     bits: list[Any],
     salts: list[Any] | None = None,
 ) -> list[Any]:
-    """Each leaf between its old and its new value, in float32.
+    """Return each leaf moved from its old towards its new value, in float32.
 
-    What is not floating point is new. Inside `scalify` the numbers are plain: their scales are
-    found by statistic.
+    Leaves that are not floating point have their new value. Inside `scalify` the numbers are plain,
+    and their scales are chosen by statistic.
     """
     _check_real(new, names[0])
     olds, tree = old
@@ -220,7 +220,7 @@ def _moved(
 def _stored(
     totals: list[Any], likes: list[Any], bits: list[Any] | None = None, salts: Any = None
 ) -> list[Any]:
-    """Leaves as others are stored, rounded by bits, by bits made of salts, or to nearest."""
+    """Store leaves like `likes`, rounded with bits, with bits made from salts, or to nearest."""
     averaged = [i for i, y in enumerate(likes) if totals[i] is not None and _is_averaged(y)]
     likes = list(likes)
     for i in averaged:
@@ -235,7 +235,7 @@ def _stored(
 
 
 def _counted_bits(x: Any, count: jax.Array, number: int) -> jax.Array | None:
-    """Random bits for a leaf of a number, others at each count and place: no key is needed."""
+    """Return random bits that depend on the count, the number of the leaf, and the element."""
     if not _is_averaged(x):
         return None
     like = jax.typeof(x.data if is_scaled(x) else jnp.asarray(x))

@@ -1,7 +1,8 @@
-"""The degree of an optimizer's state in the gradient: how it grows if all gradients do.
+"""The degree of an optimizer's state: the power of the gradients with which a leaf grows.
 
-A first moment has degree 1 and a second one 2. What is not known, such as parameters, scalars and
-constants, has the degree `None`, and takes part in nothing.
+A first moment has degree 1, and a second moment degree 2. Parameters, scalars and constants have
+the degree `None`, which does not count in sums and products. In `0.9 * mu + 0.1 * g * g`, the
+constants have `None` and `g * g` has 2, so the sum has 2.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Degree = float | None
 
 
 def join(lhs: Degree, rhs: Degree) -> Degree:
-    """The degree of a sum: the larger one of those that are known."""
+    """Return the degree of a sum: the largest known degree, or None."""
     known = [d for d in (lhs, rhs) if d is not None]
     return max(known, default=None)
 
@@ -28,7 +29,7 @@ def _product(lhs: Degree, rhs: Degree, sign: int = 1) -> Degree:
 
 
 def _exponent(eqn: Any) -> float | None:
-    """The number to whose power an equation raises its operand."""
+    """Return the power to which an equation raises its operand; None for other equations."""
     name = eqn.primitive.name
     if name == "integer_pow":
         return eqn.params["y"]

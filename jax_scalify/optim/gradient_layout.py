@@ -1,4 +1,4 @@
-"""How gradients lie in the memory of a GPU."""
+"""The memory layout of gradients on a GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jax_scalify.arrays.scaled_array import is_scaled
 
 
 def row_major(grads: Any) -> Any:
-    """Gradients that lie in a GPU's memory as their parameters do.
+    """Return gradients in row-major layout on GPUs, the layout of their parameters.
 
-    XLA leaves a gradient as its matmul wrote it, which may be transposed, and would bring moments
-    and parameters to that layout, in float32, and back.
+    XLA keeps the layout in which the matmul wrote a gradient, which may be transposed. It would
+    then transpose moments and parameters to this layout, in float32, and back.
     """
     leaves, tree = jax.tree.flatten(grads, is_leaf=is_scaled)
     arrays = {i: x.data if is_scaled(x) else x for i, x in enumerate(leaves)}

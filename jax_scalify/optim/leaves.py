@@ -1,7 +1,7 @@
-"""Leaves of a state in few bits: the scales of all of them are chosen together.
+"""Leaves of a state in few bits, with the scales of all leaves chosen together.
 
-Small leaves of one shape are stacked: a compiler makes one kernel of the stack and not one of each
-leaf, and the rest is a few operations on vectors of scales.
+Small leaves of one shape are stacked, so that XLA makes one kernel for the stack instead of one for
+each leaf. The rest is a few operations on vectors of scales.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax_scalify.optim.scale_choice import (
     top_exponent,
 )
 
-# Leaves that have no more elements are stacked.
+# Leaves with at most this many elements are stacked.
 SMALL = 2**16
 
 
@@ -39,11 +39,13 @@ class Kind:
 
     Attributes:
         wide: whether its elements spread over a wide range, as squares do.
-        degree: by which its scale follows that of the gradient, its salt; None for by statistic.
-        fades: whether it is a first moment, rounded towards 0 where its gradient is 0.
-        is_root: whether it is a square root, and it is the square that is right on average.
-        adds: whether it is what is added to the leaf, in float32.
-        keeps_scale: whether it has the scale of its own law inside `scalify`, without a statistic.
+        degree: the scale is a power of the gradient's scale with this degree, and the gradient is
+            the salt. None if the scale is chosen by statistic.
+        fades: whether it is a first moment. Without a step count, it is rounded towards 0 where its
+            gradient is 0.
+        is_root: whether it is a square root. Rounding then keeps the mean of its square.
+        adds: whether `x` is added to the old leaf, in float32.
+        keeps_scale: whether it keeps the scale that the rules of `scalify` give it.
     """
 
     wide: bool = False
@@ -55,13 +57,13 @@ class Kind:
 
 
 class Leaf(NamedTuple):
-    """What is to be stored, and how it was stored so far; or several leaves of one shape.
+    """A leaf to store, and how it is stored so far; or a stack of leaves of one shape.
 
     Attributes:
-        x: array of float32, or a stack of leaves.
-        like: of its shape: the result has its dtype, and its shape of scale. Of a stack a list.
-        salt: an array of its shape: random bits to round with are made of it and `x`.
-        bits: the random bits themselves; with neither, rounding is to nearest even.
+        x: float32 array, or a stack of leaves.
+        like: array of its shape. The result has its dtype and shape of scale. For a stack, a list.
+        salt: array of its shape, from which random bits are made together with `x`.
+        bits: random bits. With neither salt nor bits, rounding is to nearest even.
     """
 
     x: Any
@@ -71,12 +73,12 @@ class Leaf(NamedTuple):
 
 
 def likes_of(leaf: Leaf) -> list[Any]:
-    """How each leaf was stored so far."""
+    """Return the `like` of each leaf of a stack, or of the single leaf."""
     return leaf.like if isinstance(leaf.like, list) else [leaf.like]
 
 
 def split(leaf: Leaf) -> list[Leaf]:
-    """The leaves of a stack, one by one."""
+    """Return the leaves of a stack as single leaves."""
     return [
         Leaf(*(part[i] if part is not None else None for part in leaf))
         for i in range(len(likes_of(leaf)))
@@ -84,7 +86,7 @@ def split(leaf: Leaf) -> list[Leaf]:
 
 
 def added(x: jax.Array, leaf: jax.Array) -> jax.Array:
-    """The sum of an update and a leaf, in the wider of their dtypes, float32 at least."""
+    """Return the sum of an update and a leaf, in their promoted dtype, at least float32."""
     dtype = jnp.promote_types(x.dtype, dtypes.compute_dtype(leaf.dtype))
     return x.astype(dtype) + leaf.astype(dtype)
 
@@ -95,12 +97,12 @@ def store_leaf(x: jax.Array, like: ScaledArray) -> ScaledArray:
 
 
 def is_fixed(like: ScaledArray) -> bool:
-    """Tell whether a leaf keeps its scale: it is static, and not 0, which is none."""
+    """Return whether a leaf keeps its scale: static and nonzero (0 means "no scale yet")."""
     return bool(like.is_static and like.scale)
 
 
 def stored(leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | None) -> list[Any]:
-    """Every leaf at its scale: a static one that it has, or one that is chosen."""
+    """Store each leaf at its static scale, or at a newly chosen scale."""
     groups = [_Group.of(leaves, kinds, which) for which in _alike(leaves, kinds)]
     by_statistic = [g for g in groups if g.is_scalar and not g.is_fixed and g.kind.degree is None]
     scales = dict(zip(map(id, by_statistic), _chosen_scales(by_statistic), strict=True))
@@ -115,7 +117,7 @@ def stored(leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | Non
 
 
 def _alike(leaves: Sequence[Leaf], kinds: Sequence[Kind]) -> list[list[int]]:
-    """The positions of the leaves that are stored in one stack."""
+    """Return the positions of leaves that are stored in one stack, for each stack."""
     groups: dict[Any, list[int]] = {}
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         is_stack = isinstance(leaf.like, list)
@@ -129,7 +131,7 @@ def _alike(leaves: Sequence[Leaf], kinds: Sequence[Kind]) -> list[list[int]]:
 
 
 def has_one_scale(like: ScaledArray, kind: Kind) -> bool:
-    """Whether a leaf has one scale, which no gradient gives."""
+    """Return whether a leaf has a scalar scale that does not follow a gradient."""
     return not jnp.ndim(like.scale) and kind.degree is None
 
 
@@ -138,11 +140,11 @@ class _Group:
     """Leaves of one shape, dtype and kind, in one array: one leaf, or a stack.
 
     Attributes:
-        which: their numbers.
-        leaf: of all of them; its `like` has no data.
-        likes: as each was stored so far.
-        kind: of each.
-        old: the scales that they were stored at, which lie along the array.
+        which: the positions of the leaves.
+        leaf: all leaves as one `Leaf`, with the first leaf's `like`.
+        likes: the `like` of each leaf.
+        kind: the kind of all leaves.
+        old: the old scales, in a shape that broadcasts to the array.
     """
 
     which: list[int]
@@ -153,7 +155,7 @@ class _Group:
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf], kinds: Sequence[Kind], which: list[int]) -> _Group:
-        """Stack some leaves; an array that several operations read is made once."""
+        """Stack leaves. A barrier keeps XLA from computing the stack again for each reader."""
         first, kind = leaves[which[0]], kinds[which[0]]
         likes = [like for i in which for like in likes_of(leaves[i])]
         is_stack = len(likes) > 1 or isinstance(first.like, list)
@@ -176,7 +178,7 @@ class _Group:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether each leaf has one scale."""
+        """Whether each leaf has a scalar scale."""
         return not jnp.ndim(self.likes[0].scale)
 
     @property
@@ -186,21 +188,21 @@ class _Group:
 
     @property
     def by_rms(self) -> bool:
-        """Whether the RMS chooses: not of leaves of a wide range, and not in FP8."""
+        """Whether the scale is chosen by RMS. Wide leaves and FP8 use the maximum."""
         return not (self.kind.wide or dtypes.is_narrow_float(self.leaf.like.dtype))
 
     def stored(self, scale: jax.Array | None, count: jax.Array | None) -> list[ScaledArray]:
-        """Each leaf, at scales that have been chosen together, or at its own."""
+        """Return each leaf at the given scales, or at its own scale."""
         scale = self._own_scale() if scale is None else scale.reshape(self.old.shape)
         (x, like, salt, bits), kind = self.leaf, self.kind
-        data = x * inverse(scale, 0.0).astype(x.dtype)  # what has a scale 0 is 0
+        data = x * inverse(scale, 0.0).astype(x.dtype)  # a leaf of scale 0 has data 0
         salt = salt.data if is_scaled(salt) else salt
         bits = bits_to_round(x, salt, bits, count, like.dtype, fades=kind.fades)
         data = saturate(data, like.dtype, wide=kind.wide, bits=bits, is_root=kind.is_root)
         if data.ndim == like.ndim:
             parts = [(data, scale)]
         else:
-            # On GPUs a slice that is a result is a kernel of its own; casts of slices are one.
+            # XLA:GPU makes a kernel for each slice that is a result, but fuses casts of slices.
             data = lax.optimization_barrier(data.astype(x.dtype))
             parts = [(data[i].astype(like.dtype), scale[i]) for i in range(len(self.likes))]
         return list(map(self._leaf, parts, self.likes))
@@ -217,29 +219,30 @@ class _Group:
 
     @property
     def share(self) -> float:
-        """One over the number of elements that share a scale."""
+        """`1 / n`, where `n` is the number of elements that share a scale."""
         return max(1, self.old.size) / max(1, self.leaf.x.size)
 
     def _leaf(self, part: tuple[jax.Array, jax.Array], like: ScaledArray) -> ScaledArray:
         data, scale = part
         if is_fixed(like):
             return ScaledArray(data, like.scale)
-        # A scale is not negative. On GPUs a slice that is a result is a kernel of its own; what is
-        # computed of slices, if only this, is one kernel for many.
+        # Scales are not negative, so this maximum is the identity. XLA:GPU makes a kernel for each
+        # slice that is a result, but fuses computations on slices.
         return ScaledArray(data, jnp.maximum(scale, 0).reshape(jnp.shape(like.scale)))
 
 
 def _joined(leaves: Sequence[Leaf]) -> Leaf:
-    """The stack of some leaves."""
+    """Return the stack of single leaves."""
     xs, likes, salts, bits = zip(*leaves, strict=True)
     salt, drawn = (None if part[0] is None else jnp.stack(part) for part in (salts, bits))
     return Leaf(jnp.stack(xs), list(likes), salt, drawn)
 
 
 def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
-    """The scales by statistic of leaves that have one each, a vector for each group.
+    """Return the scales by statistic of leaves with scalar scales, one vector for each group.
 
-    They are found together, on vectors: devices that share the leaves exchange two of them.
+    They are computed on two vectors, of maxima and of sums, which devices that share the leaves
+    exchange.
     """
     if not groups:
         return []
@@ -247,7 +250,7 @@ def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
     ends = np.cumsum(counts)
     olds = jnp.concatenate([g.old.reshape(-1) for g in groups])
     units = inverse(olds)
-    if len(olds) > 1:  # or a GPU has a kernel for each
+    if len(olds) > 1:  # otherwise XLA:GPU makes a kernel for each
         units = lax.optimization_barrier(units)
     units = [units[end - count : end] for count, end in zip(counts, ends, strict=True)]
     largest, total = (
@@ -259,7 +262,7 @@ def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
     shares = np.repeat(np.array([g.share for g in groups], np.float32), counts)
     sizes = jnp.maximum(largest, 0), total * shares
     scales = scale_by_statistic(sizes, olds, top, by_rms)
-    if len(top) > 1:  # or each leaf's kernel computes all of them again
+    if len(top) > 1:  # otherwise each leaf's kernel computes all of them again
         scales = lax.optimization_barrier(scales)
     return [scales[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
@@ -267,7 +270,7 @@ def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
 def _reduced_together(
     groups: Sequence[_Group], units: Sequence[jax.Array]
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Vectors of the largest elements and of the sums of squares, of the leaves of each group."""
+    """Return for each group the vectors of its leaves' largest elements and sums of squares."""
     found: list[Any] = [None] * len(groups)
     by_rows: dict[int, dict[int, tuple[jax.Array, jax.Array]]] = {}
     for i, (g, unit) in enumerate(zip(groups, units, strict=True)):

@@ -1,4 +1,4 @@
-"""Any optimizer, with its state in few bits between the steps."""
+"""`low_precision`: any optimizer, with its state in few bits between the steps."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8
 
 
 class Optimizer(NamedTuple):
-    """What is returned for an optimizer that is not a named tuple itself."""
+    """The type of the returned optimizer, if the given optimizer is not a named tuple."""
 
     init: Any
     update: Any
 
 
 def checked_dtype(dtype: Any, name: str) -> Any:
-    """Return the dtype of stored leaves; raise a `TypeError` for one that cannot be theirs."""
+    """Return `dtype` as a dtype of stored leaves; raise a `TypeError` if it is not one."""
     names = [jnp.dtype(d).name for d in _DTYPES]
     given = getattr(dtype, "name", getattr(dtype, "__name__", dtype))
     if given not in names:
@@ -53,64 +53,61 @@ def low_precision(
     policy: Literal["statistic", "gradient"] = "statistic",
     round_updates: bool = False,
 ) -> Any:
-    """Store the state of an optimizer as `ScaledArray` in few bits; compute in float32.
+    """Store the state of an optimizer as `ScaledArray`s in few bits; compute in float32.
 
     An update reads gradients, state and parameters as float32, runs the optimizer's own update, and
-    stores each floating leaf of the new state: it chooses a scale and casts once. Scalars and what
-    belongs to no parameter (counts, hyperparameters, norms) stay as they are; what starts from the
-    parameters (a copy, an average of them) keeps their dtype. It works in a plain training step,
-    where the state's leaves are of type `ScaledArray`, and inside `scalify`, where parameters and
-    gradients have scales too.
+    stores each floating leaf of the new state: it chooses a scale and casts once. Scalars and
+    leaves of no parameter (counts, hyperparameters, norms) are unchanged. Leaves that start from
+    the parameters (copies, averages) keep their dtype. It works in a plain training step, where the
+    state has `ScaledArray` leaves, and inside `scalify`, where parameters and gradients have scales
+    too.
 
-    What a leaf is, a second moment or an accumulated gradient, is found in the optimizer's own
-    equations, so that every optimizer in the form of optax will do, wrapped or wrapping:
-    `MultiSteps`, `apply_if_finite`, `masked`, `inject_hyperparams`, `chain`.
+    The optimizer's equations tell what a leaf is (a second moment, an accumulated gradient). So any
+    optax optimizer works, wrapped or wrapping: `MultiSteps`, `apply_if_finite`, `masked`,
+    `inject_hyperparams`, `chain`.
 
     Policies:
 
-    * "statistic": the RMS of the data becomes 1; of leaves that are never negative (second
-      moments), and in FP8, the maximum comes near the top of the range.
-    * "gradient": no statistics. A leaf that belongs to a parameter, of degree d in the gradient
-      (1 for a first moment, 2 for a second one), has `scale = 2**j * s**d` with `s` the scale of
-      that parameter's gradient. Other leaves are stored by statistic. Only inside `scalify`.
+    * "statistic": the RMS of the data becomes 1. For leaves that are never negative (second
+      moments), and in FP8, the maximum is brought near the top of the range instead.
+    * "gradient": no statistics. A leaf of degree d in the gradient (1 for a first moment, 2 for a
+      second moment) has `scale = 2**j * s**d`, where `s` is the scale of its parameter's gradient.
+      Other leaves use "statistic". Only inside `scalify`.
 
     With first and second moments in E4M3 and weights in float16, AdamW takes 4 bytes a parameter.
 
-    Data out of range saturates. "gradient" is for moments that are averages of gradients: the sum
-    of squares of Adagrad would stop to grow at the top of the range, and Prodigy multiplies
-    gradients by 1e-6 first, so both want "statistic". Rounding is stochastic, by bits that
-    are made of the numbers themselves and of the counts of steps in the state: an update is a
-    function of its arguments, as ever. A state without counts, as that of SGD, rounds a first
-    moment towards zero where its gradient is 0.
+    Data out of range saturates. Use "gradient" for moments that are averages of gradients only.
+    Adagrad's sum of squares would stop growing at the top of the range, and Prodigy multiplies
+    gradients by 1e-6 first. Rounding is stochastic, with bits made from the rounded numbers and the
+    counts of steps in the state, so an update is still a function of its arguments. If the state
+    has no count, as in SGD, a first moment is rounded towards zero where its gradient is 0.
 
     Args:
-        optimizer: an `optax.GradientTransformation`, or anything with `init` and `update`.
-        dtype: of the stored leaves: float32, bfloat16, float16 or FP8.
-        first_moment_dtype: of leaves of degree 1 that may be negative; by default `dtype`.
-        second_moment_dtype: of leaves of degree 2; by default `dtype`. In FP8 those that are never
-            negative are stored by their square roots, see `SquareRoot`, at scales by statistic.
+        optimizer: an `optax.GradientTransformation`, or an object with `init` and `update`.
+        dtype: dtype of the stored leaves: float32, bfloat16, float16 or FP8.
+        first_moment_dtype: dtype of leaves of degree 1 that may be negative; by default `dtype`.
+        second_moment_dtype: dtype of leaves of degree 2; by default `dtype`. In FP8, leaves that
+            are never negative are stored as `SquareRoot`s, at scales by statistic.
         policy: how scales are chosen.
-        round_updates: return updates that end at numbers of the parameters' dtype, rounded as
-            `apply_updates` does, so that adding them is exact. For code that adds them by
-            itself: `TrainState.apply_gradients`, `nnx.Optimizer.update`. The random bits depend
-            on the counts of steps in the state, too.
+        round_updates: whether updates lead exactly to numbers of the parameters' dtype, rounded as
+            in `apply_updates`. For code that adds updates itself: `TrainState.apply_gradients`,
+            `nnx.Optimizer.update`. The random bits depend on the counts of steps in the state.
 
     Returns:
-        An optimizer of the same type. `init(params)` makes `ScaledArray` leaves, whose
-        `out_shardings` under `jit` `jsa.tree.shardings` makes, and which
-        `as_scaled_array` leaves as they are; what a wrapper around this one adds to the state is
-        for you to scale, by that function. `update` returns updates in float32, inside `scalify`
-        at the parameters' scales: see `apply_updates`. Wrappers that compare dtypes
-        (`apply_if_finite`) want such gradients too.
+        An optimizer of the same type. `init(params)` makes `ScaledArray` leaves;
+        `jsa.tree.shardings` makes their `out_shardings` under `jit`, and `as_scaled_array` does not
+        change them. Use `as_scaled_array` to scale the state that a wrapper around this optimizer
+        adds. `update` returns updates in float32, inside `scalify` at the parameters' scales: see
+        `apply_updates`. Wrappers that compare dtypes (`apply_if_finite`) need float32 gradients.
 
     Source: a power of second moments in FP8, in groups of 128, is from Xi et al., "COAT", 2024;
     state of 8 bits, in blocks of 2,048, from Dettmers et al., "8-bit Optimizers via Block-wise
     Quantization", 2021.
 
     Raises:
-        TypeError: if `optimizer` is none, or for another dtype.
-        ValueError: for an unknown policy; when called, for "gradient" outside `scalify`, for
-            `round_updates` without parameters, and for trees that do not match.
+        TypeError: if `optimizer` is not an optimizer, or a dtype is not one of these.
+        ValueError: if `policy` is unknown. When called, if "gradient" is used outside `scalify`, if
+            `round_updates` gets no parameters, or if trees do not match.
 
     Example:
         >>> import optax
@@ -135,7 +132,7 @@ def low_precision(
     find_roles = RoleFinder(optimizer.init, optimizer.update)
     inner = _LowPrecision(optimizer, find_roles, dtype, first, second, policy, round_updates)
 
-    # Functions, not methods: `copy.deepcopy` of a state leaves its optimizer the same.
+    # Functions, not methods: `copy.deepcopy` of a state then does not copy the optimizer.
     def init(params: Any) -> Any:
         return inner.init(params)
 
@@ -152,13 +149,13 @@ class _LowPrecision:
     """An optimizer, and how its state is stored.
 
     Attributes:
-        optimizer: that computes, in float32.
-        find_roles: tells what the leaves of its state are.
-        dtype: of the stored leaves, unless they are first or second moments.
-        first_moment_dtype: of leaves of degree 1 that may be negative.
-        second_moment_dtype: of leaves of degree 2.
+        optimizer: the optimizer, which computes in float32.
+        find_roles: finds the roles of the leaves of its state.
+        dtype: dtype of stored leaves other than first and second moments.
+        first_moment_dtype: dtype of leaves of degree 1 that may be negative.
+        second_moment_dtype: dtype of leaves of degree 2.
         policy: how scales are chosen.
-        round_updates: whether updates end at numbers of the parameters' dtype.
+        round_updates: whether updates lead exactly to numbers of the parameters' dtype.
     """
 
     optimizer: Any
@@ -184,8 +181,8 @@ class _LowPrecision:
             if not _is_stored(x, role):
                 new.append(_kept(x, x))
                 continue
-            # Compilers work out what is reduced of constants, and take minutes for a reduction of
-            # two: in a compiled `init` moments are constants.
+            # In a compiled `init`, moments are constants. XLA folds reductions of constants, and
+            # takes minutes for a reduction of two operands.
             x = lax.optimization_barrier(x)
             if self._is_root(role):
                 new.append(SquareRoot(store_leaf(jnp.sqrt(x), self._like(x, role, weights))))
@@ -194,12 +191,12 @@ class _LowPrecision:
         return jax.tree.unflatten(tree, new)
 
     def _is_root(self, role: Role) -> bool:
-        """Whether a leaf is stored by its square root: a second moment in FP8."""
+        """Return whether a leaf is stored as its square root: a second moment in FP8."""
         narrow = dtypes.is_narrow_float(self.second_moment_dtype)
         return narrow and role.degree == 2 and role.nonneg and not role.is_weight
 
     def _like(self, x: Any, role: Role, params: list[Any]) -> ScaledArray:
-        """What a leaf is first stored like: nothing is known of its scale."""
+        """Return the form in which a leaf is first stored. Its scale 0 means "no scale yet"."""
         dtype = self.second_moment_dtype if role.degree == 2 else self.dtype
         if role.degree == 1 and not role.nonneg:
             dtype = self.first_moment_dtype
@@ -229,7 +226,7 @@ class _LowPrecision:
             ) from error
 
     def _updated(self, grads: Any, state: Any, params: Any, extra_args: dict[str, Any]) -> Any:
-        # Scales that are found by statistic need no others: on plain numbers a step is shorter.
+        # Scales by statistic do not depend on other scales, and a step on plain numbers is shorter.
         plain = self.policy == "statistic"
         if plain:
             grads, state = row_major(grads), _read_together(state)
@@ -262,7 +259,7 @@ class _LowPrecision:
 
 
 def _wide_types(tree: Any) -> Any:
-    """Shapes and dtypes of the leaves that an optimizer is given."""
+    """Return the shapes and dtypes of the leaves that the inner optimizer gets."""
 
     def wide(leaf: Any) -> Any:
         leaf = leaf.root if is_root(leaf) else leaf
@@ -287,12 +284,12 @@ def _read_together(state: Any) -> Any:
 
 
 def _stored_leaves(state: Any) -> list[Any]:
-    """The leaves of a state, each `ScaledArray` one, those of roots among them."""
+    """Return the leaves of a state. A `ScaledArray` is one leaf; a `SquareRoot` gives its root."""
     return [x.root if is_root(x) else x for x in jax.tree.leaves(state, is_leaf=is_leaf)]
 
 
 def _scaled_like(updates: Any, like: Any) -> Any:
-    """Updates at the scales of what they are added to; outside `scalify` as they are."""
+    """Return updates at the scales of `like`; outside `scalify`, unchanged."""
     leaves, tree = jax.tree.flatten(updates)
     partners = jax.tree.leaves(like, is_leaf=is_scaled)
     if len(partners) != len(leaves) or any(map(is_scaled, partners)):
@@ -301,7 +298,7 @@ def _scaled_like(updates: Any, like: Any) -> Any:
 
 
 def _mismatch(init: Callable[[Any], Any], grads: Any, state: Any, params: Any) -> str | None:
-    """Where two trees do not match; None if they do."""
+    """Describe where trees do not match; None if they match."""
     found = None if params is None else _first_difference("grads", grads, "params", params)
     if found is None:
         like = jax.eval_shape(init, widen(grads if params is None else params))
@@ -310,7 +307,7 @@ def _mismatch(init: Callable[[Any], Any], grads: Any, state: Any, params: Any) -
 
 
 def _without_roots(state: Any) -> Any:
-    """A state with the shapes that the optimizer knows."""
+    """Return a state with the structure that the inner optimizer knows."""
     return jax.tree.map(lambda x: x.root if is_root(x) else x, state, is_leaf=is_leaf)
 
 
@@ -330,7 +327,7 @@ def _first_difference(name: str, tree: Any, like_name: str, like: Any) -> str | 
 
 
 def _is_stored(x: Any, role: Role) -> bool:
-    """Whether a leaf is stored in few bits: a real floating array that belongs to a parameter."""
+    """Return whether a leaf is stored in few bits: a real floating array of a parameter."""
     kind = x.aval.dtype if isinstance(x, Item) else dtypes.leaf_dtype(x)
     floating = kind is not None and jnp.issubdtype(kind, jnp.floating)
     return floating and bool(_shape(x)) and role.param is not None
@@ -341,7 +338,7 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def _kept(x: Any, old: Any) -> Any:
-    """A leaf that is not stored in few bits: of the dtype and kind (plain, scaled) that it had."""
+    """Return a leaf that is not stored in few bits, with the dtype and kind of its old value."""
     if is_scaled(old):
         return store_leaf(x, old)
     kind = dtypes.leaf_dtype(old)
@@ -350,7 +347,7 @@ def _kept(x: Any, old: Any) -> Any:
     x = jnp.asarray(x, kind)
     if not dtypes.is_scalable(kind):
         return x
-    # `scalify` does not see that this is `x` alone: the result is scaled if `old` is.
+    # `select` makes the result scaled inside `scalify` if `old` is, though it always returns `x`.
     return lax.select(jnp.ones(x.shape, bool), stop_scaling(x), jnp.asarray(old))
 
 
@@ -360,9 +357,9 @@ def _store(
     policy: str,
     count: jax.Array | None,
 ) -> list[Any]:
-    """Leaves in few bits: outside `scalify` `ScaledArray`s, inside arrays that have scales.
+    """Store leaves in few bits: as `ScaledArray`s, or inside `scalify` as arrays with scales.
 
-    Each comes with its old value, its role, and whether it is a root.
+    `leaves` are tuples of the new value, the old value, the role, and whether it is a root.
     """
     given, kinds, salts = [], [], []
     for x, old, role, root in leaves:
@@ -383,12 +380,12 @@ def _store(
 
 
 def _as_stored(leaf: Leaf, kind: Kind) -> Leaf:
-    """What of a leaf is stored: its square root, if it is one."""
+    """Return a leaf with the value that is stored: the square root, if its kind is a root."""
     return leaf._replace(x=jnp.sqrt(leaf.x)) if kind.is_root else leaf
 
 
 def _count_factor(leaves: Iterable[Any]) -> jax.Array:
-    """A number that is another one at each step, if the state counts the steps."""
+    """Return a float32 that changes every step, if the state counts steps."""
     counts = [
         leaf
         for leaf in leaves

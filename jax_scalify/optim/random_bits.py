@@ -1,4 +1,4 @@
-"""Random bits for stochastic rounding, made of what is rounded and of what changes at each step."""
+"""Random bits for stochastic rounding, made from the rounded numbers and a step count."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _TOWARDS_ZERO = np.uint32(2**32 - 1)
 
 
 def bits_of(x: jax.Array, salt: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """Make random bits of the numbers that are rounded, and of others that change at each step.
+    """Make random bits from the numbers that are rounded, and from numbers that change every step.
 
     Rounded to nearest, the small steps of a moving average are lost or too large (0.999 x in
-    float16, 0.9 x in E4M3). These bits need no key in the state, and a step repeats exactly.
+    float16, 0.9 x in E4M3). These bits need no key in the state, and a step is reproducible.
 
     Args:
-        x: what is rounded, in float32.
-        salt: of the shape of `x`, or a scalar.
-        count: that of `count_of`, or None.
+        x: the numbers to round, in float32.
+        salt: array of the shape of `x`, or a scalar, that changes every step.
+        count: the result of `count_of`, or None.
     """
     first, second = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, salt))
     second = second if count is None else second ^ count
@@ -32,12 +32,12 @@ def bits_of(x: jax.Array, salt: jax.Array, count: jax.Array | None = None) -> ja
 
 
 def drawn(x: jax.Array, bits: jax.Array | None, salt: jax.Array | None) -> jax.Array | None:
-    """The bits to round `x` with: those given, or made of it and a salt; None for to nearest."""
+    """Return the bits to round `x` with: made from a salt, or the given bits, or None."""
     return bits if salt is None else bits_of(x, salt)
 
 
 def count_of(state: Any) -> jax.Array | None:
-    """A scalar `uint32` that is another one at each step; None if the state counts no steps."""
+    """Return a `uint32` that changes every step; None if the state does not count steps."""
     counts = [
         leaf
         for leaf in jax.tree.leaves(state)
@@ -60,20 +60,20 @@ def bits_to_round(
     *,
     fades: bool = False,
 ) -> jax.Array | None:
-    """The bits to round a leaf with: made of it and a salt, or those given; None for to nearest.
+    """Return the bits to round a leaf with: made from a salt, or the given bits, or None.
 
-    Where a gradient stays 0, as of a row of an embedding that does not occur, a moment
-    `x = 0.9 * old` is the same whenever `old` is, and bits of the same numbers would round it back
-    to `old` for ever: it would move the weights at every step. A count mends it. Where there is
-    none, what `fades` is rounded towards zero there.
+    If a gradient stays 0, as for an embedding row that does not occur, a moment `x = 0.9 * old`
+    depends on `old` only. If its bits round it back to `old`, they do so at every step, and the
+    moment moves the weights forever. A step count prevents this. Without a count, a leaf that
+    `fades` is rounded towards zero where its gradient is 0.
 
     Args:
-        x: what is rounded, in float32.
-        salt: of a moment the gradient; of another shape it is not looked at.
-        bits: without a salt, `uint32`, one an element; or None.
-        count: that of `count_of`, or None.
-        dtype: that it is rounded to.
-        fades: whether it is a first moment.
+        x: the numbers to round, in float32.
+        salt: for a moment, the gradient. A salt of another shape is not used.
+        bits: `uint32` bits, one for each element, if there is no salt; or None.
+        count: the result of `count_of`, or None.
+        dtype: the dtype to round to.
+        fades: whether the leaf is a first moment.
     """
     if salt is None:
         return bits

@@ -1,4 +1,4 @@
-"""The scale that an array is stored at, and its one cast to few bits."""
+"""The scale at which an array is stored, and its cast to few bits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.stochastic_rounding import off_zero, round_stochastically, with_sign_of
 from jax_scalify.optim.square_roots import moved_for_square
 
-# `j` in `scale = 2**j * s**d`, for a leaf of degree `d` in a gradient of scale `s`. The data of
-# gradients has an RMS of 2**-9 to 2**4, and single elements are 2**4 times as large. So a second
-# moment in float16 leaves the range at an element of 2**7, and has 8 bits at an RMS of 2**-9.
+# `j` in `scale = 2**j * s**d`, for a leaf of degree `d` and a gradient of scale `s`. The data of
+# gradients has an RMS of 2**-9 to 2**4, and single elements are 2**4 times as large. A float16
+# second moment then overflows at an element of 2**7, and has 8 bits left at an RMS of 2**-9.
 GRADIENT_EXPONENTS = {1: -6, 2: -2}
 
 
 _SMALLEST = math.ldexp(1.0, -pow2.MAX_EXPONENT)
-# Elements that a block of a GPU reduces without a second kernel.
+# The number of elements that a thread block of a GPU reduces without a second kernel.
 _ROW = 2**13
-# Squares that float32 flushes to 0 are less than 2**-26 of a mean square above this one.
+# Above this mean square, the squares that float32 flushes to 0 are less than 2**-26 of it.
 _SMALLEST_MEAN_SQUARE = 2.0**-100
 
 
@@ -38,11 +38,11 @@ def saturate(
     bits: jax.Array | None = None,
     is_root: bool = False,
 ) -> jax.Array:
-    """Cast once: what is finite stays finite; in a `wide` leaf, what is not 0 does not become 0.
+    """Cast so that finite values stay finite, and in a `wide` leaf nonzero values stay nonzero.
 
-    A second moment is divided by: if it were rounded to 0, the step would be huge. With random
-    `bits` (`uint32`, one an element) the rounding is stochastic, else to nearest even. Of a root it
-    is the square that is right on average.
+    Optimizers divide by second moments: one that was rounded to 0 would make a huge step. With
+    random `bits` (one `uint32` for each element) rounding is stochastic, otherwise to nearest even.
+    If `is_root`, stochastic rounding keeps the mean of the square.
     """
     wide = wide and dtypes.has_short_range(dtype)
     if bits is not None:
@@ -56,11 +56,12 @@ def saturate(
 
 
 def reduced(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest element and the sum of squares over the old scale's, in one reading of `x`.
+    """Return the largest size in `x`, and the sum of `(x * unit)**2`, in one reading of `x`.
 
-    Both are of the shape of the `old` scale, and infinite if an element is not finite. But of a
-    leaf whose old scale is 0 the largest is that of the finite ones, since infinity at scale 0
-    would be nan. Of no elements it is -inf. `unit` is the `inverse` of the old scale.
+    `unit` is the `inverse` of the `old` scale. Both results have the shape of the `old` scale, and
+    are infinite if an element is not finite. If the old scale is 0, the largest finite element is
+    returned instead, because infinity at the scale 0 would be nan. The largest of no elements is
+    -inf.
     """
     axes = tuple(a for a in range(x.ndim) if not old.ndim or old.shape[a] == 1)
     largest, total = _reduced(x, old, unit, axes)
@@ -68,10 +69,10 @@ def reduced(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, j
 
 
 def reduced_by_rows(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `reduced`, of each row of `x`: as many of the last axes as a block of a GPU can reduce.
+    """Return `reduced` for each row of `x`: as many last axes as a GPU thread block can reduce.
 
-    A GPU needs two kernels to reduce a large array. The rows of many arrays are reduced together,
-    and the second kernel is needed once.
+    A GPU needs two kernels to reduce a large array. The rows of many arrays are then reduced
+    together, so that the second kernel is needed only once.
     """
     first = x.ndim - 1
     while first > 1 and math.prod(x.shape[first - 1 :]) <= _ROW:
@@ -81,7 +82,7 @@ def reduced_by_rows(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.
 
 
 def inverse(scale: jax.Array, of_zero: float = 1.0) -> jax.Array:
-    """What a multiplication by takes a scale away; a scale 0 has none."""
+    """Return `1 / scale`, or `of_zero` where the scale is 0."""
     is_zero = scale == 0
     return jnp.where(is_zero, of_zero, 1.0) / jnp.where(is_zero, 1, scale)
 
@@ -100,10 +101,11 @@ def _reduced(
 def _largest_and_sum(
     sizes: jax.Array, squares: jax.Array, axes: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The maximum of the sizes and the sum of the squares.
+    """Return the maximum of the sizes and the sum of the squares.
 
-    As one reduction, devices that share the array exchange both at once, and a GPU ends it with one
-    kernel. XLA:CPU adds up in a row then: in float32 a sum of 2**24 squares is 2**24 at most.
+    They are one reduction, so that devices that share the array exchange both at once, and a GPU
+    needs one final kernel. XLA:CPU would add up sequentially in such a reduction, where a float32
+    sum of ones stops at 2**24. There they are two reductions.
     """
 
     def apart(sizes: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -123,12 +125,12 @@ def _larger_and_sum(x: tuple, y: tuple) -> tuple[jax.Array, jax.Array]:
 def scale_by_statistic(
     sizes: tuple[jax.Array, jax.Array], old: jax.Array, top: Any, by_rms: Any
 ) -> jax.Array:
-    """Choose scales for `data = x / scale` by what was `measured`, elementwise.
+    """Choose scales for `data = x / scale` from `sizes`, the largest element and the mean square.
 
-    By RMS that of the data is in [1, 2), or if an element would leave the range then, the maximum
-    is near `2**top`, the top of the range. That is so, too, where values are 2**-50 or 2**64 times
-    the old scale, whose squares leave the range of float32, and without `by_rms`. A zero has
-    scale 0; what is not finite keeps the `old` scale.
+    `by_rms`, the RMS of the data is in [1, 2). Otherwise the maximum of the data is in
+    `[2**top, 2 * 2**top)`, near the top of the range. The maximum is used too if an element would
+    leave the range, or if values are 2**-50 or 2**64 times the old scale, so that their squares
+    leave the range of float32. Zeros get the scale 0. Non-finite sizes keep the `old` scale.
     """
     largest, mean_square = sizes
     power = pow2.round_down(largest, old.dtype)
@@ -136,24 +138,24 @@ def scale_by_statistic(
     in_range = (mean_square > _SMALLEST_MEAN_SQUARE) & jnp.isfinite(mean_square) & by_rms
     rms = pow2.round_down(jnp.sqrt(mean_square), old.dtype) * jnp.where(old == 0, 1, old)
     scale = jnp.maximum(scale, jnp.where(in_range, rms, 0))
-    zero = jnp.isinf(mean_square).astype(old.dtype)  # then all others are 0
+    zero = jnp.isinf(mean_square).astype(old.dtype)  # finite elements are all 0
     scale = jnp.where(power == 0, zero, jnp.maximum(scale, _SMALLEST))
     return jnp.where(jnp.isfinite(largest), scale, old)
 
 
 def top_exponent(dtype: Any) -> int:
-    """The exponent that the maximum of data gets, where it is the maximum that chooses."""
+    """Return the exponent to which the maximum of the data is brought, if it chooses the scale."""
     return min(pow2.floor_exponent(jnp.finfo(dtype).max) - 1, 14)
 
 
 def scale_of_gradient(grad: ScaledArray, old: jax.Array, degree: int) -> jax.Array:
-    """`2**j * s**degree` for a gradient of scale `s`; the `old` scale if it is 0 or not finite.
+    """Return `2**j * s**degree`, where `s` is the scale of the gradient.
 
-    A step that is refused for an infinite gradient then leaves every bit as it was. An `old` scale
-    0 is none to keep.
+    If `s` is 0 or the gradient is not finite, return the `old` scale: a step that is skipped for an
+    infinite gradient then changes no bit of the state. An `old` scale of 0 counts as 1.
     """
     scale = array_lib.align_scale(grad.scale, grad.ndim)
-    if scale.ndim:  # one scale for what shares one in `old`
+    if scale.ndim:  # elements that share a scale in `old` must share one here
         fits = old.ndim == scale.ndim
         axes = tuple(a for a in range(scale.ndim) if not fits or old.shape[a] == 1)
         scale = jnp.max(scale, axes, keepdims=fits)

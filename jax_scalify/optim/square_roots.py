@@ -1,4 +1,4 @@
-"""Second moments in FP8: what is stored is their square root, which has half of their octaves."""
+"""Second moments in FP8. Their square root is stored, which spans half as many octaves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jax_scalify.base.stochastic_rounding import round_stochastically
 
 
 class SquareRoot(NamedTuple):
-    """Stands in an optimizer's state for a leaf that is never negative: its square root, in FP8.
+    """A non-negative leaf of an optimizer's state, stored as its square root in FP8.
 
-    `leaf = root**2`. Squared gradients spread over twice the octaves that gradients do: E4M3 has
-    17, the roots of second moments in it cover 34. Rounding keeps the mean of the square.
+    `leaf = root**2`. Squared gradients span twice as many octaves as gradients. E4M3 spans 17
+    octaves, so roots in E4M3 cover 34. Rounding keeps the mean of the square.
 
     Attributes:
-        root: `ScaledArray` of the leaf's shape, of data in FP8.
+        root: `ScaledArray` of the leaf's shape, with FP8 data.
 
     Example:
         >>> import optax
@@ -36,39 +36,39 @@ class SquareRoot(NamedTuple):
 
 
 def is_root(leaf: Any) -> bool:
-    """Tell whether a leaf of a state is a `SquareRoot`."""
+    """Return whether a leaf of a state is a `SquareRoot`."""
     return isinstance(leaf, SquareRoot)
 
 
 def is_leaf(x: Any) -> bool:
-    """Tell whether something is one leaf of a stored state: a `ScaledArray` or a `SquareRoot`."""
+    """Return whether `x` is one leaf of a stored state: a `ScaledArray` or a `SquareRoot`."""
     return is_scaled(x) or is_root(x)
 
 
 def moved_for_square(x: jax.Array, dtype: Any) -> jax.Array:
     """Move numbers so that, rounded stochastically, their squares have the mean `x**2`.
 
-    Between neighbours `low` and `high` the upper one is taken with the probability
-    `(x**2 - low**2) / (high**2 - low**2)`, and not with `(x - low) / (high - low)`: the square of
-    a root that is right on average is too large by its variance.
+    Between neighbours `low` and `high`, the upper is then chosen with the probability
+    `(x**2 - low**2) / (high**2 - low**2)` instead of `(x - low) / (high - low)`. With the latter,
+    the mean of the square would be too large by the variance.
 
     Args:
-        x: that are not negative, in float32.
-        dtype: that they will be rounded to.
+        x: non-negative float32 numbers.
+        dtype: the dtype to which they will be rounded.
 
     Example, in E4M3: 17 is between 16 and 18. `(17**2 + 16 * 18) / (16 + 18) = 16.97`, from which
     18 is chosen with the probability `0.485`, and `0.485 * 18**2 + 0.515 * 16**2 = 17**2`.
     """
     bits = np.dtype(f"uint{jnp.finfo(dtype).bits}")
     top = np.array(jnp.finfo(dtype).max, dtype).view(bits)[()]
-    # A square root may be some ulp beside a number of the dtype, which it ought to be.
+    # A computed square root may miss a number of the dtype by some ulps.
     slack = np.float32(1 + 2.0**-20)
     size = x * slack
     low = round_stochastically(size, jnp.full_like(x, 2**32 - 1, jnp.uint32), dtype)
     pattern = lax.bitcast_convert_type(low, bits)
     high = lax.bitcast_convert_type(jnp.minimum(pattern + bits.type(1), top), dtype)
     low, high = low.astype(x.dtype), high.astype(x.dtype)
-    # A GPU's quotient may be an ulp too large, and `high` is `low` at the top of the range.
+    # The quotient may be an ulp too large on a GPU, and `high == low` at the top of the range.
     moved = jnp.minimum((x * x + low * high) / (low + high), high)
     moved = jnp.where(x <= low * slack, low, moved)
     return jnp.where(jnp.isfinite(x), moved, x)

@@ -1,4 +1,4 @@
-"""An optimizer's update on the leaves of a state, small ones of one shape in stacks."""
+"""An optimizer's update, evaluated on stacks of small leaves of one shape."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def updated(
     *,
     plain: bool,
 ) -> tuple[list[Any], Any, Any]:
-    """Call an optimizer's `update` on what a state's leaves stand for, in float32.
+    """Call an optimizer's `update` on the float32 values of stored leaves.
 
     Args:
         update: `update(grads, state, params) -> (updates, state)`.
-        grads: leaves of few bits, as those of the other trees.
-        state: likewise; some may be square roots.
-        params: likewise, or None.
-        owners: of each leaf of the state, the number of its parameter.
-        plain: whether they are plain numbers, without scales inside `scalify`.
+        grads: gradients, in few bits.
+        state: state, in few bits. Some leaves may be square roots.
+        params: parameters in few bits, or None.
+        owners: for each leaf of the state, the number of its parameter, or None.
+        plain: whether values are computed without scales, also inside `scalify`.
 
     Returns:
-        The gradients' leaves, updates, and the new state; leaves are arrays or items of stacks.
+        The leaves of the gradients, the updates, and the new state. Leaves are arrays or `Item`s.
     """
     leaves, tree = jax.tree.flatten((grads, state, params), is_leaf=is_leaf)
     count, size = len(jax.tree.leaves(grads, is_leaf=is_leaf)), len(owners)
@@ -60,7 +60,7 @@ def _on_stacks(
     stacks: Sequence[Sequence[int]],
     of_param: Sequence[int | None],
 ) -> tuple[list[Item], Any] | None:
-    """What the leaves stand for, and the results; None if the update does more than to compute."""
+    """Evaluate the update on stacks. Return items and results; None if it has side effects."""
     items: list[Any] = [None] * len(leaves)
     for which in stacks:
         array = load_stack([leaves[i].root if is_root(leaves[i]) else leaves[i] for i in which])
@@ -79,7 +79,7 @@ def _on_stacks(
 
 
 def _wide(leaf: Any, plain: bool) -> Any:
-    """What a leaf stands for."""
+    """Return the float32 value of a stored leaf."""
     if is_root(leaf):
         return jnp.square(widen(leaf.root, plain=plain))
     return widen(leaf, plain=plain)
@@ -88,9 +88,9 @@ def _wide(leaf: Any, plain: bool) -> Any:
 def _stacks(
     leaves: Sequence[Any], of_param: Sequence[int | None], tags: Sequence[int], count: int
 ) -> list[list[int]]:
-    """The numbers of small leaves of one shape, each list in the order of their parameters.
+    """Return lists of positions of small leaves of one shape, ordered by parameter.
 
-    Those of one list are gradients, parameters, or one slot of the state, as first moments.
+    A list holds gradients, or parameters, or one slot of the state such as first moments.
     """
     if any(dtypes.leaf_dtype(_array(leaf)) is None for leaf in leaves):
         return []
@@ -129,12 +129,12 @@ def _may_be_stacked(array: Any) -> bool:
 
 
 def array_of(x: Any) -> Any:
-    """The array of an item; anything else as it is."""
+    """Return the array of an item; return anything else unchanged."""
     return x.array if isinstance(x, Item) else x
 
 
 def stacked_leaves(leaves: Sequence[Leaf], kinds: Sequence[Kind]) -> list[tuple[list[int], Leaf]]:
-    """Leaves whose new values have been computed in one stack as one `Leaf`, with their numbers."""
+    """Merge leaves whose new values are one stack into one `Leaf`, with the leaves' positions."""
     groups: dict[Any, dict[int, int]] = {}
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         x, salt, stack = leaf.x, leaf.salt, None
@@ -144,7 +144,7 @@ def stacked_leaves(leaves: Sequence[Leaf], kinds: Sequence[Kind]) -> list[tuple[
             groups[i] = {0: i}
             continue
         key, slot = (id(stack), id(salt.stack), kind, leaf.like.dtype), 0
-        while x.place in groups.get((*key, slot), {}):  # two leaves may be the same value
+        while x.place in groups.get((*key, slot), {}):  # two leaves may have the same value
             slot += 1
         groups.setdefault((*key, slot), {})[x.place] = i
     merged = []

@@ -1,13 +1,14 @@
 """One equation for many leaves: an optimizer's update, evaluated on stacks of small leaves.
 
-optax maps a function over the leaves of a tree, so that the jaxpr of an update repeats each
-equation for each leaf, and a compiler makes kernels of each. Here it is evaluated with one equation
-for all leaves of a stack wherever the same is done to several of them: what is computed element by
-element, and sums over whole leaves. All else is evaluated leaf by leaf. So any optimizer will do:
-one that is masked or wrapped, and one that looks at the shapes of its leaves.
+optax maps a function over the leaves of a tree, so the jaxpr of an update repeats each equation for
+each leaf, and XLA makes kernels for each. Here equations that do the same to several leaves are
+evaluated as one equation on their stack: elementwise equations, and reductions of whole leaves. All
+other equations are evaluated for each leaf. So this works for any optimizer: masked, wrapped, or
+dependent on the shapes of its leaves.
 
-With `mu = {"a": m0, "b": m1}`, `0.9 * m0 + 0.1 * g0` and `0.9 * m1 + 0.1 * g1` are
-`0.9 * M + 0.1 * G`, of two stacks with a row for each parameter.
+Example: with `mu = {"a": m0, "b": m1}`, the jaxpr has `0.9 * m0 + 0.1 * g0` and
+`0.9 * m1 + 0.1 * g1`. They become `0.9 * M + 0.1 * G`, where the stacks `M` and `G` have one row
+for each parameter.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from jax import lax
 from jax_scalify.base.jaxprs import evaluate
 from jax_scalify.interpreter.traits import traits_of
 
-# Calls whose bodies stand in place; others may have derivatives or rules of their own.
+# Calls that are inlined. Other calls may have derivative rules or scale rules.
 _INLINED = frozenset("jit pjit closed_call core_call".split())
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
 
 
 @dataclasses.dataclass(eq=False)
 class Stack:
-    """Values of several leaves that the same is done to, in one array.
+    """Values of several leaves, computed by equal equations, in one array.
 
     Attributes:
-        depth: how many equations they are away from what was given.
-        members: each value by the number of its leaf, its place.
-        array: the values of the members, in the order of their places, once they are computed.
+        depth: the number of equations between the inputs and the values.
+        members: the values by place, the number of their leaf.
+        array: the values in the order of their places; None until they are computed.
     """
 
     depth: int
@@ -46,12 +47,12 @@ class Stack:
 
     @functools.cached_property
     def pinned(self) -> Any:
-        """Its array; it is not computed again for each leaf that is read."""
+        """The array behind a barrier, so that XLA does not recompute it for each leaf."""
         return lax.optimization_barrier(self.array) if self.depth else self.array
 
     @property
     def places(self) -> list[int]:
-        """The numbers of the leaves."""
+        """The numbers of the leaves, in order."""
         return sorted(self.members)
 
 
@@ -60,13 +61,13 @@ class Item:
     """A value of the jaxpr.
 
     Attributes:
-        depth: how many equations it is away from what was given.
+        depth: the number of equations between the inputs and the value.
         aval: its shape and dtype.
-        is_common: whether it is computed of several leaves, as a norm over all of them.
-        eqn, operands: the equation that it is a result of; None of what was given.
-        results: those of the equation, it among them.
-        stack, place: where it stands, if the same is done to other leaves.
-        known: its array, once it is computed.
+        is_common: whether it depends on several leaves, as a norm over all leaves does.
+        eqn, operands: the equation that computes it, and its operands; None for inputs.
+        results: all results of this equation.
+        stack, place: its stack and place, if the equation is repeated for other leaves.
+        known: its array; None until it is computed.
     """
 
     depth: int
@@ -81,7 +82,7 @@ class Item:
 
     @property
     def array(self) -> Any:
-        """Its array; a slice, if it has been computed in a stack."""
+        """The array; a slice of the stack, if it was computed in a stack."""
         if self.known is None:
             assert self.stack is not None
             where = self.stack.places.index(self.place)
@@ -90,7 +91,7 @@ class Item:
 
 
 def given_stack(array: jax.Array, places: Sequence[int]) -> list[Item]:
-    """The items of a stack that is given, of leaves of some numbers, in ascending order."""
+    """Return the items of an input stack; `places` are the leaves' numbers, ascending."""
     stack = Stack(0, array=array)
     aval = jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
     stack.members = {place: Item(0, aval, stack=stack, place=place) for place in places}
@@ -98,12 +99,12 @@ def given_stack(array: jax.Array, places: Sequence[int]) -> list[Item]:
 
 
 def given(array: Any) -> Item:
-    """The item of an array that stands alone."""
+    """Return the item of an input array."""
     return Item(0, jax.typeof(array), known=array)
 
 
 def call(closed: Any, operands: Sequence[Item]) -> list[Item]:
-    """Evaluate a closed jaxpr; what several leaves have in common is computed in stacks."""
+    """Evaluate a closed jaxpr on items, with repeated equations in stacks."""
     results = _Graph().trace(closed, operands)
     for unit in _in_order(results):
         _compute(unit)
@@ -111,7 +112,7 @@ def call(closed: Any, operands: Sequence[Item]) -> list[Item]:
 
 
 class _Graph:
-    """The items of a jaxpr, each of them once."""
+    """The items of a jaxpr. Equal equations on equal operands share one item."""
 
     def __init__(self) -> None:
         self._stacks: dict[Any, Stack] = {}
@@ -152,7 +153,7 @@ class _Graph:
 
 
 def _key(eqn: Any, operands: Sequence[Item]) -> Any:
-    """What equations have in common that are evaluated as one; None of others."""
+    """Return a key that is equal for equations of one stack; None if it must stand alone."""
     if not _may_be_stacked(eqn) or len({x.place for x in operands if x.stack is not None}) > 1:
         return None
     if any(x.stack is not None and x.aval.shape not in _shapes(eqn) for x in operands):
@@ -181,14 +182,14 @@ def _may_be_stacked(eqn: Any) -> bool:
 
 
 def _shapes(eqn: Any) -> list[Any]:
-    """The shapes that an operand from a stack may have."""
+    """Return the shapes that an operand from a stack may have."""
     if traits_of(eqn.primitive.name).elementwise:
         return [(), eqn.outvars[0].aval.shape]
     return [v.aval.shape for v in eqn.invars]
 
 
 def _in_order(results: Sequence[Item]) -> list[Item | Stack]:
-    """What has to be computed for some results: what stands alone, and stacks."""
+    """Return the single items and stacks that results depend on, in order of computation."""
     needed: dict[Item, None] = {}
     rest = list(results)
     while rest:
@@ -216,7 +217,7 @@ def _compute(unit: Item | Stack) -> None:
     if isinstance(unit, Stack):
         unit.array = _stacked(unit)
         return
-    if unit.known is not None:  # of an equation of several results
+    if unit.known is not None:  # computed with another result of its equation
         return
     eqn = unit.eqn
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -226,7 +227,7 @@ def _compute(unit: Item | Stack) -> None:
 
 
 def _stacked(stack: Stack) -> Any:
-    """The array of a stack whose operands are computed."""
+    """Return the array of a stack whose operands are computed."""
     places = stack.places
     items = [stack.members[p] for p in places]
     eqn, shape, count = items[0].eqn, items[0].aval.shape, len(items)
@@ -257,7 +258,7 @@ def _stacked(stack: Stack) -> Any:
 
 
 def _filled(x: Any, is_stack: bool, shape: tuple[int, ...], is_case: bool) -> Any:
-    """An operand of an elementwise equation, in the shape of the stack; a number may stay one."""
+    """Broadcast an elementwise operand to the shape of the stack. Numbers stay 0-d if possible."""
     if jnp.shape(x) == shape or not jnp.ndim(x) and not is_case:
         return x
     start = 0 if is_stack else 1
@@ -265,7 +266,7 @@ def _filled(x: Any, is_stack: bool, shape: tuple[int, ...], is_case: bool) -> An
 
 
 def trace(function: Callable[..., Any], operands: Sequence[Any], tree: Any) -> tuple[Any, Any]:
-    """Make a jaxpr of a function of a tree, of its leaves or their types, and the results' tree."""
+    """Return the jaxpr and the out tree of a function of a tree, given its leaves or types."""
 
     def flat(*leaves: Any) -> Any:
         return function(*jax.tree.unflatten(tree, leaves))

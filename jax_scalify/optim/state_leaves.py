@@ -1,4 +1,4 @@
-"""What each leaf of an optimizer's state is, found in the optimizer's own equations."""
+"""The roles of the leaves of an optimizer's state, found in the optimizer's equations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Role:
     """What is known of a leaf of the state.
 
     Attributes:
-        nonneg: no element is ever negative, as of a second moment or a maximum.
-        degree: by which power of a factor it grows if all gradients do: 1 for a first moment, 2 for
-            a second one; None if it is not known, or of a weight.
-        param: which parameter it belongs to, by number; None for none.
-        is_weight: it starts from the parameters: a copy or an average of them.
+        nonneg: whether no element is ever negative, as in a second moment or a maximum.
+        degree: the leaf is multiplied by `c**degree` if all gradients are multiplied by `c`: 1 for
+            a first moment, 2 for a second moment. None if it is unknown, and for weights.
+        param: the number of its parameter; None if it belongs to no parameter.
+        is_weight: whether it starts from the parameters, as a copy or an average of them.
     """
 
     nonneg: bool = False
@@ -42,14 +42,14 @@ def _shapes(tree: Any) -> Any:
 
 
 class RoleFinder:
-    """Finds the roles of an optimizer's state; once for each structure."""
+    """A function that returns the roles of an optimizer's state, cached for each structure."""
 
     def __init__(self, init: Callable, update: Callable):
         self._init, self._update = init, update
         self._known: dict[Any, list[Role]] = {}
 
     def __call__(self, grads: Any, state: Any, params: Any, extra_args: dict) -> list[Role]:
-        """Return the role of each leaf of a state, whose leaves are arrays or their shapes."""
+        """Return the role of each leaf of a state, given arrays or their shapes and dtypes."""
         leaves, tree = jax.tree.flatten(_shapes((grads, state, params)))
         key = (tree, tuple((x.shape, x.dtype) for x in leaves), tuple(sorted(extra_args)))
         if key not in self._known:
@@ -71,7 +71,7 @@ class RoleFinder:
         return [Role(*role) for role in zip(flags, degrees, owners, weights, strict=True)]
 
     def at_start(self, state: Any, params: Any) -> list[Role]:
-        """Return what is known of the roles without a look at the update."""
+        """Return the roles that are known without tracing the update: parameters and weights."""
         params = _shapes(params)
         weights = _depends_on_operands(jax.make_jaxpr(self._init)(params).jaxpr)
         owners = owners_of(state, params)
@@ -80,7 +80,7 @@ class RoleFinder:
 
 
 def owners_of(state: Any, params: Any) -> list[int | None]:
-    """Return for each leaf the parameter whose key path is the longest end of the leaf's."""
+    """Return for each leaf the parameter whose key path is the longest suffix of its path."""
     own = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
 
     def owner(path: tuple) -> int | None:
@@ -91,7 +91,7 @@ def owners_of(state: Any, params: Any) -> list[int | None]:
 
 
 def _nonnegative(step: Any, start: Any, count: int, size: int) -> list[bool]:
-    """The largest set of leaves that start without negative elements, and keep it so."""
+    """Return for each leaf whether it starts and stays non-negative: the largest fixed point."""
     flags = nonnegative_results(start, [False] * len(start.invars))
     while True:
         rest = [False] * (len(step.invars) - count - size)
@@ -103,7 +103,7 @@ def _nonnegative(step: Any, start: Any, count: int, size: int) -> list[bool]:
 
 
 def _degrees(step: Any, count: int, weights: list[bool]) -> list[Degree]:
-    """The degrees that a step gives back, once those of the state are known."""
+    """Return the degrees of the state's leaves that no longer change from step to step."""
     size = len(weights)
     known: list[Degree] = [None] * size
     rounds = []
@@ -117,7 +117,7 @@ def _degrees(step: Any, count: int, weights: list[bool]) -> list[Degree]:
 
 
 def _depends_on_operands(jaxpr: Any) -> list[bool]:
-    """Tell for each result whether it is made of operands."""
+    """Return for each result of a jaxpr whether it depends on an operand."""
     return evaluate(
         jaxpr,
         [True] * len(jaxpr.invars),

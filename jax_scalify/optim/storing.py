@@ -1,6 +1,6 @@
-"""Storing the leaves of a state: `ScaledArray`s outside `scalify`, arrays that have scales inside.
+"""Store the leaves of a state: as `ScaledArray`s, or inside `scalify` as arrays with scales.
 
-Inside, it is the rule of a function that only casts.
+Inside `scalify`, it is the `custom_scale` rule of a function that only casts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from jax_scalify.scales.algebra import Scale
 def store_leaves(
     leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | None = None
 ) -> list[Any]:
-    """Leaves in few bits: those like a `ScaledArray` as one, others as arrays of their dtype.
+    """Store leaves in few bits, each like its `Leaf.like`.
 
-    Inside `scalify` the others are arrays that have scales, if what they are like has.
+    A leaf like a `ScaledArray` becomes a `ScaledArray`. Others become arrays of the dtype of
+    `like`, which inside `scalify` have scales if `like` has a scale.
 
     Args:
-        leaves: to be stored.
-        kinds: one for each.
-        count: that of `random_bits.count_of`, for the random bits.
+        leaves: the leaves to store.
+        kinds: the kind of each leaf.
+        count: the step count from `random_bits.count_of`, for the random bits.
     """
     new: list[Any] = [None] * len(leaves)
     for select, function in ((True, stored), (False, _stored_inside)):
@@ -60,12 +61,12 @@ def _stored_inside(
 
 @custom_scale(static_argnames=("kinds",), keeps_plain=True)
 def _store(leaves: list[Leaf], count: Any, *, kinds: tuple[Kind, ...]) -> list[Any]:
-    """Cast to the dtypes of others; inside `scalify` what has a scale gets a new one."""
+    """Cast leaves to the dtypes of their `like`. Inside `scalify`, the rule chooses scales."""
     return [_cast(leaf, kind, count) for leaf, kind in zip(leaves, kinds, strict=True)]
 
 
 def _cast(leaf: Leaf, kind: Kind, count: jax.Array | None) -> Any:
-    """A leaf without a scale, in the dtype of another one; of a stack a list."""
+    """Return a leaf without a scale, in the dtype of its `like`; for a stack, a list of leaves."""
     x, like, salt, bits = leaf
     is_stack = isinstance(like, list)
     if kind.adds:
@@ -101,7 +102,7 @@ def _store_scale(leaves: list[Leaf], count: Any, *, kinds: tuple[Kind, ...]) -> 
 
 
 def _is_of_one_kind(likes: list[Any], kind: Kind) -> bool:
-    """Whether all leaves of a stack have scales of one kind."""
+    """Return whether all leaves of a stack have scales of one kind."""
     if not all(map(is_scaled, likes)):
         return False
     likes = list(map(_with_array, likes))
@@ -116,7 +117,7 @@ def _at_own_scale(leaf: Leaf, count: jax.Array | None) -> ScaledArray:
 
 
 def _with_values(leaf: Leaf, kind: Kind) -> Leaf:
-    """A leaf of values, whose scales are numbers if they are static, or arrays."""
+    """Return a leaf of values whose `like` has floats as static scales, arrays as dynamic ones."""
     salt = _with_array(leaf.salt) if kind.degree is not None else _value(leaf.salt)
     is_stack = isinstance(leaf.like, list)
     like = list(map(_with_array, leaf.like)) if is_stack else _with_array(leaf.like)
@@ -128,7 +129,7 @@ def _value(x: Any) -> Any:
 
 
 def _with_array(x: Any) -> ScaledArray:
-    """The scale of a rule's operand as a number, if it is known while tracing, or an array."""
+    """Return a rule's operand with its `Scale` as a float if it is static, or as an array."""
     if not is_scaled(x):
         return ScaledArray(x, 1.0)
     scale = x.scale
@@ -138,7 +139,7 @@ def _with_array(x: Any) -> ScaledArray:
 
 
 def load_stack(leaves: Sequence[Any]) -> jax.Array:
-    """The values of leaves of one shape and dtype, in one array of at least float32."""
+    """Return the values of leaves of one shape and dtype, stacked, in at least float32."""
     if any(map(is_scaled, leaves)):
         return _loaded(list(leaves))
     return _load(list(leaves))
@@ -162,10 +163,10 @@ def _loaded(leaves: list[Any]) -> jax.Array:
 
 
 def read_together(leaves: Sequence[Any]) -> list[Any]:
-    """Leaves whose scales are read at once, into one array.
+    """Return leaves whose dynamic scalar scales are read at once, as slices of one array.
 
-    A donated argument whose place a result takes is copied if it is read again later, and a copy of
-    a scale is a kernel on a GPU.
+    A result takes the buffer of a donated scale. XLA copies the scale if it is read after that, and
+    each copy is a kernel on a GPU.
     """
     if any(map(is_scaled, leaves)):
         return _with_one_array_of_scales(list(leaves))
