@@ -1,4 +1,4 @@
-"""Casts and rescales for use inside models."""
+"""Casts and rescales for the forward and the backward pass of models."""
 
 from jax_scalify.ops.cast import (
     cast_on_backward,

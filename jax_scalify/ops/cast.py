@@ -1,8 +1,8 @@
-"""Casts on the forward or on the backward pass only, saturating for FP8.
+"""Casts on the forward pass or the backward pass only. Casts to FP8 saturate.
 
-They round to nearest even, or with a `key` of `jax.random` stochastically: up with a probability
-that is the distance from the number below, so that the mean is the value, and saturating in every
-dtype. A key is for one cast, as always in JAX; derivatives are those of the cast to nearest even.
+They round to nearest even, or stochastically if a `jax.random` key is given. Stochastic rounding
+keeps the mean: 1.25 between 1 and 2 is rounded up with probability 1/4. It saturates in every
+dtype. Use a key for one cast only, as always in JAX. Derivatives are those of the cast to nearest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _through.defjvps(lambda tangent, *_: tangent, None, None)
 
 @dataclasses.dataclass(frozen=True)
 class _RoundThrough:
-    """Round a cotangent to the values of a dtype; stochastically, if there is a key's data."""
+    """Round a cotangent to the values of a dtype, stochastically if it gets the data of a key."""
 
     dtype: Any
     key_impl: Hashable = None
@@ -39,16 +39,16 @@ class _RoundThrough:
 
 
 def cast_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
-    """Cast a value on the forward pass; its cotangent comes back in the dtype of `x`.
+    """Cast a value on the forward pass. Its cotangent is returned in the dtype of `x`.
 
-    Out-of-range values saturate for dtypes of at most 8 bits. JAX gives the cotangent of an array
-    the array's dtype, so between the consumer and this cast it is of `dtype` too: for matmuls
-    `jax_scalify.nn.dot_general` keeps the cotangent wide.
+    Out-of-range values saturate for dtypes of at most 8 bits. JAX gives a cotangent the dtype of
+    its array, so between the consumer and this cast the cotangent has `dtype` too. For matmuls, use
+    `jax_scalify.nn.dot_general`, which keeps the cotangent wide.
 
     Args:
         x: array of a floating dtype.
         dtype: the floating dtype to round to.
-        key: of `jax.random`, for stochastic rounding; by default, to nearest even.
+        key: `jax.random` key for stochastic rounding; by default, rounding is to nearest even.
 
     Raises:
         TypeError: if `dtype` is not a floating dtype.
@@ -62,10 +62,10 @@ def cast_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
 
 
 def cast_on_backward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
-    """Return `x`; on the backward pass round its cotangent to the values of `dtype`.
+    """Return `x`; on the backward pass, round its cotangent to the values of `dtype`.
 
     The cotangent keeps the dtype of `x`, as JAX requires, and saturates for dtypes of at most
-    8 bits. A `key` makes the rounding stochastic.
+    8 bits. With a `key`, rounding is stochastic.
 
     Raises:
         TypeError: if `dtype` is not a floating dtype.
@@ -78,16 +78,16 @@ def cast_on_backward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
     dtype = dtypes.as_floating(dtype, "dtype", real=True)
     if key is None:
         return on_backward(x, _RoundThrough(dtype))
-    # The key is an operand, so that scans and maps give each step its own.
+    # The key is an operand, so that each step of a scan or map can have its own key.
     rounding = _RoundThrough(dtype, jax.random.key_impl(key))
     return on_backward(x, rounding, jax.random.key_data(key))
 
 
 def reduce_precision_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
-    """Round a value to those of `dtype` on the forward pass, in the dtype of `x`.
+    """Round a value to the values of `dtype` on the forward pass, in the dtype of `x`.
 
-    Saturates for dtypes of at most 8 bits; the cotangent passes unchanged. A `key` makes the
-    rounding stochastic.
+    It saturates for dtypes of at most 8 bits. The cotangent is unchanged. With a `key`, rounding is
+    stochastic.
 
     Raises:
         TypeError: if `dtype` is not a floating dtype.
@@ -106,9 +106,9 @@ def reduce_precision_on_forward(x: Any, dtype: Any, *, key: Any = None) -> jax.A
 
 
 def reduce_precision_on_backward(x: Any, dtype: Any, *, key: Any = None) -> jax.Array:
-    """Return `x`; on the backward pass round its cotangent to the values of `dtype`.
+    """Return `x`; on the backward pass, round its cotangent to the values of `dtype`.
 
-    The same as `cast_on_backward`.
+    An alias of `cast_on_backward`.
 
     Raises:
         TypeError: if `dtype` is not a floating dtype.

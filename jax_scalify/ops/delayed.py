@@ -1,7 +1,8 @@
-"""Delayed scaling: the scale of a step comes from the largest values of the steps before.
+"""Delayed scaling: the scale of a step is computed from the largest values of earlier steps.
 
 A history holds, for each scaled leaf, the exponents of its largest value (its amax) in the last
-steps, as `int32`: they stay plain integers inside `scalify`. Without `scalify` nothing changes.
+steps. They are `int32`, so they are plain inside `scalify`. Outside of `scalify`, arrays are
+unchanged.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _ALGORITHMS = ("max", "most_recent")
 
 
 def top_exponent(dtype: Any) -> int:
-    """The exponent that an amax is brought to: `2 * 2**exponent` is still finite in the dtype.
+    """Return the exponent to which an amax is brought: `2 * 2**exponent` is finite in the dtype.
 
-    In a dtype of float32's range there is nothing to fill, and squares would overflow: 0.
+    It is 0 for dtypes with the range of float32: there is no need to use their full range, and
+    squares would overflow.
     """
     if not dtypes.has_short_range(dtype):
         return 0
@@ -35,11 +37,11 @@ def top_exponent(dtype: Any) -> int:
 
 
 def amax_history(length: int = 16, scale_shape: Sequence[int] = ()) -> jax.Array:
-    """Return a history of `delayed_rescale` in which nothing has been seen yet.
+    """Return an empty history for `delayed_rescale`.
 
     Args:
-        length: number of steps that are remembered.
-        scale_shape: shape of the value's scale, `()` for one scale for all of it.
+        length: number of steps to remember.
+        scale_shape: shape of the value's scale, `()` for a scalar scale.
 
     Returns:
         An `int32` array of shape `(length, *scale_shape)`, the most recent step first.
@@ -57,12 +59,12 @@ def amax_history(length: int = 16, scale_shape: Sequence[int] = ()) -> jax.Array
 
 
 def init_delayed_rescale(tree: Any, length: int = 16) -> Any:
-    """Return the histories that `delayed_rescale` takes beside a tree, all of them empty.
+    """Return empty histories for `delayed_rescale`, given the tree that it will rescale.
 
     Args:
-        tree: any pytree. A `ScaledArray` has a history for each of its scales, another floating
-            leaf one history, and anything else `None`.
-        length: number of steps that are remembered.
+        tree: any pytree. A `ScaledArray` gets a history for each of its scales, any other floating
+            leaf gets one history, and other leaves get `None`.
+        length: number of steps to remember.
 
     Raises:
         ValueError: if `length` is less than 1.
@@ -92,36 +94,35 @@ def delayed_rescale(
     dtype: Any = None,
     return_finite: bool = False,
 ) -> Any:
-    """Rescale every scaled leaf by what its history expects, and enter its amax into the history.
+    """Rescale each scaled leaf by the amax that its history predicts, and record its own amax.
 
-    If the leaf's largest absolute value has the exponent that is expected, that of its data will
-    be in `[t, 2t) / 2**margin`, with `t` the largest power of two of which the double is finite in
-    the dtype: 2**7 in E4M3, 2**14 in E5M2 and float16. In bfloat16 and float32, which have nothing
-    to fill, `t` is 1. The scale does not wait for the data, which may be measured and moved in one
-    pass.
+    If the prediction is right, the largest absolute value of the data is in `[t, 2t) / 2**margin`.
+    `t` is the largest power of two whose double is finite in the dtype: 2**7 in E4M3, 2**14 in E5M2
+    and float16. In bfloat16 and float32 `t` is 1. The scale does not depend on the current data, so
+    the data may be measured and rescaled in one pass.
 
-    A value that has grown beyond the range saturates in FP8, and becomes infinite in float16: there
-    choose a margin, and a larger one if products of it are computed in float16, as by a matmul.
-    A value of which nothing has been seen yet keeps its scale. The derivative is the identity. Zero
-    says nothing about the next step; an amax that is not finite is not entered.
+    A value that has outgrown the range saturates in FP8, and becomes infinite in float16. Choose a
+    margin for float16, and a larger margin if it is multiplied in float16, as by a matmul. With an
+    empty history the scale is unchanged. The derivative is the identity. A step of zeros predicts
+    nothing, and an amax that is not finite is not recorded.
 
     Args:
         tree: pytree with `ScaledArray` leaves outside `scalify`, or arrays inside it; in a model, a
-            single array. Other leaves pass through unchanged, and so do their histories.
-        history: of `init_delayed_rescale` or, for a single array, `jsa.ops.amax_history`.
-        algorithm: "max": the largest amax of the history is expected; "most_recent": the last.
-        margin: octaves that are left free above the expected amax.
-        dtype: the dtype that the data is to fill, by default its own. It is not cast: use it where
-            a cast follows, as in `jsa.ops.cast_on_forward`.
-        return_finite: whether to tell if every amax was finite.
+            single array. Other leaves and their histories are unchanged.
+        history: the result of `init_delayed_rescale` or, for a single array,
+            `jsa.ops.amax_history`.
+        algorithm: "max" predicts the largest amax of the history, "most_recent" the last amax.
+        margin: octaves of room above the predicted amax.
+        dtype: the dtype whose range the data should fill; by default its own. The data is not cast.
+            Use it if a cast follows, such as `jsa.ops.cast_on_forward`.
+        return_finite: whether to return also whether all amaxes were finite.
 
     Returns:
         The tree and its histories; with `return_finite`, also a 0-d bool array.
 
     Raises:
-        TypeError: if a history is not an `int32` array, or `margin` not an integer.
-        ValueError: for an unknown `algorithm`, for histories of another structure than the tree's,
-            or of a shape that does not fit.
+        TypeError: if a history is not an `int32` array, or `margin` is not an integer.
+        ValueError: if `algorithm` is unknown, or structure or shapes of the histories do not fit.
 
     Source: Micikevicius et al., "FP8 formats for deep learning", 2022; the delayed scaling of
     NVIDIA's Transformer Engine, with its names.
@@ -151,7 +152,7 @@ def delayed_rescale(
 
 
 def _rescale(x: Any, history: Any, *options: Any) -> tuple[Any, Any, Any]:
-    """The array rescaled, its history, and whether its amax is finite."""
+    """Return the rescaled array, its new history, and whether its amax is finite."""
     kind = x.dtype if is_scaled(x) else dtypes.leaf_dtype(x)
     if history is None or kind is None or not dtypes.is_scalable(kind):
         return x, history, True

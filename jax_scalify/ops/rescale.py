@@ -1,7 +1,7 @@
-"""Rescales by a statistic of the data, on the forward or on the backward pass.
+"""Rescales by a statistic of the data, on the forward pass or the backward pass.
 
-The paper's remedy for scales that drift (section 3.3): the statistic, rounded to a power of two,
-moves from the data into the scale. Without `scalify` each is the identity.
+They are the paper's remedy for scales that drift (section 3.3). The statistic, rounded to a power
+of two, moves from the data into the scale. Outside of `scalify` each function is the identity.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Functions that speak about scales: they bind the primitives of `primitives/definitions.py`.
+"""Functions that set or read scales. They bind the primitives of `primitives/definitions.py`.
 
-On a `ScaledArray` outside of `scalify`, each runs itself through the transform.
+Applied to a `ScaledArray` outside of `scalify`, each function scalifies itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jax_scalify.transform import scalify
 
 
 def checked_array(x: Any, name: str = "x") -> Any:
-    """Return `x` as a JAX array; refuse what is neither an array nor a `ScaledArray`."""
+    """Return `x` as a JAX array; raise a `TypeError` if it is not an array or a number."""
     kind = dtypes.leaf_dtype(x)
     if kind is None and not hasattr(x, "__jax_array__"):
         raise TypeError(f"`{name}` must be an array or a ScaledArray, got {type(x).__name__}.")
@@ -50,7 +50,7 @@ def _checked_scale(scale: Any, x: Any) -> jax.Array:
 def cast(x: jax.Array, dtype: Any, key: Any = None) -> jax.Array:
     """Cast a floating array as `dtypes.cast` does.
 
-    One primitive, so that inside `scalify` it is the data that saturates, not the value.
+    It is one primitive, so that inside `scalify` the data saturates, and not the value.
     """
     dtype = np.dtype(dtype)
     if x.dtype == dtype:
@@ -61,14 +61,15 @@ def cast(x: jax.Array, dtype: Any, key: Any = None) -> jax.Array:
 
 
 def set_scaling(x: Any, scale: Any) -> Any:
-    """Give a value a scale of your choice; the value stays the same.
+    """Return the same value with a given scale.
 
-    Inside `scalify`: `data = x / scale` in at least float32 and cast once. Without: `x`.
+    Inside `scalify`, `data = x / scale`, computed in at least float32 and cast once. Outside, the
+    result is `x`.
 
     Args:
-        x: array of a floating dtype (others are returned as they are), or a `ScaledArray`.
-        scale: not negative, finite, of shape `()`, of the rank of `x` with dims 1 or equal, or of
-            a lower rank along the leading axes; rounded down to a power of two.
+        x: array of a floating dtype, or a `ScaledArray`. Other arrays are returned unchanged.
+        scale: finite and non-negative. Its shape is `()`, or the rank of `x` with each dim 1 or
+            equal, or a lower rank along the leading axes. It is rounded down to a power of two.
 
     Raises:
         ValueError: if a concrete `scale` is negative, nan or infinite, or its shape does not fit.
@@ -85,9 +86,10 @@ def set_scaling(x: Any, scale: Any) -> Any:
 
 
 def rebalance_scale(x: Any, factor: Any) -> Any:
-    """Multiply the scale of a value by a power of two and divide its data by it.
+    """Multiply the scale of a value by a power of two, and divide its data by it.
 
-    Inside `scalify`: `(data / factor, scale * factor)`, a factor 0 being read as 1. Without: `x`.
+    Inside `scalify`, the result is `(data / factor, scale * factor)`. A factor of 0 counts as 1.
+    Outside, the result is `x`.
 
     Raises:
         ValueError: if a concrete `factor` is negative, nan or infinite, or its shape does not fit.
@@ -106,9 +108,9 @@ def rebalance_scale(x: Any, factor: Any) -> Any:
 
 
 def get_data_and_scale(x: Any) -> tuple[Any, Any]:
-    """Return `(data, scale)` of a value, as plain arrays; without `scalify`, `(x, 1)`.
+    """Return `(data, scale)` of a value as plain arrays; outside of `scalify`, `(x, 1)`.
 
-    A scale that is not scalar is first made uniform, so `scale` always has shape `()`.
+    Inside `scalify`, a scale with axes is first made uniform, so `scale` has shape `()`.
 
     Example:
         >>> def f(x):
@@ -127,14 +129,13 @@ def get_data_and_scale(x: Any) -> tuple[Any, Any]:
 
 
 def stop_scaling(tree: Any, dtype: Any = None) -> Any:
-    """Return values as plain arrays: what follows is not scaled until it meets a scaled value.
+    """Return values as plain arrays. Results stay plain until they meet a scaled value.
 
     Args:
-        tree: pytree of arrays inside `scalify`, with `ScaledArray` leaves outside. Leaves that are
-            not of a floating dtype pass through unchanged.
-        dtype: dtype of the results; by default each leaf's own. The product `data * scale` is made
-            in at least float32 and cast once. Complex leaves keep their dtype unless this one is
-            complex.
+        tree: pytree of arrays inside `scalify`, or with `ScaledArray` leaves outside. Leaves that
+            are not floating point are unchanged.
+        dtype: dtype of the results; by default each leaf's own. `data * scale` is computed in at
+            least float32 and cast once. Complex leaves keep their dtype unless `dtype` is complex.
 
     Example:
         >>> f = jsa.scalify(lambda x: jsa.stop_scaling(x, jnp.float32))
@@ -157,13 +158,13 @@ def stop_scaling(tree: Any, dtype: Any = None) -> Any:
 
 
 def rescale_leaf(x: Any, stat: str = "rms", target: float = 1.0) -> Any:
-    """Move the data's statistic to `target`: the rule of `dynamic_rescale` for one array."""
+    """Apply `dynamic_rescale` to one array, without the check of `stat` and `target`."""
     array_lib.check_scaled(x, "x")
     return _rescale_leaf(checked_array(x) if not array_lib.is_scaled(x) else x, stat, target)[0]
 
 
 def _rescale_leaf(x: Any, stat: str, target: float) -> tuple[Any, Any]:
-    """The array rescaled, and whether its statistic is finite."""
+    """Return the rescaled array, and whether its statistic is finite."""
     if isinstance(x, ScaledArray):
         return _rescale_outside(x, stat, target)
     kind = dtypes.leaf_dtype(x)
@@ -181,27 +182,27 @@ def _rescale_outside(x: ScaledArray, stat: str, target: float) -> tuple[Any, Any
 def dynamic_rescale(
     tree: Any, stat: str = "rms", target: float = 1.0, *, return_finite: bool = False
 ) -> Any:
-    """Rescale every scaled leaf so that a statistic of its data is about `target`.
+    """Rescale each scaled leaf so that a statistic of its data is about `target`.
 
-    The statistic is taken in float32 over the whole leaf (for each index of a scale that is not
-    scalar) and rounded to a power of two, so that moving it between data and scale is exact as
-    long as no element becomes subnormal. A nonzero element never becomes 0: optimizers divide by
-    second moments. A leaf that is all zero gets scale 0 ("any scale"); a leaf with a non-finite
-    statistic is left unchanged.
+    The statistic is computed in at least float32, over the whole leaf or for each index of a scale
+    with axes. It is rounded to a power of two, so moving it between data and scale is exact unless
+    an element becomes subnormal. A nonzero element never becomes 0: optimizers divide by second
+    moments. A leaf of zeros gets the scale 0 ("any scale"). A leaf with a non-finite statistic is
+    unchanged.
 
     Args:
         tree: pytree with `ScaledArray` leaves outside `scalify`, or arrays inside it. Other leaves
-            pass through unchanged.
+            are unchanged.
         stat: "rms" (or "l2"), "l1" (mean absolute value) or "max".
-        target: power of two that the statistic is brought to.
-        return_finite: whether to tell if every statistic was finite.
+        target: power of two to which the statistic is brought.
+        return_finite: whether to return also whether all statistics were finite.
 
     Returns:
-        The tree; with `return_finite`, also a 0-d bool array, False if a leaf was left alone. Plain
-        leaves have no say.
+        The tree; with `return_finite`, also a 0-d bool array: False if a scaled leaf has a
+        non-finite statistic.
 
     Raises:
-        ValueError: for an unknown `stat`, or a `target` that is not a power of two.
+        ValueError: if `stat` is unknown, or `target` is not a power of two.
 
     Example:
         >>> x = jsa.ScaledArray(jnp.full(4, 64.0, jnp.float16), jnp.float32(1.0))
@@ -227,12 +228,12 @@ def dynamic_rescale(
 def match_scales(tree: Any, like: Any) -> Any:
     """Bring each leaf to the scale of its partner in `like`: its value, shape and kind.
 
-    Inside `scalify` the leaves are arrays, outside of type `ScaledArray`. Use it at the end of a
-    step that would change scales, so that the state has the structure that it was given. A partner
-    of scale 0 takes any: the leaf keeps its own.
+    Leaves are arrays inside `scalify`, and `ScaledArray`s outside. Use it at the end of a step that
+    would change scales, so that the state is returned with the structure that it had. If a partner
+    has the scale 0, the leaf keeps its own scale.
 
     Raises:
-        ValueError: if the two trees differ in structure.
+        ValueError: if the structures of the two trees differ.
 
     Example:
         >>> x = jsa.as_scaled_array(jnp.ones(2), scale=4.0)
@@ -259,7 +260,7 @@ def match_scales(tree: Any, like: Any) -> Any:
 
 
 def on_backward(x: Any, function: Hashable, *operands: jax.Array) -> Any:
-    """Return `x`; send its cotangent through `function(cotangent, *operands)`, of the same aval."""
+    """Return `x`, and replace its cotangent by `function(cotangent, *operands)`, of equal aval."""
     x = checked_array(x)
     if not dtypes.is_scalable(x.dtype):
         return x
@@ -269,5 +270,5 @@ def on_backward(x: Any, function: Hashable, *operands: jax.Array) -> Any:
 def _outside(function: Callable, x: ScaledArray, *args: Any) -> Any:
     """Run a scale function on a `ScaledArray` outside `scalify`."""
     if args and dtypes.leaf_dtype(args[0]) is not None and np.ndim(args[0]):
-        return scalify(function)(x, *args)  # an array is an argument: its values are not constants
+        return scalify(function)(x, *args)  # an array argument must not become a constant
     return scalify(lambda leaf: function(leaf, *args))(x)
