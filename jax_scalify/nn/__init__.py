@@ -1,4 +1,4 @@
-"""Functions of neural networks with scale rules for both passes."""
+"""Functions of neural networks, with scale rules for the forward and the backward pass."""
 
 from jax_scalify.nn.activations import (
     elu,

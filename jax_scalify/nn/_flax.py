@@ -1,4 +1,4 @@
-"""What the Flax layers of both interfaces share."""
+"""Functions that the layers for Flax linen and Flax NNX share."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jax
 
 from jax_scalify import nn
 
-# What both of Flax's interfaces re-export of `jax.nn` and has a rule here.
+# The functions of `jax.nn` that linen and NNX re-export, and that have scale rules in `jsa.nn`.
 FUNCTIONS = (
     "elu gelu glu leaky_relu log_softmax logsumexp relu sigmoid silu softmax softplus swish tanh"
 ).split()
 
 
 def namespace(flax: ModuleType, own: dict[str, Any]) -> tuple[Callable, Callable]:
-    """`__getattr__` and `__dir__` of a module that has the functions of `jsa.nn`, else Flax's."""
+    """Return `__getattr__` and `__dir__` of a module with the names of `jsa.nn`, then of Flax."""
 
     def get(name: str) -> Any:
         return getattr(nn if name in FUNCTIONS else flax, name)
@@ -27,7 +27,7 @@ def namespace(flax: ModuleType, own: dict[str, Any]) -> tuple[Callable, Callable
 
 
 def is_plain(module: Any, x: jax.Array, mask: Any) -> bool:
-    """Whether a norm is over the last axis alone, of all elements, on one device."""
+    """Return whether a norm is over the last axis only, without a mask or an axis name."""
     last = (-1, x.ndim - 1, (-1,), (x.ndim - 1,))
     axes = module.reduction_axes in last and module.feature_axes in last
     return axes and mask is None and module.axis_name is None
@@ -50,17 +50,17 @@ def dot_product_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> jax.Array:
-    """`jsa.nn.dot_product_attention` with the arguments of Flax's, any number of batch axes.
+    """`jsa.nn.dot_product_attention` with Flax's arguments, and any number of batch axes.
 
-    Scores and softmax are in at least float32 and nothing is sown: `precision` and `module` are
-    there for the call of Flax's layers.
+    Scores and softmax are computed in at least float32, and nothing is sown. `precision` and
+    `module` are accepted, because Flax's layers pass them, and ignored.
     """
     if dtype is not None:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
     batch = query.shape[:-3]
 
     def flat(x: Any) -> Any:
-        """All batch axes in one; a mask has the rank of the scores, and may broadcast."""
+        """Merge all batch axes into one. A mask may have fewer axes, and may broadcast."""
         if x is None or len(batch) <= 1:
             return x
         x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)

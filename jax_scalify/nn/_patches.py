@@ -1,4 +1,4 @@
-"""Convolutions whose windows do not overlap: matmuls of patches."""
+"""Convolutions whose windows do not overlap, as matmuls of patches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Patches:
-    """How a convolution is a matmul: `transpose(dot_general(patches(lhs), rhs))`.
+    """A convolution as a matmul: `transpose(dot_general(patches(lhs), rhs))`.
 
     Attributes:
-        limits: where the images are cut off.
-        strides: of the pixels that are taken, where a window is one pixel.
-        shape: of the patches: each spatial dim of the images is one of windows and one of pixels.
-        dimension_numbers: of the matmul.
-        order: the dims of the matmul's result, in the order of the convolution's.
+        limits: the limits of the slice of the images that windows cover.
+        strides: the strides of this slice, for windows of one pixel.
+        shape: the shape of the patches. Each spatial dim becomes two: windows, and their pixels.
+        dimension_numbers: the dimension numbers of the matmul.
+        order: the permutation of the matmul's result to the convolution's layout.
     """
 
     limits: tuple[int, ...]
@@ -29,12 +29,12 @@ class Patches:
     order: tuple[int, ...]
 
     def cut(self, lhs: jax.Array) -> jax.Array:
-        """The patches of images."""
+        """Return the patches of images."""
         cut = lax.slice(lhs, [0] * lhs.ndim, self.limits, self.strides)
         return cut.reshape(self.shape)
 
     def arrange(self, out: jax.Array) -> jax.Array:
-        """The convolution's result, of the matmul's."""
+        """Return the convolution's result, given the matmul's."""
         return lax.transpose(out, self.order)
 
 
@@ -51,10 +51,11 @@ def patches_of(
     batch_group_count: int,
     **_: Any,
 ) -> Patches | None:
-    """How a convolution of these shapes and parameters is a matmul; None if it is not.
+    """Return how a convolution of these shapes is computed as a matmul; None if it is not one.
 
-    It is one if windows have one pixel, as far apart as they are large, or as large as the image:
-    a pointwise convolution, a patch embedding. Parameters as those of `lax.conv_general_dilated`.
+    It is a matmul if, along each dim, a window is one pixel, or as large as its stride, or the only
+    window: pointwise convolutions and patch embeddings. Parameters are those of
+    `lax.conv_general_dilated`.
 
     Example:
         >>> layout = "NHWC", "HWIO", "NHWC"

@@ -1,7 +1,7 @@
-"""The two passes of a matmul, dense or of groups, in formats of their own, and what follows.
+"""The three products of a matmul, dense or of groups, in formats of both passes.
 
-A backward pass needs the narrow operands of a matmul. Each product has the derivative of the wide
-arrays that its operands were, so that gradients can be differentiated again, in these dtypes.
+The backward pass uses the narrow operands of a matmul. Each product has the derivative of the
+product of wide arrays, so that gradients can be differentiated again, in the wide dtypes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jax_scalify.primitives.straight_through import straight_through
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which dims of two operands are contracted, and which are divided into groups.
+    """The dims of two operands that are contracted, batched, or divided into groups.
 
     Attributes:
         contract, batch: dims of the left and of the right operand.
-        ragged: the left operand's dim whose rows lie in groups, one after the other; None of a
-            dense product. A contracted one is that of both operands, and gives a result a group.
-        group: the right operand's dim that has a matrix for each group; None if `ragged` is
+        ragged: the left operand's dim that is divided into groups; None for a dense product. If it
+            is contracted, it is divided in both operands, and the result has a dim of groups.
+        group: the right operand's dim with one matrix for each group; None if `ragged` is
             contracted.
     """
 
@@ -46,27 +46,27 @@ class Form:
     def of(
         cls, dimension_numbers: Any, ragged: int | None = None, group: int | None = None
     ) -> Form:
-        """The form with the dimension numbers of `lax.dot_general`."""
+        """Return the form of the dimension numbers of `lax.dot_general`."""
         (lhs, rhs), (lhs_batch, rhs_batch) = dimension_numbers
         contract, batch = (tuple(lhs), tuple(rhs)), (tuple(lhs_batch), tuple(rhs_batch))
         return cls(contract, batch, ragged, group)
 
     @classmethod
     def of_groups(cls, numbers: Any, lhs: Any, rhs: Any, group_sizes: Any) -> Form:
-        """The form with the dimension numbers of `lax.ragged_dot_general`, for these arrays."""
+        """Return the form of dimension numbers of `lax.ragged_dot_general`, and check shapes."""
         shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
         kind = jnp.int32 if jnp.issubdtype(group_sizes.dtype, jnp.integer) else jnp.float32
         sizes = jax.ShapeDtypeStruct(group_sizes.shape, kind)
         jax.eval_shape(lambda a, b, n: lax.ragged_dot_general(a, b, n, numbers), *shapes, sizes)
         (ragged,) = numbers.lhs_ragged_dimensions
         _check_group_sizes(group_sizes, lhs.shape[ragged])
-        if ragged in numbers.dot_dimension_numbers[1][0]:  # JAX multiplies the whole batch
+        if ragged in numbers.dot_dimension_numbers[1][0]:  # JAX computes a dense product then
             return cls.of(numbers.dot_dimension_numbers)
         return cls.of(numbers.dot_dimension_numbers, ragged, *numbers.rhs_group_dimensions)
 
     @property
     def numbers(self) -> Any:
-        """The dimension numbers, as `lax` takes them."""
+        """The dimension numbers that `lax` takes."""
         dims = self.contract, self.batch
         if self.ragged is None:
             return dims
@@ -74,7 +74,7 @@ class Form:
 
     @property
     def _groups(self) -> tuple[int, ...]:
-        """The right operand's dims of groups."""
+        """The right operand's group dims."""
         return () if self.group is None else (self.group,)
 
     @property
@@ -83,14 +83,14 @@ class Form:
         return self.ragged is not None and self.group is None
 
     def free(self, side: int, ndim: int) -> list[int]:
-        """The dims of an operand that are neither contracted nor of a batch nor of groups."""
+        """Return the free dims of an operand: not contracted, batch or group dims."""
         taken = (*self.contract[side], *self.batch[side], *(self._groups if side else ()))
         return [a for a in range(ndim) if a not in taken]
 
     def multiply(
         self, lhs: Any, rhs: Any, group_sizes: Any, precision: Any, accumulate: Any, sharding: Any
     ) -> Any:
-        """Multiply as `lax` does."""
+        """Multiply with `lax.dot_general` or `lax.ragged_dot_general`."""
         types = dict(precision=precision, preferred_element_type=accumulate, out_sharding=sharding)
         if self.ragged is None:
             return lax.dot_general(lhs, rhs, self.numbers, **types)
@@ -99,7 +99,7 @@ class Form:
     def multiply_densely(
         self, lhs: Any, rhs: Any, group_sizes: Any, precision: Any, accumulate: Any, sharding: Any
     ) -> Any:
-        """Multiply so that JAX knows every derivative: it lacks that of a sum over groups."""
+        """Multiply differentiably. JAX cannot differentiate a product with contracted groups."""
         if not self.is_by_group:
             return self.multiply(lhs, rhs, group_sizes, precision, accumulate, sharding)
         if group_sizes.ndim != 1:
@@ -115,9 +115,9 @@ class Form:
         return out if sharding is None else jax.sharding.reshard(out, sharding)
 
     def within_groups(self, lhs: Any, rhs: Any, group_sizes: Any) -> tuple[Any, Any]:
-        """Operands of a sum over each group with 0 in the rows behind the last one.
+        """Return operands with contracted groups, with 0 in the rows after the last group.
 
-        These are nobody's: they must not have a part in the scale of a block.
+        These rows belong to no group, and must not influence the scale of a block.
         """
         if group_sizes.ndim != 1:
             return lhs, rhs
@@ -129,7 +129,7 @@ class Form:
         return out[0], out[1]
 
     def _membership(self, lhs: Any, group_sizes: Any) -> Any:
-        """Which group has which row: `(groups, ...)`, with 1 for the other dims of `lhs`."""
+        """Return which rows are in which group: `(groups, ...)`, with 1 for other dims of `lhs`."""
         ends = jnp.cumsum(group_sizes)[:, None]
         rows = jnp.arange(lhs.shape[self.ragged], dtype=group_sizes.dtype)
         member = (ends - group_sizes[:, None] <= rows) & (rows < ends)
@@ -137,16 +137,16 @@ class Form:
         return jnp.expand_dims(member, others)
 
     def gradient(self, side: int, ndims: tuple[int, int], in_order: bool = False) -> Gradient:
-        """How an operand's gradient is a product of the cotangent and the other operand.
+        """Return an operand's gradient as a product of the cotangent and the other operand.
 
-        The cotangent has the dims: group, batch, lhs free, rhs free. It is the left operand, but
-        for groups, and where the gradient of a dense product has its dims `in_order` only so.
+        The cotangent has the dims: group, batch, lhs free, rhs free. It is the left operand, except
+        with groups, and if only as the right operand it gives dims `in_order`.
         """
         other, count, start = 1 - side, len(self.batch[0]), int(self.is_by_group)
         free, own_free = self.free(other, ndims[other]), self.free(side, ndims[side])
         first = start + count + (0 if side else len(own_free))
         ct_free, ct_batch = _range(first, len(free)), _range(start, count)
-        # Among the result's dims are the other's contracted ones, in ascending order.
+        # The result has the other operand's contracted dims, in ascending order.
         order = sorted(range(len(self.contract[other])), key=lambda i: self.contract[other][i])
         contracted = [self.contract[side][i] for i in order]
         batch = self.batch[side]
@@ -166,7 +166,7 @@ class Form:
 
 
 def _check_group_sizes(group_sizes: Any, rows: int) -> None:
-    """Refuse sizes that no rows can have, if they are known."""
+    """Raise if known group sizes are negative or exceed the rows."""
     if _compat.is_traced(group_sizes) or not getattr(group_sizes, "is_fully_addressable", True):
         return
     sizes = np.asarray(group_sizes)
@@ -181,12 +181,12 @@ def _check_group_sizes(group_sizes: Any, rows: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """The product that is a gradient.
+    """A gradient as a product.
 
     Attributes:
-        form: of the product.
+        form: the form of the product.
         cotangent_first: whether the cotangent is its left operand.
-        positions: the operand's dims that its dims are.
+        positions: for each dim of the product, the operand's dim.
     """
 
     form: Form
@@ -200,7 +200,7 @@ def _range(start: int, count: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What a gradient has to look like."""
+    """The dtype and sharding that a gradient must have."""
 
     dtype: Any
     sharding: Any
@@ -211,7 +211,7 @@ class Operand:
 
 
 def sharding_of(x: Any) -> Any:
-    """The sharding that is part of an array's type, on a mesh of explicit axes."""
+    """Return the sharding of an array if it is part of its type (explicit axes), or None."""
     sharding = jax.typeof(x).sharding
     explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
     return sharding if explicit else None
@@ -219,15 +219,15 @@ def sharding_of(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """All that a matmul and its backward pass need to know besides the arrays.
+    """The static description of a matmul and its backward pass.
 
     Attributes:
         formats: a `DotGeneral`.
         form: the dims.
-        precision: as `lax` takes it.
+        precision: as in `lax.dot_general`.
         out: dtype of the result.
-        out_sharding: of the result, on a mesh of explicit axes; else None.
-        operands: what their gradients look like.
+        out_sharding: sharding of the result on a mesh of explicit axes; otherwise None.
+        operands: dtypes and shardings of the operands' gradients.
     """
 
     formats: Any
@@ -240,13 +240,13 @@ class Matmul:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def multiply(lhs: Any, rhs: Any, group_sizes: Any, matmul: Matmul) -> jax.Array:
-    """Multiply in the formats of the forward pass; derivatives have theirs.
+    """Multiply in the formats of the forward pass, with derivatives in those of the backward pass.
 
     Args:
         lhs: array of a floating dtype.
         rhs: array of a floating dtype.
-        group_sizes: integers; None of a dense product.
-        matmul: how.
+        group_sizes: integers; None for a dense product.
+        matmul: the description of the matmul.
     """
     return _forward(lhs, rhs, group_sizes, matmul)[0]
 
@@ -281,7 +281,7 @@ def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
             sharding = sharding.update(spec=jax.P(*(spec[a] for a in positions)))
         own, other = (narrow_cotangent, cotangent), (narrow[1 - side], wide[1 - side])
         if isinstance(of_other, BlockFormat) and formats.keeps_blocks:
-            # The numbers that the forward pass has multiplied, whose blocks lie along its dims.
+            # Quantise along the dims of the forward pass, which gives the numbers that it used.
             dims = form.contract[1 - side], form.batch[1 - side]
             other, of_other = (_in_blocks(other[0], of_other, *dims), other[1]), None
         lhs, rhs, pair = own, other, (of_own, of_other)
@@ -290,7 +290,7 @@ def _backward(matmul: Matmul, residuals: Any, cotangent: Any) -> Any:
         hadamard = formats.hadamard if side else 0
         product = _Product(found.form, matmul, operand.dtype, sharding, pair, hadamard)
         out = product((lhs[0], rhs[0]), (lhs[1], rhs[1]), group_sizes)
-        # In a `shard_map`: an operand that all devices share has a gradient that they share.
+        # In a `shard_map`, the gradient of a replicated operand is summed over devices.
         missing = _compat.varying_axes(out) - _compat.varying_axes(wide[side])
         out = lax.psum(out, tuple(sorted(missing, key=str))) if missing else out
         return lax.transpose(out, [positions.index(a) for a in range(ndims[side])])
@@ -307,11 +307,11 @@ class _Product:
 
     Attributes:
         form: the dims.
-        matmul: what it is one of.
+        matmul: the matmul that it belongs to.
         out: dtype of the result.
-        out_sharding: of the result, on a mesh of explicit axes; else None.
-        formats: of the operands. Those of block formats are still to be quantised.
-        hadamard: length of the transform of both operands, if both are of block formats.
+        out_sharding: sharding of the result on a mesh of explicit axes; otherwise None.
+        formats: formats of the operands. Operands in block formats are not quantised yet.
+        hadamard: length of the transform of both operands, if both have block formats.
     """
 
     form: Form
@@ -322,14 +322,14 @@ class _Product:
     hadamard: int = 0
 
     def __call__(self, narrow: Any, wide: Any, group_sizes: Any) -> Any:
-        """Multiply narrow arrays; the derivative is that of the wide ones."""
+        """Multiply narrow arrays. The derivative is that of the product of wide arrays."""
         sums = self.matmul.formats.accumulate(self.out, self.formats)
         value = self._of_narrow(narrow, group_sizes, sums)
         sizes = () if group_sizes is None else (group_sizes,)
         return straight_through(value, self._of_wide, *narrow, *wide, *sizes)
 
     def _of_narrow(self, narrow: Any, group_sizes: Any, sums: Any) -> Any:
-        """The product of operands in their formats."""
+        """Return the product of operands in their formats."""
         in_blocks = [isinstance(f, BlockFormat) for f in self.formats]
         if not any(in_blocks):
             return self._multiply(self.form.multiply, narrow, group_sizes, sums)
@@ -356,7 +356,7 @@ class _Product:
         return self._multiply(self.form.multiply, operands, group_sizes, sums)
 
     def _of_wide(self, *arrays: Any) -> Any:
-        """The product in the dtypes of the wide arrays, of the numbers that the narrow ones are."""
+        """Return the product of the narrow arrays' numbers, in the dtypes of the wide arrays."""
         pairs = zip(arrays[:2], arrays[2:4], strict=True)
         known = [straight_through(n.astype(w.dtype), _same, w) for n, w in pairs]
         sizes = arrays[4] if len(arrays) > 4 else None
@@ -364,7 +364,7 @@ class _Product:
         return self._multiply(self.form.multiply_densely, known, sizes, sums)
 
     def __repr__(self) -> str:
-        return "product"  # it stands in jaxprs
+        return "product"  # a short name, because it is printed in jaxprs
 
     def _multiply(self, multiply: Callable, operands: Any, sizes: Any, sums: Any) -> Any:
         total = multiply(*operands, sizes, self.matmul.precision, sums, self.out_sharding)
@@ -376,19 +376,19 @@ def _same(x: Any) -> Any:
 
 
 def _narrowed(x: Any, dtype: Any) -> Any:
-    """Cast to the format of a matmul, without a derivative; for a block format it is done later."""
+    """Cast to the format of a matmul, without a derivative. Block formats are quantised later."""
     return x if isinstance(dtype, BlockFormat) else straight_through(cast(x, dtype))
 
 
 def _in_blocks(x: Any, format: BlockFormat, contract: Any, batch: Any) -> Any:
-    """The numbers that an operand has in a block format, in bfloat16, without a derivative."""
+    """Round an operand to the numbers of a block format, in bfloat16, without a derivative."""
     return block_round(straight_through(x), Quantiser.of(format), contract, batch)
 
 
 def _are_in_16_bits(*formats: Any) -> bool:
-    """Tell whether operands are multiplied in 16 bits: not both in FP8, or both in blocks.
+    """Return whether operands are multiplied in 16 bits: neither both FP8 nor both in blocks.
 
-    XLA on a CPU fails at the transpose of a float32 product of bfloat16.
+    XLA:CPU fails to transpose a float32 product of bfloat16 arrays.
     """
     in_blocks = [isinstance(f, BlockFormat) for f in formats]
     in_fp8 = [not b and dtypes.is_narrow_float(f) for b, f in zip(in_blocks, formats, strict=True)]
@@ -396,5 +396,5 @@ def _are_in_16_bits(*formats: Any) -> bool:
 
 
 def _exact_16_bits(dtype: Any) -> Any:
-    """What an operand is multiplied in: bfloat16 has all numbers of FP8."""
+    """Return the 16-bit dtype in which an operand is multiplied. bfloat16 holds FP8 exactly."""
     return jnp.bfloat16 if dtypes.is_narrow_float(dtype) else dtype

@@ -1,4 +1,4 @@
-"""How these functions get their rules: evaluated in float32, the scale where the law puts it."""
+"""Scale rules of functions of neural networks: evaluate in float32, with the scale of a law."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def scale_rules(
     static_argnames: Any = (),
     prepare: Callable[[Operand], Operand] = uniform_over,
 ) -> Callable[[Callable], Any]:
-    """Make a `custom_scale` function of one that is exact in float32.
+    """Return a decorator that makes a `custom_scale` function with these scale laws.
+
+    Both passes evaluate the function on values in at least float32.
 
     Args:
-        scale: the scale of the result, by the function's arguments.
-        slopes: by the same arguments the scale of the derivative: one for all floating arguments,
-            or a tuple of one for each. That of the gradient is the cotangent's times it.
-        static_argnames: of the function; both laws get them by keyword.
-        prepare: what is done to operands first; by default they get one scale each.
+        scale: `(*args)` -> the scale of the result.
+        slopes: `(*args)` -> the scale of the derivative, one for all floating arguments or a tuple
+            with one for each. The gradient has the cotangent's scale times it.
+        static_argnames: static arguments of the function. Both laws get them by keyword.
+        prepare: applied to each operand first; by default it makes the operand's scale scalar.
     """
 
     def define(fun: Callable) -> Any:
@@ -85,7 +87,7 @@ def scale_rules(
 def elementwise(
     scale: Callable[[Scale], Scale], slope: Callable[[Scale], Scale]
 ) -> Callable[[Callable], Any]:
-    """The rules of a function of one array, by the laws of its scale; the rest is static."""
+    """Return the decorator for a function of one array. Other arguments are static."""
 
     def define(fun: Callable) -> Any:
         names = list(inspect.signature(fun).parameters)[1:]
@@ -100,21 +102,21 @@ def elementwise(
 
 
 def of_input(exponent: int) -> Callable[[Scale], Scale]:
-    """A multiple of the operand's scale."""
+    """Return the law `out.scale = x.scale * 2**exponent`."""
     return lambda scale: scale * Scale(exponent)
 
 
 def fixed(exponent: int) -> Callable[[Scale], Scale]:
-    """A static scale."""
+    """Return the law `out.scale = 2**exponent`."""
     return lambda scale: Scale(exponent)
 
 
 def count_scale(count: int, dtype: Any, limit: int = NONNEGATIVE_LIMIT) -> Scale:
-    """`count`, rounded down; for float16 at most `2**limit`, as one term may make up a sum."""
+    """Return `count`, rounded down; for float16 at most `2**limit`: one term may dominate a sum."""
     exponent = max(count, 1).bit_length() - 1
     return Scale(min(exponent, limit) if dtypes.has_short_range(dtype) else exponent)
 
 
 def _wide(x: Any) -> Any:
-    """The value of an operand, in at least float32."""
+    """Return the value of an operand, in at least float32."""
     return x.at_unit(ONE, dtypes.compute_dtype(x.dtype)) if isinstance(x, Operand) else x

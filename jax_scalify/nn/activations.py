@@ -1,11 +1,11 @@
 """Activation functions and gated linear units.
 
-What is `x` for large `x` keeps the input's scale, and that of the cotangent, so that outliers stay
-in range (Balanca et al., "Scalify", 2024, section 3.2.1). Of others the scale of the result is the
-input's times the RMS of the function of a unit Gaussian, rounded to a power of two (Blake et al.,
-"Unit Scaling", 2023, table A.2); that of the gradient is the cotangent's times the RMS of the
-derivative. These are estimates that move powers of two between data and scale, and no value.
-Without `scalify` each is the function of `jax.nn`.
+Functions that approach `x` for large `x` keep the scales of the input and of the cotangent, so that
+outliers stay in range (Balanca et al., "Scalify", 2024, section 3.2.1). For other functions,
+`out.scale = x.scale * RMS(f(unit Gaussian))`, rounded to a power of two (Blake et al., "Unit
+Scaling", 2023, table A.2), and the gradient's scale is the cotangent's times the RMS of the
+derivative. Scales are estimates: they move powers of two between data and scale, and change no
+value. Outside of `scalify` each function is that of `jax.nn`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jax_scalify.scales.algebra import ONE, join, meet
 def relu(x: jax.Array) -> jax.Array:
     """`max(x, 0)`, as `jax.nn.relu`.
 
-    Scales: that of `x`, and of the cotangent. Half of the elements are 0, so both RMS are
-    `sqrt(1/2)`: rounded, 1.
+    Scales: `out.scale = x.scale`; the gradient has the cotangent's scale. Half of the elements are
+    0, so both have the RMS `sqrt(1/2)`, which is rounded to 1.
 
     Args:
         x: array of a floating dtype, any shape.
@@ -37,7 +37,7 @@ def relu(x: jax.Array) -> jax.Array:
 
 @elementwise(of_input(0), fixed(0))
 def leaky_relu(x: jax.Array, negative_slope: float = 1e-2) -> jax.Array:
-    """`where(x >= 0, x, negative_slope * x)`, as `jax.nn.leaky_relu`. Scales as of `relu`."""
+    """`where(x >= 0, x, negative_slope * x)`, as `jax.nn.leaky_relu`. Scales as in `relu`."""
     return jax.nn.leaky_relu(x, negative_slope)
 
 
@@ -45,7 +45,7 @@ def leaky_relu(x: jax.Array, negative_slope: float = 1e-2) -> jax.Array:
 def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
     """`x * Phi(x)`, or its approximation by tanh, as `jax.nn.gelu`.
 
-    Scales: that of `x` (RMS 0.65), and the cotangent's (0.68), so that outliers stay in range.
+    Scales: `out.scale = x.scale` (RMS 0.65); the gradient has the cotangent's scale (RMS 0.68).
     """
     return jax.nn.gelu(x, approximate)
 
@@ -54,7 +54,7 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
 def silu(x: jax.Array) -> jax.Array:
     """`x * sigmoid(x)`, as `jax.nn.silu`.
 
-    Scales: that of `x` (RMS 0.60), and the cotangent's (0.62), so that outliers stay in range.
+    Scales: `out.scale = x.scale` (RMS 0.60); the gradient has the cotangent's scale (RMS 0.62).
     """
     return jax.nn.silu(x)
 
@@ -66,7 +66,7 @@ swish = silu
 def elu(x: jax.Array, alpha: float = 1.0) -> jax.Array:
     """`where(x > 0, x, alpha * expm1(x))`, as `jax.nn.elu`.
 
-    Scales: that of `x` (RMS 0.80), and the cotangent's (0.82).
+    Scales: `out.scale = x.scale` (RMS 0.80); the gradient has the cotangent's scale (RMS 0.82).
     """
     return jax.nn.elu(x, alpha)
 
@@ -75,7 +75,7 @@ def elu(x: jax.Array, alpha: float = 1.0) -> jax.Array:
 def squared_relu(x: jax.Array) -> jax.Array:
     """`max(x, 0)**2` (So et al., "Primer", 2021).
 
-    Scales: the square of that of `x` (RMS 1.23), and the cotangent's times that of `x` (1.41).
+    Scales: `out.scale = x.scale**2` (RMS 1.23); the gradient has `ct.scale * x.scale` (RMS 1.41).
     """
     return jnp.square(jax.nn.relu(x))
 
@@ -84,7 +84,7 @@ def squared_relu(x: jax.Array) -> jax.Array:
 def sigmoid(x: jax.Array) -> jax.Array:
     """`1 / (1 + exp(-x))`, as `jax.nn.sigmoid`.
 
-    Scales: a static 1/2 (RMS 0.54), and a quarter of the cotangent's (0.21).
+    Scales: `out.scale = 1/2`, static (RMS 0.54); the gradient has `ct.scale / 4` (RMS 0.21).
     """
     return jax.nn.sigmoid(x)
 
@@ -93,7 +93,8 @@ def sigmoid(x: jax.Array) -> jax.Array:
 def tanh(x: jax.Array) -> jax.Array:
     """`tanh(x)`, as `jax.numpy.tanh`.
 
-    Scales: `min(1, scale of x)` (RMS 0.63), as it is `x` near 0; the cotangent's (0.68).
+    Scales: `out.scale = min(1, x.scale)` (RMS 0.63), because `tanh(x)` is close to `x` near 0; the
+    gradient has the cotangent's scale (RMS 0.68).
     """
     return jnp.tanh(x)
 
@@ -102,25 +103,26 @@ def tanh(x: jax.Array) -> jax.Array:
 def softplus(x: jax.Array) -> jax.Array:
     """`log(1 + exp(x))`, as `jax.nn.softplus`.
 
-    Scales: `max(1, scale of x)` (RMS 0.96), as it is `log(2)` at 0; the cotangent's (0.54).
+    Scales: `out.scale = max(1, x.scale)` (RMS 0.96), because `softplus(0) = log(2)`; the gradient
+    has the cotangent's scale (RMS 0.54).
     """
     return jax.nn.softplus(x)
 
 
 def glu(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`a * sigmoid(b)` of the two halves of `x`, as `jax.nn.glu` (Dauphin et al., 2016)."""
+    """`a * sigmoid(b)` for the halves `a, b` of `x`, as `jax.nn.glu` (Dauphin et al., 2016)."""
     a, b = _halves(x, axis)
     return a * sigmoid(b)
 
 
 def swiglu(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`a * silu(b)` of the two halves of `x` (Shazeer, 2020)."""
+    """`a * silu(b)` for the halves `a, b` of `x` (Shazeer, 2020)."""
     a, b = _halves(x, axis)
     return a * silu(b)
 
 
 def geglu(x: jax.Array, axis: int = -1, approximate: bool = True) -> jax.Array:
-    """`a * gelu(b)` of the two halves of `x` (Shazeer, 2020)."""
+    """`a * gelu(b)` for the halves `a, b` of `x` (Shazeer, 2020)."""
     a, b = _halves(x, axis)
     return a * gelu(b, approximate)
 

@@ -1,4 +1,4 @@
-"""Attention."""
+"""Dot-product attention."""
 
 from __future__ import annotations
 
@@ -39,40 +39,41 @@ def dot_product_attention(
 ) -> jax.Array:
     """`softmax(query @ key.T * scale + bias) @ value`, as `jax.nn.dot_product_attention`.
 
-    Scales: by the rules of its parts, but for the result: the values that are averaged are alike to
-    some extent, so it has the scale of `value` divided by `sources**(1/8)`. A masked score is the
-    smallest finite number, so that a mask gives the same, finite result in every dtype; a query
-    that may look at nothing sees all alike.
+    Scores and softmax are computed in at least float32. A masked score is the smallest finite
+    number, so that a mask gives the same, finite result in every dtype. A query whose sources are
+    all masked attends to all of them equally.
+
+    Scales: by the rules of its parts, except that `out.scale = value.scale / sources**(1/8)`: the
+    values that are averaged are correlated.
 
     Args:
         query: `(batch, time, heads, channels)`, or without `batch`.
-        key: `(batch, source, groups, channels)`; `groups` divides `heads`: 1 for multi-query,
+        key: `(batch, source, groups, channels)`. `groups` divides `heads`: 1 for multi-query,
             fewer than `heads` for grouped-query attention.
-        value: of the shape of `key`, but for the number of channels.
+        value: array of the shape of `key`, except for the number of channels.
         bias: added to the scores; broadcasts to `(batch, heads, time, source)`.
-        mask: bool, broadcasts likewise: True where a query may look.
+        mask: bool, broadcasts like `bias`: True where a query may attend.
         scale: factor of the scores; by default `1 / sqrt(channels)`.
-        is_causal: no query looks at later sources.
-        query_seq_lengths: integers `(batch,)`: queries from this one on give 0.
-        key_value_seq_lengths: integers `(batch,)`: nobody looks at sources from this one on.
-        local_window_size: how many sources before and behind its own place a query looks at; one
-            number for both, or a pair.
+        is_causal: whether to mask later sources.
+        query_seq_lengths: integers `(batch,)`. Queries at this position and later give 0.
+        key_value_seq_lengths: integers `(batch,)`. Sources at this position and later are masked.
+        local_window_size: the number of sources before and after its own position to which a query
+            attends: one number for both, or a pair.
         dropout_rate: probability with which a weight becomes 0; see `dropout`.
-        dropout_key: of `jax.random`, for dropout.
-        broadcast_dropout: drop the same weights in all examples and heads.
-        forward_dtype: format of the operands of both products, as of `dot_general`; by default
-            their own dtype. In FP8 the weights, which are at most 1, are multiplied by a power of
-            two that makes the largest possible one the largest of the format.
+        dropout_key: `jax.random` key for dropout.
+        broadcast_dropout: whether to drop the same weights in all examples and heads.
+        forward_dtype: format of the operands of both products, as in `dot_general`; by default
+            their own dtype. In FP8, weights are multiplied by the power of two that brings 1, their
+            largest possible value, to the top of the format.
         backward_dtype: format of the cotangents of the products, if `forward_dtype` is given.
-
-    Scores and softmax are in at least float32.
 
     Returns:
         An array of the shape and dtype of `query`, with the channels of `value`.
 
     Raises:
-        TypeError: if `mask` is not bool, lengths are no integers, or a format not floating point.
-        ValueError: if the shapes do not fit, or as `dropout`.
+        TypeError: if `mask` is not bool, lengths are not integers, or a format is not floating
+            point.
+        ValueError: if shapes do not fit, or as `dropout` raises it.
 
     Example:
         >>> x = jnp.ones((1, 4, 2, 8), jnp.float16)
@@ -129,8 +130,8 @@ def dot_product_attention(
         shape=(1, 1, time, source) if broadcast_dropout else None,
     )
     weights = weights.reshape(batch, groups, heads // groups, time, source)
-    # Values that are averaged are alike: their mean is as large as they are, to within 2**-1/8 an
-    # octave of sources, where the sum of products counts 2**-1/4. So are their gradients.
+    # Averaged values are correlated. Their mean shrinks by 2**(-1/8) for each octave of sources,
+    # and the rule of products assumes 2**(-1/4). The same holds for their gradients.
     value = on_backward(value, _Rebalance(_eighth_root(time * heads // groups)))
     out = products.weighted("bgrts,bsgc->btgrc", weights, value)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
@@ -143,13 +144,13 @@ def dot_product_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _Positions:
-    """The places of queries and sources, which begin together."""
+    """The positions of queries and sources, which both start at 0."""
 
     time: int
     source: int
 
     def seen(self, mask: Any, left: int | None = None, right: int | None = None) -> jax.Array:
-        """A mask, and no source further than `left` before a query or `right` behind it."""
+        """Return `mask` without sources more than `left` before or `right` after a query."""
         source, time = jnp.arange(self.source)[None], jnp.arange(self.time)[:, None]
         distance = (source - time)[None, None]  # (1, 1, time, source)
         for limit, near in ((left, lambda n: distance >= -n), (right, lambda n: distance <= n)):
@@ -192,7 +193,7 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
 
 
 def _check_fits(name: str, array: jax.Array | None, shape: tuple[int, ...]) -> None:
-    """Refuse what does not broadcast to the scores."""
+    """Raise if an array does not broadcast to the scores."""
     if array is None:
         return
     missing = len(shape) - array.ndim
@@ -204,7 +205,7 @@ def _check_fits(name: str, array: jax.Array | None, shape: tuple[int, ...]) -> N
 
 @dataclasses.dataclass(frozen=True)
 class _Products:
-    """How the two products are computed: as `jnp.einsum`, or in formats of both passes."""
+    """The two products of attention: as `jnp.einsum`, or in the formats of a `DotGeneral`."""
 
     formats: DotGeneral | None
 
@@ -221,13 +222,13 @@ class _Products:
         return _compat.einsum(self.formats, subscripts, lhs, rhs, optimize="auto", **types)
 
     def weighted(self, subscripts: str, weights: jax.Array, value: jax.Array) -> jax.Array:
-        """A product with numbers between 0 and 1."""
+        """Return a product with weights between 0 and 1, which fill the range of an FP8 format."""
         formats = self.formats
         in_blocks = formats is not None and isinstance(formats.forward_dtype[0], BlockFormat)
         if formats is None or in_blocks or not dtypes.is_narrow_float(formats.forward_dtype[0]):
             return self.einsum(subscripts, weights, value, None)
-        # Without scales the numbers are multiplied, and inside of `scalify` the data is. The
-        # cotangents are not: what is undone behind the product is undone before its backward pass.
+        # The factor multiplies the numbers or, inside `scalify`, the data (`set_scaling` to 1). It
+        # is divided out after the product. `on_backward` removes both factors from the cotangents.
         largest = 2.0 ** math.floor(math.log2(jnp.finfo(formats.forward_dtype[0]).max))
         numbers = set_scaling(on_backward(weights * largest, _Times(1 / largest)), 1.0)
         value = on_backward(value, _Times(1 / largest))
@@ -244,7 +245,7 @@ class _Times:
 
 
 def _scores(query: jax.Array, key: jax.Array, factor: float, products: _Products) -> jax.Array:
-    """Products of queries and keys times a factor: `(batch, heads, time, source)`."""
+    """Return the products of queries and keys times a factor: `(batch, heads, time, source)`."""
     batch, time, heads, channels = query.shape
     source, groups = key.shape[1:3]
     grouped = query.reshape(batch, time, groups, heads // groups, channels)
@@ -254,7 +255,7 @@ def _scores(query: jax.Array, key: jax.Array, factor: float, products: _Products
 
 
 def _masked(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Scores, the smallest finite number where a query may not look."""
+    """Return the scores, with the smallest finite number where `mask` is False."""
     return scores if mask is None else jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
 
 

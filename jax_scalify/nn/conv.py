@@ -34,28 +34,29 @@ def conv_general_dilated(
 ) -> jax.Array:
     """Convolve like `jax.lax.conv_general_dilated`, in one format forward and another backward.
 
-    Where windows do not overlap and nothing is padded, as of 1 x 1 kernels and patch embeddings, it
-    is the matmul `dot_general` of this module. Otherwise the operands and the cotangent are
-    rounded to the values of their formats and convolved in the operands' dtype: XLA has no
-    convolution of FP8 arrays. Fits the `conv_general_dilated=` argument of Flax's convolutions.
+    If windows do not overlap and nothing is padded, as with 1 x 1 kernels and patch embeddings, it
+    is a matmul, `jsa.nn.dot_general`. Otherwise the operands and the cotangent are rounded to the
+    values of their formats and convolved in the operands' dtype, because XLA has no convolution of
+    FP8 arrays. It fits the `conv_general_dilated=` argument of Flax's convolutions.
 
     Args:
-        lhs: images, in the layout that `dimension_numbers` says.
+        lhs: images, in the layout of `dimension_numbers`.
         rhs: kernel.
-        window_strides: as in `jax.lax.conv_general_dilated`, as all up to `precision`.
-        padding: likewise.
-        lhs_dilation: likewise.
-        rhs_dilation: likewise.
-        dimension_numbers: likewise.
-        feature_group_count: likewise.
-        batch_group_count: likewise.
-        precision: likewise.
-        preferred_element_type: dtype of the result; by default that of the operands' promotion.
-        out_sharding: constraint on the result.
+        window_strides: as in `jax.lax.conv_general_dilated`.
+        padding: as in `jax.lax.conv_general_dilated`.
+        lhs_dilation: as in `jax.lax.conv_general_dilated`.
+        rhs_dilation: as in `jax.lax.conv_general_dilated`.
+        dimension_numbers: as in `jax.lax.conv_general_dilated`.
+        feature_group_count: as in `jax.lax.conv_general_dilated`.
+        batch_group_count: as in `jax.lax.conv_general_dilated`.
+        precision: as in `jax.lax.conv_general_dilated`.
+        preferred_element_type: dtype of the result; by default the operands' promoted dtype.
+        out_sharding: sharding constraint on the result.
         **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
 
     Raises:
-        TypeError: as `dot_general`, and for a block format.
+        TypeError: as `dot_general` raises it. If the convolution is not a matmul, also for block
+            formats and pairs as `backward_dtype`.
 
     Example:
         >>> x = jnp.full((1, 1, 4), 1.1)
@@ -120,7 +121,7 @@ def conv_general_dilated(
 def _pads(
     lhs: Sequence[int], rhs: Sequence[int], numbers: Any, strides: Any, padding: Any, dilation: Any
 ) -> Any:
-    """The padding of each spatial dim, in pixels."""
+    """Return the padding of each spatial dim, in pixels."""
     if not isinstance(padding, str):
         return padding
     images, windows = [lhs[a] for a in numbers[0][2:]], [rhs[a] for a in numbers[1][2:]]

@@ -18,30 +18,29 @@ from jax_scalify.nn._products import Form, Matmul, Operand, multiply, sharding_o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DotGeneral:
-    """`dot_general` in chosen formats: what Flax layers take as `dot_general=`.
+    """`dot_general` in chosen formats, for the `dot_general=` argument of Flax layers.
 
-    The class itself is a `dot_general_cls=`.
+    The class itself is for `dot_general_cls=`.
 
     Attributes:
         forward_dtype: format of both operands, or a pair with one for each: a dtype, or a block
             format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
-        backward_dtype: format of the cotangent. If it is a block format, each of the three
-            matmuls quantises its operands along its own contracted dims; if it is a dtype, the
-            cotangent meets the numbers that the forward pass has multiplied. Of a pair the second
-            is the format of the operand that the cotangent meets: `forward_dtype=jnp.float16,
-            backward_dtype=(jnp.float8_e5m2, jnp.float8_e4m3fn)` is a forward pass in float16 and
-            two gradients that are FP8 matmuls.
-        accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
-            in bfloat16 or float64, bfloat16 for float16 results of FP8 and block formats, else
-            float32.
-        hadamard: the right operand's gradient (of a layer: the weight's) takes a random Hadamard
-            transform of this length of both operands before they are quantised, which spreads
-            outliers over as many elements and leaves the product as it is. A power of two; 0 for
-            none. For block formats, and not for matmuls of groups.
+        backward_dtype: format of the cotangent. With a block format, each of the three matmuls
+            quantises its operands along its own contracted dims. With a dtype, the cotangent is
+            multiplied by the operands of the forward pass, in their formats. In a pair, the second
+            is the format of the operand that the cotangent is multiplied by:
+            `forward_dtype=jnp.float16, backward_dtype=(jnp.float8_e5m2, jnp.float8_e4m3fn)` is a
+            forward pass in float16 with FP8 matmuls for both gradients.
+        accumulation_dtype: dtype of the matmuls' sums. By default the result's if it is bfloat16 or
+            float64, bfloat16 for float16 results of FP8 and block formats, and otherwise float32.
+        hadamard: length of a random Hadamard transform, a power of two, or 0 for no transform. It
+            is applied to both operands of the right operand's gradient (a layer's weight gradient)
+            before they are quantised. It spreads outliers over this many elements and does not
+            change the product. For block formats, but not for matmuls of groups.
 
     Raises:
         TypeError: if a format is not floating point.
-        ValueError: for a `hadamard` that is no power of two, or without block formats for it.
+        ValueError: if `hadamard` is not a power of two, or is used without block formats.
 
     Example:
         >>> dot = DotGeneral(forward_dtype=(jnp.float8_e4m3fn, jnp.float8_e5m2))
@@ -55,7 +54,7 @@ class DotGeneral:
     hadamard: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is no floating-point format."""
+        """Check and normalise the formats."""
         forward = self.forward_dtype
         pair = forward if isinstance(forward, (tuple, list)) else (forward, forward)
         if len(pair) != 2:
@@ -83,17 +82,17 @@ class DotGeneral:
 
     @property
     def has_own_operands(self) -> bool:
-        """Whether the backward pass takes other numbers than the forward pass has multiplied."""
+        """Whether the backward pass casts the operands to a format of its own."""
         return isinstance(self.backward_dtype, tuple)
 
     @property
     def kept_formats(self) -> tuple[Any, Any]:
-        """The formats in which the operands meet the cotangent."""
+        """The formats of the operands in the backward pass."""
         return (self.backward_dtype[1],) * 2 if self.has_own_operands else self.forward_dtype
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether the cotangent meets blocks as the forward pass has quantised them."""
+        """Whether the backward pass uses the blocks that the forward pass has quantised."""
         return not (self.has_own_operands or isinstance(self.cotangent_format, BlockFormat))
 
     def _check_hadamard(self) -> None:
@@ -163,9 +162,10 @@ class DotGeneral:
         return lax.with_sharding_constraint(result, out_sharding)
 
     def accumulate(self, out: Any, formats: Any) -> Any:
-        """The dtype that a product of two formats is asked for, for a result of dtype `out`.
+        """Return the dtype of the sums of a product of two formats, for a result of dtype `out`.
 
-        The operands' FP8 has left no digit that bfloat16 would lose, and it has float32's range.
+        Sums of FP8 products for a float16 result are bfloat16. It has the range of float32, and
+        more digits than FP8 operands have.
         """
         if self.accumulation_dtype is not None:
             return self.accumulation_dtype
@@ -174,7 +174,7 @@ class DotGeneral:
 
 
 def _is_narrow(format: Any) -> bool:
-    """Whether numbers have few bits; None is for those of a block format that are in 16 bits."""
+    """Return whether a format has few bits. None stands for a block format, expanded to 16 bits."""
     is_block = format is None or isinstance(format, BlockFormat)
     return is_block or dtypes.is_narrow_float(format)
 
@@ -194,9 +194,9 @@ def dot_general(
 ) -> jax.Array:
     """Multiply like `jax.lax.dot_general`, in one format forward and another backward.
 
-    Operands are cast to `forward_dtype`, the cotangent to `backward_dtype` (saturating for FP8),
-    and all three matmuls take the cast operands. The general linear layer of Balanca et al. 2024
-    (Algorithm 6) without its bias. Fits the `dot_general=` argument of Flax layers.
+    Operands are cast to `forward_dtype` and the cotangent to `backward_dtype` (saturating for FP8),
+    and all three matmuls take the cast operands. It is the general linear layer of Balanca et al.
+    2024 (Algorithm 6) without its bias, and fits the `dot_general=` argument of Flax layers.
 
     Args:
         lhs: array of a floating dtype.
@@ -204,16 +204,15 @@ def dot_general(
         dimension_numbers: as in `jax.lax.dot_general`.
         precision: as in `jax.lax.dot_general`.
         out_sharding: as in `jax.lax.dot_general`.
-        preferred_element_type: dtype of the result; by default that of the operands' promotion.
-            Give it for operands that are FP8 already.
+        preferred_element_type: dtype of the result; by default the operands' promoted dtype. Give
+            it if operands are FP8 already.
         forward_dtype: format of both operands, or a pair with one for each: a dtype, or a block
             format (`jsa.BlockFormat` or its name, `"mxfp8"`, `"mxfp4"`, `"nvfp4"`).
-        backward_dtype: format of the cotangent, or a pair: that, and the format of the operand
-            that it meets, which else is what the forward pass has multiplied.
-        accumulation_dtype: dtype in which the matmuls give their sums; by default that of results
-            in bfloat16 or float64, bfloat16 for float16 results of FP8 and block formats, else
-            float32.
-        hadamard: as of `DotGeneral`.
+        backward_dtype: format of the cotangent, or a pair: this format, and the format of the
+            operand that the cotangent is multiplied by. By default that is `forward_dtype`.
+        accumulation_dtype: dtype of the matmuls' sums. By default the result's if it is bfloat16 or
+            float64, bfloat16 for float16 results of FP8 and block formats, and otherwise float32.
+        hadamard: as in `DotGeneral`.
 
     Raises:
         TypeError: if an operand or a format is not floating point.
@@ -252,7 +251,7 @@ def matmul(
             `dot_general`.
 
     Raises:
-        TypeError: as `dot_general`.
+        TypeError: as `dot_general` raises it.
         ValueError: if the shapes do not fit.
 
     Example:
@@ -272,7 +271,7 @@ def matmul(
     axes = tuple(range(len(batch)))
     dims = ((a.ndim - 1,), (b.ndim + inner,)), (axes, axes)
     out = DotGeneral(**formats)(a, b, dims, precision, preferred_element_type)
-    # With batch axes in `b` only, those of `a` come first.
+    # With batch axes in `b` only, `dot_general` puts the free axis of `a` first.
     return jnp.moveaxis(out, 0, -2) if a.ndim == 2 and b.ndim > 2 else out
 
 
@@ -285,7 +284,7 @@ def einsum(
     preferred_element_type: Any = None,
     **formats: Any,
 ) -> jax.Array:
-    """Contract like `jax.numpy.einsum`, every product of two in the formats of `dot_general`.
+    """Contract like `jax.numpy.einsum`, with each pairwise product in the formats of `dot_general`.
 
     Args:
         subscripts: as in `jax.numpy.einsum`.
@@ -297,8 +296,8 @@ def einsum(
             `dot_general`.
 
     Raises:
-        TypeError: as `dot_general`.
-        ValueError: as `jax.numpy.einsum`.
+        TypeError: as `dot_general` raises it.
+        ValueError: as `jax.numpy.einsum` raises it.
 
     Example:
         >>> print(einsum("ij,j->i", jnp.full((2, 4), 1.1), jnp.full(4, 1.1)))
@@ -317,9 +316,9 @@ def linear(
     preferred_element_type: Any = None,
     **formats: Any,
 ) -> jax.Array:
-    """The linear layer `x @ kernel + bias`, its matmul in the formats of `dot_general`.
+    """Compute `x @ kernel + bias`, with the matmul in the formats of `dot_general`.
 
-    Algorithm 6 of Balanca et al. 2024; the bias is added to the result, in its dtype.
+    It is Algorithm 6 of Balanca et al. 2024. The bias is cast to the result's dtype and added.
 
     Args:
         x: `(..., k)`.
@@ -331,7 +330,7 @@ def linear(
             `dot_general`.
 
     Raises:
-        TypeError: as `dot_general`.
+        TypeError: as `dot_general` raises it.
         ValueError: if the shapes do not fit.
 
     Example:

@@ -21,14 +21,14 @@ from jax_scalify.scales.algebra import Scale
 def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Look up rows: `table[ids]`, as `jnp.take`.
 
-    Scales: that of the table; of one with a scale for each row, those of the rows. A row's gradient
-    is the sum over all of its uses, which for words and bytes follow Zipf's law: of `n` ids out
-    of `v`, row i is used about `n / (i * log(v))` times. The gradient has the cotangent's scale
-    times the RMS of that, at least 1.
+    Scales: `out.scale = table.scale`, or `table.scale[ids]` if each row has a scale. A row's
+    gradient is the sum over all its uses. Words and bytes follow Zipf's law: among `n` ids out of
+    `v`, row i is used about `n / (i * log(v))` times. The gradient's scale is the cotangent's times
+    the RMS of these numbers, at least 1.
 
     Args:
         table: `(vocabulary, channels)`, of a floating dtype.
-        ids: integers of any shape, in `[0, vocabulary)`; others give nan.
+        ids: integers of any shape, in `[0, vocabulary)`. Other ids give nan.
 
     Returns:
         An array of shape `(*ids.shape, channels)`.
@@ -60,7 +60,7 @@ def _embed_scale_vjp(
     table: Operand, ids: jax.Array, cotangent: Operand
 ) -> tuple[ScaledArray, None]:
     cotangent = uniform_over(cotangent)
-    # Of its elements nothing is read: the type says where it lies on a mesh.
+    # Its elements are not read: its type gives the gradient's shape and sharding.
     rows = table.data.astype(dtypes.compute_dtype(table.dtype))
     pull = jax.vjp(lambda rows: jnp.take(rows, ids, axis=0), rows)[1]
     (total,) = pull(cotangent.source.astype(rows.dtype))
@@ -69,7 +69,7 @@ def _embed_scale_vjp(
 
 
 def _zipf_uses(count: int, vocabulary: int) -> Scale:
-    """The RMS over rows of how often each is used, rounded down: `sum(1 / i**2)` is `pi**2 / 6`."""
+    """Return the RMS over rows of their numbers of uses, by `sum(1 / i**2) = pi**2 / 6`."""
     uses = count * math.pi / math.sqrt(6 * max(vocabulary, 1)) / math.log(max(vocabulary, 3))
     return Scale(math.floor(math.log2(max(uses, 1))))
 
@@ -82,16 +82,16 @@ def dropout(
     deterministic: bool = False,
     shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """Set elements to 0 with probability `rate`, and divide others by `1 - rate`.
+    """Set elements to 0 with probability `rate`, and divide the others by `1 - rate`.
 
-    Scales: that of `x`, and of the cotangent.
+    Scales: `out.scale = x.scale`; the gradient has the cotangent's scale.
 
     Args:
         x: array of a floating dtype.
-        rate: in [0, 1].
-        key: of `jax.random`; not needed where nothing is random.
-        deterministic: return `x` as it is, as in evaluation.
-        shape: of the random mask, which broadcasts to `x`; by default that of `x`.
+        rate: probability in [0, 1].
+        key: `jax.random` key; not needed if `deterministic`, or if `rate` is 0 or 1.
+        deterministic: whether to return `x` unchanged, as in evaluation.
+        shape: shape of the random mask, which broadcasts to `x`; by default that of `x`.
 
     Raises:
         TypeError: if `x` is not floating point.
@@ -116,12 +116,12 @@ def dropout(
 
 
 def residual_add(x: jax.Array, update: jax.Array) -> jax.Array:
-    """`x + update`, of one shape and dtype.
+    """`x + update`, for arrays of equal shape and dtype.
 
-    Scales: the larger one, and for both gradients the cotangent's.
+    Scales: `out.scale = max(x.scale, update.scale)`; both gradients have the cotangent's scale.
 
     Raises:
-        ValueError: if shapes or dtypes differ: a broadcast here is a mistake.
+        ValueError: if shapes or dtypes differ. A broadcast here would be a mistake.
 
     Example:
         >>> x = jsa.as_scaled_array(jnp.ones(2), scale=4.0)

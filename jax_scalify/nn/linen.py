@@ -1,8 +1,8 @@
 """Flax linen with layers whose scales are static: `import jax_scalify.nn.linen as nn`.
 
-Everything of `flax.linen` is here. `LayerNorm`, `RMSNorm`, `Embed` and the attention layers are
-replaced by ones with the same fields and parameters, the activation functions by those of `jsa.nn`;
-all other layers (`Dense`, `Conv`, ...) need no rules but those of their primitives.
+It has all names of `flax.linen`. `LayerNorm`, `RMSNorm`, `Embed` and the attention layers are
+replaced by layers with the same fields and parameters, and activation functions by those of
+`jsa.nn`. All other layers (`Dense`, `Conv`, ...) need only the rules of their primitives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _promoted(module: Any, x: jax.Array, *params: Any) -> tuple[Any, ...]:
 class LayerNorm(_linen.LayerNorm):
     """`flax.linen.LayerNorm` through `jsa.nn.layer_norm`.
 
-    With a mask, an axis name or other axes than the last it is Flax's own.
+    With a mask, an axis name, or axes other than the last, it is Flax's layer unchanged.
     """
 
     @_linen.compact
@@ -59,7 +59,7 @@ class LayerNorm(_linen.LayerNorm):
 
 
 class RMSNorm(_linen.RMSNorm):
-    """`flax.linen.RMSNorm` through `jsa.nn.rms_norm`, under the conditions of `LayerNorm`."""
+    """`flax.linen.RMSNorm` through `jsa.nn.rms_norm`, under the same conditions as `LayerNorm`."""
 
     @_linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
@@ -82,18 +82,18 @@ class Embed(_linen.Embed):
 
 
 class MultiHeadDotProductAttention(_linen.MultiHeadDotProductAttention):
-    """Flax's, with `jsa.nn.dot_product_attention`."""
+    """`flax.linen.MultiHeadDotProductAttention` with `jsa.nn.dot_product_attention`."""
 
     attention_fn: Callable[..., jax.Array] = dot_product_attention
 
 
 class MultiHeadAttention(_linen.MultiHeadAttention):
-    """Flax's, with `jsa.nn.dot_product_attention`."""
+    """`flax.linen.MultiHeadAttention` with `jsa.nn.dot_product_attention`."""
 
     attention_fn: Callable[..., jax.Array] = dot_product_attention
 
 
 class SelfAttention(_linen.SelfAttention):
-    """Flax's, with `jsa.nn.dot_product_attention`."""
+    """`flax.linen.SelfAttention` with `jsa.nn.dot_product_attention`."""
 
     attention_fn: Callable[..., jax.Array] = dot_product_attention

@@ -1,4 +1,4 @@
-"""Losses for each example, and the gradient that starts every backward pass."""
+"""Losses. Their gradients, with which every backward pass starts, set its scales."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jax_scalify.scales.algebra import ONE, Scale, join
 
 
 def _cross_entropy_slope(logits: Any, axis: int) -> Scale:
-    """The RMS of `p - onehot` for s classes at the start, `sqrt(s - 1) / s`, rounded.
+    """Return the RMS of `p - onehot` for s equally likely classes: `sqrt(s - 1) / s`, rounded.
 
-    For float16 not below 2**-4, so that the label's element keeps 12 octaves.
+    In float16 it is at least 2**-4, so that the label's element keeps 12 octaves of room.
     """
     count = max(class_count(logits, axis), 2)
     exponent = round(math.log2(math.sqrt(count - 1) / count))
@@ -41,15 +41,16 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> jax.Array:
     """`logsumexp(logits) - logits[label]`, as `optax.softmax_cross_entropy_with_integer_labels`.
 
-    Scales: `max(log(s), scale of the logits)` for s classes, and for the gradient the cotangent's
-    times `sqrt(s - 1) / s`, the RMS of `p - onehot` where all classes are alike. This rule decides
-    how good every scale of the backward pass is.
+    Scales: `out.scale = max(log(s), logits.scale)` for s classes. The gradient has the cotangent's
+    scale times `sqrt(s - 1) / s`, the RMS of `p - onehot` for equally likely classes. All scales of
+    the backward pass follow from it.
 
     Args:
         logits: `(..., classes)`, of a floating dtype.
         labels: integers in `[0, classes)`, of the shape of the logits without `axis`.
         axis: the axis of the classes.
-        where: bool array that broadcasts to the logits: the classes that count. Without any, 0.
+        where: bool array that broadcasts to the logits, True for classes that count. An example
+            without such classes has the loss 0.
 
     Returns:
         An array of the shape of `labels`, in nats.
@@ -83,14 +84,14 @@ def softmax_cross_entropy(
 ) -> jax.Array:
     """`-sum(labels * log_softmax(logits))`, as `optax.softmax_cross_entropy`.
 
-    Scales as of `softmax_cross_entropy_with_integer_labels`; for the gradient of the labels that of
-    the loss.
+    Scales as in `softmax_cross_entropy_with_integer_labels`. The gradient of the labels has the
+    cotangent's scale times the loss's.
 
     Args:
         logits: `(..., classes)`, of a floating dtype.
-        labels: probabilities of the same shape, one-hot or smoothed: `optax.smooth_labels`.
+        labels: probabilities of the same shape, one-hot or smoothed (`optax.smooth_labels`).
         axis: the axis or axes of the classes.
-        where: bool array that broadcasts to the logits: the classes that count.
+        where: bool array that broadcasts to the logits, True for classes that count.
 
     Example:
         >>> labels = jnp.float32([[0.9, 0.1]])
@@ -113,7 +114,7 @@ def _softmax_cross_entropy(logits: Any, labels: Any, where: Any, axis: Any) -> j
 
 
 def _alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both in one floating dtype."""
+    """Return both arrays in their promoted floating dtype."""
     dtype = jnp.result_type(x, y)
     dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
     return jnp.asarray(x, dtype), jnp.asarray(y, dtype)
@@ -127,7 +128,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Mean cross-entropy of integer labels, with what language models add to it.
+    """Mean cross-entropy of integer labels, with label smoothing, z-loss and padding.
 
     Args:
         logits: `(..., classes)`, of a floating dtype.
@@ -135,8 +136,8 @@ def cross_entropy(
         label_smoothing: share of the probability that is spread over all classes, in [0, 1).
         z_loss: weight of the squared normaliser `logsumexp(logits)**2` (Chowdhery et al., "PaLM",
             2022, section 5).
-        weights: of each label, of shape `(...)`; 0 for padding. The mean is over their sum; 0 if
-            that is 0.
+        weights: weight of each label, of shape `(...)`; 0 for padding. The weighted sum of losses
+            is divided by the sum of weights. If that is 0, the result is 0.
 
     Returns:
         A 0-d array, in nats.
@@ -175,11 +176,11 @@ def cross_entropy(
 def sigmoid_binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """`-labels * log(p) - (1 - labels) * log(1 - p)`, as `optax.sigmoid_binary_cross_entropy`.
 
-    Scales: `max(1, scale of the logits)`, and for the gradient of the logits, `p - labels`, half of
-    the cotangent's.
+    Scales: `out.scale = max(1, logits.scale)`. The gradient of the logits, `p - labels`, has half
+    of the cotangent's scale.
 
     Args:
-        logits: of a floating dtype.
+        logits: array of a floating dtype.
         labels: probabilities, of a shape that broadcasts with the logits.
 
     Example:
@@ -202,12 +203,12 @@ def _sigmoid_binary_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.A
 def squared_error(predictions: jax.Array, targets: jax.Array | None = None) -> jax.Array:
     """`(predictions - targets)**2`, as `optax.squared_error`.
 
-    Scales: twice the square of the larger one (the difference of two unit Gaussians has variance
-    2), and for the gradients the cotangent's times twice the larger one.
+    Scales: with `s = max(predictions.scale, targets.scale)`, `out.scale = 2 * s**2` (the difference
+    of two unit Gaussians has the variance 2), and the gradients have `cotangent.scale * 2 * s`.
 
     Args:
-        predictions: of a floating dtype.
-        targets: of a shape that broadcasts with it; by default 0.
+        predictions: array of a floating dtype.
+        targets: array of a shape that broadcasts with `predictions`; by default 0.
 
     Example:
         >>> x = jsa.as_scaled_array(jnp.float16([3.0]), scale=2.0**10)

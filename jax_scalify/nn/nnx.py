@@ -1,8 +1,8 @@
 """Flax NNX with layers whose scales are static: `from jax_scalify.nn import nnx`.
 
-Everything of `flax.nnx` is here. `LayerNorm`, `RMSNorm`, `Embed` and `MultiHeadAttention` are
-replaced by ones with the same arguments and parameters, the activation functions by those of
-`jsa.nn`; all other layers (`Linear`, `Conv`, ...) need no rules but those of their primitives.
+It has all names of `flax.nnx`. `LayerNorm`, `RMSNorm`, `Embed` and `MultiHeadAttention` are
+replaced by layers with the same arguments and parameters, and activation functions by those of
+`jsa.nn`. All other layers (`Linear`, `Conv`, ...) need only the rules of their primitives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __getattr__, __dir__ = namespace(_nnx, globals())
 class LayerNorm(_nnx.LayerNorm):
     """`flax.nnx.LayerNorm` through `jsa.nn.layer_norm`.
 
-    With a mask, an axis name or other axes than the last it is Flax's own.
+    With a mask, an axis name, or axes other than the last, it is Flax's layer unchanged.
     """
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
@@ -42,7 +42,7 @@ class LayerNorm(_nnx.LayerNorm):
 
 
 class RMSNorm(_nnx.RMSNorm):
-    """`flax.nnx.RMSNorm` through `jsa.nn.rms_norm`, under the conditions of `LayerNorm`."""
+    """`flax.nnx.RMSNorm` through `jsa.nn.rms_norm`, under the same conditions as `LayerNorm`."""
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Normalise the last axis of `x`."""
@@ -54,7 +54,7 @@ class RMSNorm(_nnx.RMSNorm):
 
 
 class Embed(_nnx.Embed):
-    """`flax.nnx.Embed` through `jsa.nn.embed`; with an output sharding it is Flax's own."""
+    """`flax.nnx.Embed` through `jsa.nn.embed`; with `out_sharding` it is Flax's layer unchanged."""
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Look up the rows of the table."""
@@ -65,7 +65,7 @@ class Embed(_nnx.Embed):
 
 
 class MultiHeadAttention(_nnx.MultiHeadAttention):
-    """Flax's, with `jsa.nn.dot_product_attention`."""
+    """`flax.nnx.MultiHeadAttention` with `jsa.nn.dot_product_attention`."""
 
     def __init__(self, *args: Any, attention_fn: Any = dot_product_attention, **kwargs: Any):
         super().__init__(*args, attention_fn=attention_fn, **kwargs)

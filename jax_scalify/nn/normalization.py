@@ -1,4 +1,4 @@
-"""Normalisation: the chain of scales ends here, in a static 1."""
+"""Normalisation. Its results have the static scale 1, so that chains of scales end here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_scalify.scales.algebra import ONE, ZERO, Scale, join
 
 
 def _root(epsilon: float) -> Scale:
-    """`sqrt(epsilon)`, rounded: a deviation that is not smaller, whatever the scale."""
+    """Return `sqrt(epsilon)`, rounded: the smallest possible divisor of a norm."""
     return Scale(round(math.log2(epsilon) / 2)) if epsilon else ZERO
 
 
@@ -38,14 +38,14 @@ def standardize(
 
     The statistics are taken in at least float32.
 
-    Scales: a static 1, and the cotangent's divided by `max(scale of x, sqrt(epsilon))`: the
-    derivative is `1 / std`.
+    Scales: `out.scale = 1`, static. The gradient has
+    `cotangent.scale / max(x.scale, sqrt(epsilon))`, because the derivative is `1 / std`.
 
     Args:
         x: array of a floating dtype.
         axis: the axis or axes that are normalised together.
-        epsilon: added to the variance, inside of the root.
-        center: whether the mean is taken out.
+        epsilon: added to the variance, inside the root.
+        center: whether to subtract the mean.
 
     Example:
         >>> x = jsa.as_scaled_array(jnp.float16([1.0, 3.0]), scale=2.0**20)
@@ -69,12 +69,12 @@ def layer_norm(
     axis: int | tuple[int, ...] = -1,
     epsilon: float = 1e-6,
 ) -> jax.Array:
-    """Layer normalisation (Ba et al., 2016): `standardize(x) * scale + bias`, at a static scale 1.
+    """`standardize(x) * scale + bias`: layer norm (Ba et al., 2016), at the static scale 1.
 
     Args:
         x: array of a floating dtype.
-        scale: multiplies the result, of a shape that broadcasts to that of `x`.
-        bias: added to it, likewise.
+        scale: factor of the result; its shape broadcasts to that of `x`.
+        bias: added to the result; its shape broadcasts to that of `x`.
         axis: the axis or axes that are normalised together.
         epsilon: added to the variance.
 
@@ -93,9 +93,9 @@ def rms_norm(
     axis: int | tuple[int, ...] = -1,
     epsilon: float = 1e-6,
 ) -> jax.Array:
-    """`x / sqrt(mean(x**2) + epsilon) * scale` (Zhang & Sennrich, 2019), at a static scale 1.
+    """`x / sqrt(mean(x**2) + epsilon) * scale` (Zhang & Sennrich, 2019), at the static scale 1.
 
-    Arguments as those of `layer_norm`.
+    It has the arguments of `layer_norm`.
 
     Example:
         >>> x = jsa.as_scaled_array(jnp.float16([3.0, 3.0]), scale=2.0**20)
@@ -116,7 +116,7 @@ def group_norm(
 ) -> jax.Array:
     """Normalise groups of channels of `x` `(batch, ..., channels)` (Wu & He, 2018).
 
-    Other arguments as those of `layer_norm`; `scale` and `bias` have shape `(channels,)`.
+    Other arguments are those of `layer_norm`. `scale` and `bias` have shape `(channels,)`.
 
     Raises:
         ValueError: if the channels do not divide into `num_groups`.
@@ -141,18 +141,18 @@ def batch_norm(
     axis: int | tuple[int, ...] | None = None,
     epsilon: float = 1e-5,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normalise over the batch (Ioffe & Szegedy, 2015), and return the statistics it was done with.
+    """Normalise over the batch (Ioffe & Szegedy, 2015). Return the result and the statistics.
 
     Args:
         x: array `(batch, ..., channels)` of a floating dtype.
-        scale: multiplies the result, of shape `(channels,)`.
-        bias: added to it, likewise.
-        axis: what is normalised together; by default every axis but the last.
+        scale: factor of the result, of shape `(channels,)`.
+        bias: added to the result, of shape `(channels,)`.
+        axis: the axis or axes that are normalised together; by default all except the last.
         epsilon: added to the variance.
 
     Returns:
         The result, and mean and variance of shape `(channels,)`, in at least float32, for running
-        statistics. These have no derivative.
+        statistics. Mean and variance have no derivative.
 
     Example:
         >>> y, mean, variance = jsa.nn.batch_norm(jnp.float16([[1.0, 8.0], [3.0, 8.0]]))
@@ -166,7 +166,7 @@ def batch_norm(
 
 
 def _affine(x: jax.Array, scale: Any, bias: Any) -> jax.Array:
-    """Parameters stay near what they start from, 1 and 0: the result keeps its static scale."""
+    """Apply scale and bias. They stay close to 1 and 0, so the result keeps the static scale 1."""
     if scale is None and bias is None:
         return x
     out = x if scale is None else x * lax.broadcast_to_rank(scale, x.ndim)

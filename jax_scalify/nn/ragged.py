@@ -1,4 +1,4 @@
-"""Matmuls of groups, as of a mixture of experts, with separate formats for the two passes."""
+"""Matmuls of groups, as in a mixture of experts, with separate formats for the two passes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def ragged_dot(
 ) -> jax.Array:
     """Multiply groups of rows like `jax.lax.ragged_dot`, in one format forward, another backward.
 
-    The first `group_sizes[0]` rows are multiplied by `rhs[0]`, the next by `rhs[1]`, and so on;
-    rows behind the last group are 0, and so are their gradients. All three matmuls are ragged, and
+    The first `group_sizes[0]` rows are multiplied by `rhs[0]`, the next by `rhs[1]`, and so on.
+    Rows after the last group are 0, and so are their gradients. All three matmuls are ragged, and
     take operands in `forward_dtype` and a cotangent in `backward_dtype`.
 
     Args:
         lhs: `(m, k)`.
         rhs: `(groups, k, n)`.
-        group_sizes: `(groups,)`, integers that add up to at most m; 0 is an empty group.
+        group_sizes: `(groups,)`, integers that add up to at most m. A group may be empty.
         precision: as in `jax.lax.dot_general`.
-        preferred_element_type: dtype of the result; by default that of the operands' promotion.
-        group_offset: None: JAX has no other.
+        preferred_element_type: dtype of the result; by default the operands' promoted dtype.
+        group_offset: must be None: JAX does not implement other offsets.
         out_sharding: as in `jax.lax.ragged_dot`.
         **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
 
@@ -42,10 +42,10 @@ def ragged_dot(
         `(m, n)`.
 
     Raises:
-        TypeError: as `dot_general`; for `group_sizes` that are not integers.
-        ValueError: if the shapes do not fit; for sizes that are negative or add up to more than m,
-            which cannot be seen of traced ones.
-        NotImplementedError: for a `group_offset`.
+        TypeError: as `dot_general` raises it, or if `group_sizes` are not integers.
+        ValueError: if the shapes do not fit, or if sizes are negative or add up to more than m
+            (traced sizes are not checked).
+        NotImplementedError: if `group_offset` is not None.
 
     Example:
         >>> x, experts = jnp.full((3, 4), 1.1), jnp.stack([jnp.ones((4, 1)), 2 * jnp.ones((4, 1))])
@@ -74,25 +74,25 @@ def ragged_dot_general(
     """Multiply groups like `jax.lax.ragged_dot_general`, in one format forward, another backward.
 
     Args:
-        lhs: array of a floating dtype, one dim of which lies in groups: a free dim, or a contracted
-            one. A result has then a leading dim of groups.
+        lhs: array of a floating dtype. One of its dims is divided into groups: a free dim, or a
+            contracted dim. In the second case the result has a leading dim of groups.
         rhs: array of a floating dtype.
-        group_sizes: `(groups,)`, integers; of other shapes as in `jax.lax.ragged_dot_general`.
-        ragged_dot_dimension_numbers: as in `jax.lax.ragged_dot_general`. Groups of a batch dim are
-            those of a dense product, as in JAX.
+        group_sizes: `(groups,)`, integers, or other shapes as in `jax.lax.ragged_dot_general`.
+        ragged_dot_dimension_numbers: as in `jax.lax.ragged_dot_general`. If a batch dim is divided
+            into groups, the product is dense, as in JAX.
         precision: as in `jax.lax.dot_general`.
-        preferred_element_type: dtype of the result; by default that of the operands' promotion.
-        group_offset: None: JAX has no other.
+        preferred_element_type: dtype of the result; by default the operands' promoted dtype.
+        group_offset: must be None: JAX does not implement other offsets.
         out_sharding: as in `jax.lax.ragged_dot_general`.
         **formats: `forward_dtype`, `backward_dtype`, `accumulation_dtype` of `dot_general`.
 
     Raises:
-        TypeError: as `dot_general`; for `group_sizes` that are not integers, and for dims that do
+        TypeError: as `dot_general` raises it, or if `group_sizes` are not integers, or if dims do
             not fit.
-        ValueError: for sizes that are negative or add up to more than there are rows, which cannot
-            be seen of traced ones.
-        NotImplementedError: for a `group_offset`; for a gradient of groups in several contracted
-            dims with a size for each.
+        ValueError: if sizes are negative or add up to more than the number of rows (traced sizes
+            are not checked).
+        NotImplementedError: if `group_offset` is not None, and for gradients with several
+            contracted dims and `group_sizes` of more than one dim.
 
     Example:
         >>> dims = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())

@@ -1,4 +1,4 @@
-"""Softmax, its logarithm and its normaliser."""
+"""`softmax`, `log_softmax` and `logsumexp`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jax_scalify.scales.algebra import ONE, Scale, join
 
 
 def class_count(x: Any, axis: Any) -> int:
-    """The number of elements along an axis, some axes or all."""
+    """Return the number of elements along one axis, several axes, or all axes (None)."""
     axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
     return math.prod(x.shape[a] for a in axes)
 
 
 def _slope(x: Any, axis: Any) -> Scale:
-    """`1 / n`; for float16 not below 2**-6, so that cotangents keep nine octaves."""
+    """Return `1 / n`; in float16 at least 2**-6, so that cotangents keep nine octaves of room."""
     return ONE / count_scale(class_count(x, axis), x.dtype, limit=6)
 
 
 def log_scale(count: int) -> Scale:
-    """`log(count)`, rounded down, at least 1: the logarithm of a sum of terms that are alike."""
+    """Return `log(count)`, rounded down, at least 1: the logarithm of a sum of equal terms."""
     return Scale(math.floor(math.log2(max(math.log(max(count, 1)), 1))))
 
 
@@ -37,13 +37,14 @@ def softmax(
 ) -> jax.Array:
     """`exp(x) / sum(exp(x))`, as `jax.nn.softmax`.
 
-    Scales: a static `1/n` for n classes (not below 2**-10 for float16, where one confident class
-    would overflow), and the cotangent's `/ n` (not below 2**-6).
+    Scales: `out.scale = 1/n` for n classes, static. In float16 it is at least 2**-10, so that one
+    confident class does not overflow. The gradient has `cotangent.scale / n`, in float16 at least
+    `cotangent.scale * 2**-6`.
 
     Args:
         x: logits, an array of a floating dtype.
         axis: the axis or axes of the classes.
-        where: bool array that broadcasts to `x`: the classes that count. Others give 0.
+        where: bool array that broadcasts to `x`, True for classes that count. Other classes give 0.
 
     Source: Blake et al., "Unit Scaling", 2023, table A.2.
 
@@ -65,7 +66,8 @@ def log_softmax(
 ) -> jax.Array:
     """`x - logsumexp(x)`, as `jax.nn.log_softmax`.
 
-    Scales: `max(log(n), scale of x)` for n classes, and the cotangent's: it is `ct - p * sum(ct)`.
+    Scales: `out.scale = max(log(n), x.scale)` for n classes. The gradient, `ct - p * sum(ct)`, has
+    the cotangent's scale.
     """
     return jax.nn.log_softmax(x, axis, where)
 
@@ -80,8 +82,8 @@ def logsumexp(
 ) -> Any:
     """`log(sum(b * exp(a)))`, as `jax.nn.logsumexp`.
 
-    Scales: `max(log(n), scale of a)` for n terms, and the cotangent's `/ n`: it is `p * ct`. With
-    `b` or `return_sign`, those of its primitives.
+    Scales: `out.scale = max(log(n), a.scale)` for n terms. The gradient, `p * ct`, has
+    `cotangent.scale / n`. With `b` or `return_sign`, the scales are those of its primitives.
 
     Example:
         >>> print(jsa.nn.logsumexp(jnp.zeros((1, 8)), axis=-1).round(4))

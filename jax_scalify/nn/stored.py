@@ -1,4 +1,4 @@
-"""Functions whose backward pass gets their inputs in FP8."""
+"""Functions that store their inputs for the backward pass in FP8."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from jax_scalify.primitives.straight_through import straight_through
 def store_inputs(
     fun: Callable, dtype: Any = jnp.float8_e4m3fn, argnums: int | Sequence[int] = 0
 ) -> Callable:
-    """Transform a function so that its backward pass gets inputs that were kept in `dtype`.
+    """Transform a function so that it stores its inputs for the backward pass in `dtype`.
 
-    `grad = vjp(fun)(cast(x, dtype))`: results are those of `fun`, and the backward pass computes
-    `fun` again, at the inputs rounded. Meant for norms, activations and gates, whose derivative is
-    smooth: one byte an element is kept, where JAX keeps several arrays in the dtype of `x`.
+    `grad = vjp(fun)(cast(x, dtype))`. The results are those of `fun`. The backward pass computes
+    `fun` again at the rounded inputs. Use it for norms, activations and gates, whose derivatives
+    are smooth: it stores one byte for each element, where JAX stores several arrays in the dtype of
+    `x`.
 
-    Scales: inside `scalify` it is the data that is rounded, beside its scale. Without, values
-    should be near 1: E4M3 has 448 as its largest, and 0.002 as its smallest.
+    Scales: inside `scalify`, the data is rounded, and its scale is kept. Outside, values should be
+    close to 1: the largest number of E4M3 is 448, and the smallest is 0.002.
 
     Args:
-        fun: a function of arrays, or trees of them. All that is differentiated is an argument: it
-            may not close over weights.
-        dtype: a floating dtype, of at most 16 bits.
-        argnums: which arguments are kept in `dtype`; others are kept as they are. Arrays of rank
-            0 and 1, as scales and biases, always are.
+        fun: a function of arrays, or trees of arrays. It may not close over weights: everything
+            that is differentiated must be an argument.
+        dtype: a floating dtype of at most 16 bits.
+        argnums: which arguments to store in `dtype`. Other arguments, and arrays of rank 0 and 1
+            such as scales and biases, are stored in their own dtype.
 
     Returns:
-        A function of the same positional arguments and results. Its derivatives are of reverse
-        mode; second ones, of either mode, are those of `fun` where it is not rounded.
+        A function of the same positional arguments and results. It has reverse-mode derivatives.
+        Second derivatives, of either mode, are those of `fun` without rounding.
 
     Raises:
-        TypeError: if `fun` is not callable, or `dtype` not a floating dtype of at most 16 bits.
+        TypeError: if `fun` is not callable, or `dtype` is not a floating dtype of at most 16 bits.
 
     Source: Xi et al., "COAT: Compressing Optimizer States and Activations for Memory-Efficient FP8
-    Training", 2024, which scales each group of elements by its largest one; here it is the scale
-    that was propagated.
+    Training", 2024. COAT scales each group of elements by its maximum; here the propagated scale is
+    used.
 
     Example:
         >>> norm = jsa.nn.store_inputs(jsa.nn.rms_norm)
@@ -84,7 +85,7 @@ def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _widened(kept: jax.Array, x: jax.Array) -> jax.Array:
-    """The rounded numbers in the dtype of `x`, whose derivative they have."""
+    """Return the rounded numbers in the dtype of `x`, with the derivative of `x`."""
     if kept.dtype == x.dtype:
         return x
     return straight_through(kept.astype(x.dtype), _same, x)
