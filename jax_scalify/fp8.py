@@ -69,7 +69,7 @@ class Matmul:
     def sizes(self) -> tuple[int, int, int]:
         """`(m, n, k)`: the free sizes of the left and the right operand, and the contracted size.
 
-        With groups, the size that is divided into groups (`m` or `k`) is that of all groups.
+        With groups, `m` or `k`, whichever is divided into groups, counts the rows of all groups.
         """
         contract, batch = self.dimension_numbers
         frees = []

@@ -26,7 +26,7 @@ from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 
-_MAX_DEPTH = 2 if _compat.keeps_barriers() else 8  # without barriers a cut costs a division
+_MAX_DEPTH = 2 if _compat.keeps_barriers() else 8  # without barriers, a cut costs a division
 
 
 def count_uses(jaxpr: Any, equations: Sequence[Any]) -> collections.Counter:

@@ -142,8 +142,9 @@ def room(dtype: Any) -> Scale:
 def constant_scale(number: Any, dtype: Any) -> Scale:
     """Return the scale of a constant that is joined with constants only.
 
-    It is at most 1, unless the dtype needs more: the scale of a float32 mask would be 2**127. A
-    mask keeps its value, because it may later be added to large values.
+    It is at most 1, unless a narrow dtype needs more to hold the constant. With its own power of
+    two, a float32 mask would have the scale 2**127. A mask keeps its value, because it may later be
+    added to large values.
     """
     floor = constant_floor(number, dtype)
     return Scale(max(floor.exponent, min(0, pow2.split_constant(number)[1])))

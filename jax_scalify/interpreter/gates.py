@@ -1,4 +1,4 @@
-"""Gates: bounded factors that are functions of what they multiply, as in `x * sigmoid(x)`.
+"""Gates: bounded factors that depend on the value that they multiply, as in `x * sigmoid(x)`.
 
 The mean of a sigmoid is 1/2, and so is its scale: a gradient that passes the gates of an LSTM is
 halved in each step. In an activation this scale is wrong. For large `x`, `silu(x)` and `gelu(x)`

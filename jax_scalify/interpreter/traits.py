@@ -52,7 +52,7 @@ class Traits:
 
     @property
     def is_view(self) -> bool:
-        """Whether equal elements of the operand give the same equal elements in the result."""
+        """Whether the elements are the operand's, moved or picked. Equal elements stay equal."""
         return self.elements in ("moved", "picked")
 
     @property

@@ -1,4 +1,4 @@
-"""Losses. Their gradients, with which every backward pass starts, set its scales."""
+"""Losses. Every backward pass starts from their gradients, and inherits their scales."""
 
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ def low_precision(
     state has `ScaledArray` leaves, and inside `scalify`, where parameters and gradients have scales
     too.
 
-    The optimizer's equations tell what a leaf is (a second moment, an accumulated gradient). So any
-    optax optimizer works, wrapped or wrapping: `MultiSteps`, `apply_if_finite`, `masked`,
-    `inject_hyperparams`, `chain`.
+    The role of a leaf (a second moment, an accumulated gradient) is found in the optimizer's
+    equations. So any optax optimizer works, wrapped or wrapping: `MultiSteps`, `apply_if_finite`,
+    `masked`, `inject_hyperparams`, `chain`.
 
     Policies:
 

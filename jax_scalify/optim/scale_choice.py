@@ -40,7 +40,7 @@ def saturate(
 ) -> jax.Array:
     """Cast so that finite values stay finite, and in a `wide` leaf nonzero values stay nonzero.
 
-    Optimizers divide by second moments: one that was rounded to 0 would make a huge step. With
+    Optimizers divide by second moments: a moment rounded to 0 would make a huge step. With
     random `bits` (one `uint32` for each element) rounding is stochastic, otherwise to nearest even.
     If `is_root`, stochastic rounding keeps the mean of the square.
     """

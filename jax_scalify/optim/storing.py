@@ -117,7 +117,7 @@ def _at_own_scale(leaf: Leaf, count: jax.Array | None) -> ScaledArray:
 
 
 def _with_values(leaf: Leaf, kind: Kind) -> Leaf:
-    """Return a leaf of values whose `like` has floats as static scales, arrays as dynamic ones."""
+    """Return a leaf of values. The scales of `like` are floats if static, arrays if dynamic."""
     salt = _with_array(leaf.salt) if kind.degree is not None else _value(leaf.salt)
     is_stack = isinstance(leaf.like, list)
     like = list(map(_with_array, leaf.like)) if is_stack else _with_array(leaf.like)

@@ -25,7 +25,7 @@ def _matrix(ctx: RuleContext, index: int, x: Operand) -> Operand:
 
 
 def _factor_rule(*degrees: int) -> Rule:
-    """Make the rule of a factorisation, given the degree (0 or 1) of each of its results."""
+    """Return the rule of a factorisation, given the degree (0 or 1) of each of its results."""
 
     def rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
         x = _matrix(ctx, 0, x)
@@ -79,7 +79,7 @@ def triangular_solve_rule(
 def tridiagonal_solve_rule(
     ctx: RuleContext, *diagonals_and_b: Operand, **params: Any
 ) -> ScaledArray:
-    """`scale = b.scale / max(scales of the diagonals)`."""
+    """`scale = b.scale / max(diagonals' scales)`."""
     *diagonals, b = (uniform_over(x) for x in diagonals_and_b)
     joined = algebra.join(*(x.scale for x in diagonals))
     arrays = [filled(x.value, v) for x, v in zip((*diagonals, b), ctx.in_avals, strict=True)]

@@ -226,7 +226,7 @@ class Scale:
 
     @property
     def array(self) -> Any:
-        """The scale as an array of the scale dtype; a static one as a NumPy scalar."""
+        """The scale as an array of the scale dtype; a static scale as a NumPy scalar."""
         if self.is_static:
             return np.float32(self.value)
         return self.factors[0][0].table.request(self)

@@ -1,1 +1,1 @@
-"""Rules of equations that hold a function: calls, loops, branches."""
+"""Rules of equations that hold a jaxpr: calls, loops, branches."""

@@ -20,7 +20,7 @@ def call_in_place(ctx: RuleContext, closed: Any, args: list[Value]) -> list[Valu
     """Interpret the body of a function with its own derivative rule.
 
     A body that reads bits of float32 is evaluated on plain values, and its floating results have
-    scale 1. The derivative of JAX's `erf` is one: it splits a float32 in two to compute
+    the scale 1. In JAX, the derivative of `erf` reads bits: it splits a float32 in two to compute
     `exp(-x**2)`. Wide dtypes lose nothing by this. A body that reads bits of narrow dtypes is
     interpreted as usual, and `bitcast_convert_type` is reported.
     """

@@ -66,8 +66,8 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
     """Keep the scales of float32 carries from step to step, where they are not 0.
 
     A rule's scale is an estimate, and its error compounds over the steps: a scale that doubles in
-    each of 1,000 steps leaves every range, while the values stay where they are. A 0-d carry needs
-    none of this: its scale is its exponent. Data of 16 bits must follow its scale, or layers of
+    each of 1,000 steps leaves every range, while the values stay where they are. A 0-d carry cannot
+    drift, because its scale is its exponent. Data of 16 bits must follow its scale, or layers of
     small weights would make it underflow.
     """
     old, new, out = iter(before), iter(after), []

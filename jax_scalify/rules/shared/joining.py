@@ -31,7 +31,8 @@ def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
     An array votes with its scale. In a sum (`additive`), a constant or a traced number votes with
     its own power of two, so that `1 + x` is right for tiny `x`. Elsewhere it votes with the
     smallest scale at which it is finite with three octaves to spare: in float16, -1e4 votes 2**1,
-    and 1 votes 2**-12. The constants 0, inf and nan, and empty arrays, do not vote.
+    and 1 votes 2**-12. If there are constants only, they vote with `constant_scale`. The constants
+    0, inf and nan, and empty arrays, do not vote.
     """
     arrays, numbers, constants = _voters(operands)
     if additive:
