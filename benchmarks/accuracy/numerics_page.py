@@ -58,7 +58,7 @@ jsa.numerics.plot_histogram(report, "report.png")
   `jsa.numerics.find_nonfinite(update)(state, batch)` returns the line, its operands and a remedy,
   or None if everything is finite. Pass the last arguments that were finite: save them, or repeat
   the step that went wrong.
-- **Are matmuls FP8?** `jsa.numerics.check_fp8` ([FP8](fp8.md)) tells, without a GPU too.
+- **Are matmuls FP8?** `jsa.numerics.check_fp8` checks, even without a GPU ([FP8](fp8.md)).
 - **What does the step cost on a GPU or TPU?** `jsa.numerics.compile_report` ([on GPUs and
   TPUs](accelerators.md)).
 - **How do scales and ranges move over training?** `jsa.numerics.track` returns the step with one
