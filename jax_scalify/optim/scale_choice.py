@@ -30,6 +30,7 @@ _ROW = 2**13
 _SMALLEST_MEAN_SQUARE = 2.0**-100
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "wide", "is_root"), inline=True)
 def saturate(
     x: jax.Array,
     dtype: Any,
@@ -42,7 +43,7 @@ def saturate(
 
     A second moment is divided by: if it were rounded to 0, the step would be huge. With random
     `bits` (`uint32`, one an element) the rounding is stochastic, else to nearest even. Of a root it
-    is the square that is right on average.
+    is the square that is right on average. Leaves of one shape are traced once.
     """
     wide = wide and dtypes.has_short_range(dtype)
     if bits is not None:
