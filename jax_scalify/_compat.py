@@ -24,6 +24,7 @@ from jax._src import (
 from jax._src.interpreters import mlir, pxla
 from jax._src.interpreters.partial_eval import (
     DynamicJaxprTrace,
+    DynamicJaxprTracer,
     convert_constvars_jaxpr,
     dce_jaxpr,
 )
@@ -152,12 +153,8 @@ def lowered_program(lowered: Any) -> tuple[bytes, dict[str, Any]]:
     inputs, outputs = pxla.get_prop_to_input_output(
         args["in_shardings"], args["out_shardings"], len(args["ordered_effects"])
     )
-    options = {
-        "devices": args["num_devices"],
-        "tuple_args": args["tuple_args"],
-        "propagates_to_inputs": list(inputs),
-        "propagates_to_outputs": list(outputs),
-    }
+    options = dict(devices=args["num_devices"], tuple_args=args["tuple_args"])
+    options |= dict(propagates_to_inputs=list(inputs), propagates_to_outputs=list(outputs))
     file = io.BytesIO()
     lowering.stablehlo().operation.write_bytecode(file)
     return file.getvalue(), options
@@ -228,6 +225,27 @@ def live_closed_jaxpr(closed: Any) -> Any:
 def is_staging() -> bool:
     """Tell whether what is computed now becomes an equation of a jaxpr."""
     return isinstance(core.trace_ctx.trace, DynamicJaxprTrace)
+
+
+def inlined(closed: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Evaluate a closed jaxpr. Into a trace its equations are copied: to bind them takes longer."""
+    trace, here = core.trace_ctx.trace, source_info_util.current()
+    if not isinstance(trace, DynamicJaxprTrace) or closed.effects:
+        return jex_core.jaxpr_as_fun(closed)(*arrays)
+    jaxpr = closed.jaxpr
+    tracers = [trace.to_jaxpr_tracer(x, here) for x in (*closed.consts, *arrays)]
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), tracers, strict=True))
+
+    def read(atom: Any) -> Any:
+        is_var = not isinstance(atom, jex_core.Literal)
+        return known[atom] if is_var else DynamicJaxprTracer(trace, atom.aval, atom, here)
+
+    for eqn in jaxpr.eqns:
+        source = eqn.source_info.replace(name_stack=here.name_stack + eqn.source_info.name_stack)
+        operands, types = [read(v) for v in eqn.invars], [v.aval for v in eqn.outvars]
+        out = trace.emit_eqn(operands, types, eqn.primitive, eqn.params, set(), source, eqn.ctx)
+        known.update(zip(eqn.outvars, out, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def keeps_barriers() -> bool:

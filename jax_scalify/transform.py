@@ -242,9 +242,11 @@ def _staged(
 
     arrays = [leaves[i] for i in variable]
     scaled = trace(flat, arrays)
-    call = jex_core.jaxpr_as_fun(scaled)
-    call = observing.as_call(call) if observing.is_observing() else call
-    return jax.tree.unflatten(out_tree, call(*arrays))
+    if observing.is_observing():
+        out = observing.as_call(jex_core.jaxpr_as_fun(scaled))(*arrays)
+    else:
+        out = _compat.inlined(scaled, arrays)
+    return jax.tree.unflatten(out_tree, out)
 
 
 def _matched(jaxpr: Any, moved: Collection[int]) -> list[bool]:

@@ -38,8 +38,8 @@ SEED = 0
 INTRO = """\
 # Looking at the numbers
 
-`jsa.numerics.report` runs a function once and keeps, of every value that it computes, the scale,
-the range and a histogram of the exponents. It knows what a format would make of them:
+`jsa.numerics.report` runs a function once. For every value that the function computes, it records
+the scale, the range and a histogram of the exponents, and what a format would lose of it:
 
 ```python
 report = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(state, batch)
@@ -52,16 +52,17 @@ jsa.numerics.plot_histogram(report, "report.png")
 
 ## Which tool
 
-- **Which values are badly scaled, and what is to be done?** `jsa.numerics.suggest(report)`:
-  sentences, the most important first.
-- **Which line makes the first nan or infinity?** `jsa.numerics.find_nonfinite(update)(state,
-  batch)`, with the operands and a remedy; None if all is finite. Give it the last arguments that
-  were finite: save them, or repeat the step that went wrong.
-- **Are matmuls FP8, on a GPU that need not be there?** `jsa.numerics.check_fp8` ([FP8](fp8.md)).
+- **Which values are badly scaled, and what should I do?** `jsa.numerics.suggest(report)` says so
+  in sentences, the most important first.
+- **Which line makes the first nan or infinity?**
+  `jsa.numerics.find_nonfinite(update)(state, batch)` returns the line, its operands and a remedy,
+  or None if everything is finite. Pass the last arguments that were finite: save them, or repeat
+  the step that went wrong.
+- **Are matmuls FP8?** `jsa.numerics.check_fp8` checks, even without a GPU ([FP8](fp8.md)).
 - **What does the step cost on a GPU or TPU?** `jsa.numerics.compile_report` ([on GPUs and
   TPUs](accelerators.md)).
-- **How do scales and ranges move over training?** `jsa.numerics.track`: the step with one more
-  result, None but for each N-th call, where it is a record of the values that were selected:
+- **How do scales and ranges move over training?** `jsa.numerics.track` returns the step with one
+  more result. In every N-th call it is a record of the selected values, otherwise None:
 
 ```python
 tracked = jsa.numerics.track(update, ["args[0]", "backward/dot*"], every=100)
@@ -74,23 +75,23 @@ jsa.numerics.plot_scales(history, "scales.png")
 
 ## A GPT, looked at
 
-This page is written by `make numerics`: the GPT of the example (size `tiny`: 4 blocks of width 64),
-after {steps} training steps, on JAX {version}. The pictures show the tensors that both steps have;
-each row is one of them, from the first that is computed at the top. Where the colours lie on dark
-grey, float16 makes zeros of the numbers; in light grey it keeps some of their bits.
+`make numerics` writes this page. It looks at the GPT of the example (size `tiny`: 4 blocks of
+width 64) after {steps} training steps, on JAX {version}. The pictures show the tensors that both
+steps have, one per row, the first computed at the top. Numbers on dark grey become zero in
+float16; on light grey they keep some of their bits.
 
 ## The plain step, in float32
 
-Would float16 do? The forward pass is at home in it. The backward pass and Adam's second moments
-(`nu`) are not.
+Would float16 be enough? It is for the forward pass, but not for the backward pass and Adam's second
+moments (`nu`).
 
 ![Exponents of the plain float32 step]({plain})
 
 ## The scalified step, in float16
 
-The same step through `scalify`, with weights, activations, gradients and moments in float16 and no
-loss scaling. A dot is the exponent of a tensor's scale; the colours are the data, what float16 has
-to hold.
+The same step through `scalify`, with weights, activations, gradients and moments in float16 and
+no loss scaling. A dot is the exponent of a tensor's scale; the colours are the data that float16
+has to hold.
 
 ![Exponents of the scalified float16 step]({scalified})
 """
@@ -98,33 +99,35 @@ to hold.
 METHOD = """\
 ## What would underflow, and what does
 
-A line stands for the tensors of one kind in all blocks (`*`), with the least and the largest share
-among them. "Plain" is the share of a float32 tensor's elements that the format would make zero.
-"Scalified" is the share of its partner's elements that are zero in the format, less those that are
-zero in the plain step; for float16, that the step really computes in, at least those that its own
-equation has flushed. A tensor is fixed if that is below {share:.0%}.
+A row stands for the tensors of one kind in all blocks (`*`), with the smallest and the largest
+share among them. "Plain" is the share of a float32 tensor's elements that the format would make
+zero. "Scalified" is the share of its partner's elements that are zero in the format, minus the
+elements that are zero in the plain step. For float16, in which the step really computes, it is at
+least the share that the tensor's own equation has flushed. A tensor is fixed if the share is below
+{share:.0%}.
 
-What the optimizer computes on the way from gradients to new weights is left out: both steps compute
-it in float32. What it stores is in the tables.
+The tables have what the optimizer stores. They leave out what it computes on the way from gradients
+to new weights, because both steps compute it in float32.
 """
 
 WITHOUT_PARTNER = """\
-{count} values of the plain step's forward and backward pass that would underflow have no partner:
-most are inside of functions with a rule of their own (LayerNorm, GELU, softmax, the loss), which
-the scalified step computes as a whole, with float32 inside, and the rest cannot be told from them.
-Of the {rest} values that only the scalified step has, the results of these rules among them, {bad}
-lose more than {share:.0%}. By the line of the model, the plain step's are:
+{count} values of the plain step's forward and backward pass that would underflow have no partner.
+Most of them are inside of functions with their own rule (LayerNorm, GELU, softmax, the loss),
+which the scalified step computes as a whole, with float32 inside. The rest cannot be told apart
+from these. {rest} values exist only in the scalified step, including the results of these rules;
+{bad} of them lose more than {share:.0%}. The plain step's values, by line of the model:
 """
 
 NOT_FIXED = """\
-`qkv/bias`, in the moments, and the `reduce_sum` of `Attention:43`, which is its gradient, is a bias
-of queries, keys and values. That of the keys adds the same number to all scores of a query, which
-softmax does not see: its gradient is zero in exact arithmetic, and rounding noise in any other. It
-is a third of the elements, the 33% of the tables, and it is this noise that is lost.
+`qkv/bias` (in the moments) is the bias of queries, keys and values; the `reduce_sum` of
+`Attention:43` is its gradient. The bias of the keys adds the same number to all scores of a
+query, so it does not change the softmax. Its gradient is zero in exact arithmetic and rounding
+noise otherwise. It has a third of the elements, the 33% of the tables, and only this noise is
+lost.
 
-The others in the table of E5M2 lose the tails of wide distributions. Of a step with FP8 matmuls,
-E5M2 has to hold the cotangents of linear layers only; that of the queries, keys and values is one
-of them (`Attention:43`, `concatenate`), those inside of attention are not.
+The other tensors in the table of E5M2 lose the tails of wide distributions. In a step with FP8
+matmuls, E5M2 only has to hold the cotangents of linear layers. The cotangent of queries, keys and
+values (`Attention:43`, `concatenate`) is one of them; the cotangents inside of attention are not.
 """
 
 
@@ -268,7 +271,7 @@ def page(reports: dict[str, Report], steps: int) -> str:
         if alone:
             counts = dict(count=len(alone), rest=len(rest), bad=len(lossy), share=SHARE)
             parts += [WITHOUT_PARTNER.format(**counts), by_line(alone)]
-            parts += ["These lose it:\n", by_line(lossy)] if lossy else []
+            parts += ["Scalified values that lose more:\n", by_line(lossy)] if lossy else []
     parts += ["### What is not fixed, and why\n", NOT_FIXED]
     return "\n".join(parts)
 

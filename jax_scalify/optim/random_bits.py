@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax_scalify.base.mixing import mixed
 _TOWARDS_ZERO = np.uint32(2**32 - 1)
 
 
+@functools.partial(jax.jit, inline=True)
 def bits_of(x: jax.Array, salt: jax.Array, count: jax.Array | None = None) -> jax.Array:
     """Make random bits from the numbers that are rounded, and from numbers that change every step.
 
@@ -78,7 +80,7 @@ def bits_to_round(
     if salt is None:
         return bits
     is_of_shape = jnp.shape(salt) == jnp.shape(x)
-    bits = bits_of(x, salt if is_of_shape else x, count)
+    made = bits_of(x, salt if is_of_shape else x, count)
     if count is not None or not (fades and is_of_shape and dtypes.has_short_range(dtype)):
-        return bits
-    return jnp.where(salt == 0, _TOWARDS_ZERO, bits)
+        return made
+    return jnp.where(salt == 0, _TOWARDS_ZERO, made)

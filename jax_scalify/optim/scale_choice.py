@@ -30,6 +30,7 @@ _ROW = 2**13
 _SMALLEST_MEAN_SQUARE = 2.0**-100
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "wide", "is_root"), inline=True)
 def saturate(
     x: jax.Array,
     dtype: Any,
@@ -42,7 +43,8 @@ def saturate(
 
     Optimizers divide by second moments: a moment rounded to 0 would make a huge step. With
     random `bits` (one `uint32` for each element) rounding is stochastic, otherwise to nearest even.
-    If `is_root`, stochastic rounding keeps the mean of the square.
+    If `is_root`, stochastic rounding keeps the mean of the square. JAX traces the function once for
+    leaves of one shape.
     """
     wide = wide and dtypes.has_short_range(dtype)
     if bits is not None:

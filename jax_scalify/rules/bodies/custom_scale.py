@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
+from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
     align_scale,
@@ -160,7 +160,7 @@ class _Batched:
         closed, types = jax.make_jaxpr(mapped, return_shape=True)(data, scales)
         given = jax.tree.leaves((data, scales))
         count = len(jax.tree.leaves(data))
-        leaves = jex_core.jaxpr_as_fun(closed)(*given)
+        leaves = _compat.inlined(closed, given)
         out, out_scales = jax.tree.unflatten(jax.tree.structure(types), leaves)
         differs = _depends_on(closed, [i < count for i in range(len(given))])[len(out) :]
         if any(axis is not None for axis in axes):

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import align_scale
@@ -249,7 +248,7 @@ class Body:
 
     def __call__(self, arrays: Sequence[Any], forms: Sequence[Form], table_dtype: Any) -> list[Any]:
         """Call the body, and convert its results to `forms`, which must be able to hold them."""
-        results = list(jex_core.jaxpr_as_fun(self.jaxpr)(*arrays))
+        results = _compat.inlined(self.jaxpr, arrays)
         if list(forms) == self.forms:
             return results
         table = ScaleTable(table_dtype)

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec as P
 
 from jax_scalify import _compat
@@ -48,7 +47,7 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
             found[:] = [_as_array(Form.of(value)) for value in outputs]
             return pack(found, outputs, table)
 
-        results = list(jex_core.jaxpr_as_fun(ctx.trace(flat, arrays))(*arrays))
+        results = _compat.inlined(ctx.trace(flat, arrays), arrays)
         specs = [_specs(f, s) for f, s in zip(found, out_specs, strict=True)]
         checked = names if not params["check_vma"] else None
         return _at_common_scales(found, results, specs, names, checked)
