@@ -7,8 +7,8 @@ Rules whose results may be larger than their operands multiply before they round
 that the data neither overflows nor underflows. Results of other rules are multiplied afterwards. A
 value without a correction gets no equation.
 
-Example: a matmul's data in float16 has the amax 2**14, and the calibration gives `k = 12`. The rule
-multiplies its float32 total by `2**-12` more and rounds data with the amax 2**2.
+Example: a matmul's float16 data has the amax 2**14, and the correction is `k = 12`. The rule
+multiplies its float32 total by a further `2**-12`, and rounds data with the amax 2**2.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Traits:
         elementwise: whether each element of the result is computed from the operands' elements at
             the same index. 0-d operands may stand beside arrays.
         nonnegative: "always", or "keeps" if no result is negative unless an operand is. It is
-            implied for elements that are the operand's own.
+            implied for elements that are the operand's own, unless they are negated.
         degree: how results grow with operands: a power of the first operand, or the "sum",
             "product" or "quotient" of all operands. It is implied for elements that are the
             operand's own.

@@ -18,7 +18,7 @@ from jax_scalify.scales.algebra import Scale
 
 
 def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
-    """Evaluate an equation of uniform values on 0-d operands. Constants are evaluated in NumPy.
+    """Evaluate an equation of uniform values on 0-d operands; of constants, while tracing.
 
     Return None if the operands are not uniform, or if the primitive must see the arrays.
     """

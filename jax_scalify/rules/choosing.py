@@ -152,8 +152,9 @@ def _chosen_scale(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Sca
     """Return the scale that a 0-d predicate chooses; None if one shared scale is as good.
 
     `where(norm < 1, g, g / norm)` may have gradients of 1e-9 on one side and of 1 on the other.
-    One scale is as good if the cases' scales are nearly equal, and in a step of wide dtypes whose
-    scales are all static (`splits_scalars` is False). A chosen constant 0 has the scale 0.
+    One scale is as good if the cases' scales are nearly equal, and in a step of wide dtypes that
+    returns its state at given static scales (`splits_scalars` is False). A chosen constant 0 has
+    the scale 0.
     """
     numbers = [None if x.constant is None else np.complex128(x.constant) for x in cases]
     scales = [x.scale for x, n in zip(cases, numbers) if n is None or (n != 0 and np.isfinite(n))]

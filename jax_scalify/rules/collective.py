@@ -200,7 +200,7 @@ def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: 
 
 @register_scale_rule("ppermute", elements="taken")
 def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """The scale moves with the data; a device that receives nothing has data 0 and scale 0."""
+    """The scale moves with the data, unless all devices share it; missing data and scales are 0."""
     data, scale = filled(ctx.array_of(x, x.scale), ctx.in_avals[0]), x.scale
     if not _is_shared(ctx, scale, data, params):
         scale = _collected(ctx, scale, data, params)

@@ -75,9 +75,8 @@ def structural_rule(
 def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
     """Return the scale of a result, given its array.
 
-    If both the scale and an axis of the result have length 1, the scale keeps its axes. It then
-    counts as the scale of this one index. The gradient of a slice pads with zeros, and the zeros
-    must not get this scale.
+    A scale with one element keeps its axes if the result has an axis of length 1. It then counts as
+    the scale of this index. The gradient of a slice pads with zeros, which must not get this scale.
     """
     own = math.prod(array.shape) == 1 and 1 in aval.shape
     return ctx.table.atom(array) if own else scale_of(ctx.table, array)
@@ -182,7 +181,7 @@ register_scale_rule("tile", elements="taken")(structural_rule(no_axes, _tile_sca
 def reshape_rule(
     ctx: RuleContext, x: Operand, *, dimensions: Any = None, **params: Any
 ) -> ScaledArray:
-    """`out = reshape(data)`; scales along an axis lie along the axes that it becomes.
+    """`out = reshape(data)`; the scales along an axis move to the axes that it becomes.
 
     With scales `(4, 1)`, data of shape `(4, 6)` reshaped to `(2, 2, 6)` has scales `(2, 2, 1)`, and
     reshaped to `(24,)` it has scales `(24,)`, one for each element. In wide dtypes, scales for each

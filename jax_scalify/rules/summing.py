@@ -172,7 +172,7 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     lhs, rhs, scale, unit, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     data = [lhs.source, rhs.source]
     params = {name: value for name, value in params.items() if name != "preferred_element_type"}
-    if params.get("precision") in _OF_FLOAT16:  # the operands' dtypes say the same, on any platform
+    if params.get("precision") in _OF_FLOAT16:  # `preferred_element_type` says the same everywhere
         params["precision"] = None
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
     by = -factor.exponent - ctx.pending.exponent

@@ -1,9 +1,9 @@
 """The algebra of scales.
 
 Inside the transform a scale is a `Scale`: a static power of two times a monomial of *atoms*. An
-atom is an array of powers of two that is known at run time only. Products, quotients and even roots
-are computed symbolically while tracing, so a chain of them adds no operations, and equal scales are
-known to be equal. A scale becomes an array only if data is multiplied by it.
+atom is an array of powers of two that is known at run time only. Products, quotients and exact
+roots are computed symbolically while tracing, so a chain of them adds no operations, and equal
+scales are known to be equal. A scale becomes an array only if data is multiplied by it.
 
 Example: with atoms `a` and `b`, `(2**3 * a) * (2**-5 * b) / a` is `2**-2 * b`.
 """

@@ -25,7 +25,7 @@ _SYMBOLIC_COUNT = 256
 
 
 class Terms(enum.Enum):
-    """What is known of the terms of a sum. The value `p` is the power of their number: `n**p`.
+    """What is known of the terms of a sum. The member's value `p` gives its growth, `n**p`.
 
     INDEPENDENT: terms with a given factor, such as a weight, have random signs. Their sum has RMS
     `sqrt(n)`: 64 for `n = 4096`.

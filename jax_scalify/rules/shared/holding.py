@@ -18,7 +18,7 @@ LARGEST_HOME = 16
 # The smallest exponent of a multiple of a leaf that may be the leaf's next value. Smaller multiples
 # are, for example, weight decay that is added to a gradient.
 _SMALLEST_SHARE = -2
-# The log2 of the length of a random walk of a thousand steps, sqrt(1000) = 2**5.
+# The log2 of the length of a random walk of a thousand steps: sqrt(1000) is about 2**5.
 _WALK = 5
 
 

@@ -1,4 +1,4 @@
-"""Bring operands to one scale: votes choose the scale, and `align` divides the data by it."""
+"""Bring operands to one scale: votes choose the scale, and `align` brings the data to it."""
 
 from __future__ import annotations
 
