@@ -41,12 +41,12 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
 def is_traced(value: Any) -> bool:
-    """Tell whether a value is known only to a trace."""
+    """Return whether a value is known only to a trace."""
     return isinstance(value, Tracer)
 
 
 def is_of_one_trace(*values: Any) -> bool:
-    """Tell whether values are known to the same trace, or all to none."""
+    """Return whether values are known to the same trace, or all to none."""
     return len({v._trace if is_traced(v) else None for v in values}) == 1
 
 
@@ -113,7 +113,7 @@ def calling_line() -> str:
 
 
 def is_called_by(eqn: jex_core.JaxprEqn, library: str, function: str) -> bool:
-    """Tell whether a function of a library computes an equation."""
+    """Return whether a function of a library computes an equation."""
     return any(
         os.sep + library + os.sep in frame.file_name and function in frame.function_name.split(".")
         for frame in source_info_util.user_frames(eqn.source_info.traceback)
@@ -131,7 +131,7 @@ def name_stack(eqn: jex_core.JaxprEqn) -> str:
 
 
 def is_forward_pass() -> bool:
-    """Tell whether the equation that is interpreted is of a forward pass that has a backward pass.
+    """Return whether the equation that is interpreted is of a forward pass that has a backward pass.
 
     What it lies in counts: inside of a loop or `shard_map` names begin anew.
     """
@@ -186,7 +186,7 @@ def weakly_typed(x: jax.Array) -> jax.Array:
 
 
 def is_unspecified_sharding(sharding: Any) -> bool:
-    """Tell whether a `jit` sharding parameter was left unspecified."""
+    """Return whether a `jit` sharding parameter was left unspecified."""
     return type(sharding).__name__ in ("UnspecifiedValue", "AUTO", "NoneType")
 
 
@@ -223,7 +223,7 @@ def live_closed_jaxpr(closed: Any) -> Any:
 
 
 def is_staging() -> bool:
-    """Tell whether what is computed now becomes an equation of a jaxpr."""
+    """Return whether what is computed now becomes an equation of a jaxpr."""
     return isinstance(core.trace_ctx.trace, DynamicJaxprTrace)
 
 
@@ -249,7 +249,7 @@ def inlined(closed: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def keeps_barriers() -> bool:
-    """Tell whether XLA fuses nothing across barriers; that of JAX 0.10 drops them on the CPU."""
+    """Return whether XLA fuses nothing across barriers; that of JAX 0.10 drops them on the CPU."""
     return JAX_VERSION >= (0, 11)
 
 
@@ -374,7 +374,7 @@ def _unreduced(x: Any) -> frozenset[Any]:
 
 
 def is_partial_sum(x: Any) -> bool:
-    """Tell whether the type of an array says that devices have yet to add it up."""
+    """Return whether the type of an array says that devices have yet to add it up."""
     return bool(_unreduced(x))
 
 

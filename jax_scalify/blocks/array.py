@@ -137,12 +137,12 @@ class BlockScaledArray:
 
 
 def is_block_scaled(leaf: Any) -> bool:
-    """Tell whether a leaf is a `BlockScaledArray`."""
+    """Return whether a leaf is a `BlockScaledArray`."""
     return isinstance(leaf, BlockScaledArray)
 
 
 def is_array_of_ours(leaf: Any) -> bool:
-    """Tell whether a leaf is a `ScaledArray` or a `BlockScaledArray`."""
+    """Return whether a leaf is a `ScaledArray` or a `BlockScaledArray`."""
     return isinstance(leaf, (ScaledArray, BlockScaledArray))
 
 

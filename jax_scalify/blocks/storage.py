@@ -65,7 +65,7 @@ def find_parts(flat: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def is_stored_in_blocks(parts: Mapping[str, Any]) -> bool:
-    """Tell whether parts of a stored leaf are those of a block format."""
+    """Return whether parts of a stored leaf are those of a block format."""
     return _DATA in parts
 
 

@@ -172,7 +172,7 @@ class Calibration:
         return jax.tree_util.tree_map_with_path(freeze, state, is_leaf=is_scaled)
 
     def watches(self, name: str) -> bool:
-        """Tell whether a guard looks at a value of the step: the `select` of `track`."""
+        """Return whether a guard looks at a value of the step: the `select` of `track`."""
         return name in self.values
 
     def guard(self, state: Any = None, metrics: Record | None = None) -> Verdict:

@@ -108,7 +108,7 @@ class Instruction:
 
 
 def is_fp8(dtype: str) -> bool:
-    """Tell whether a dtype in HLO's spelling is one of 8-bit floating point.
+    """Return whether a dtype in HLO's spelling is one of 8-bit floating point.
 
     Example:
         >>> is_fp8("f8e5m2"), is_fp8("f16")

@@ -76,7 +76,7 @@ def trace(call: PureCall, *, observe: bool = True) -> tuple[Any, list[Any], list
 
 
 def is_array(leaf: Any) -> bool:
-    """Tell whether a leaf is an array or a number; a bool is static."""
+    """Return whether a leaf is an array or a number; a bool is static."""
     return hasattr(leaf, "dtype") or (
         isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
     )
@@ -109,7 +109,7 @@ def bodies(eqn: Any) -> list[tuple[Any, int]]:
 
 
 def is_interpreted(eqn: Any) -> bool:
-    """Tell whether a call computes with data and scales: only `observe` is of interest inside."""
+    """Return whether a call computes with data and scales: only `observe` is of interest inside."""
     return eqn.params.get("name") == observing.CALL_NAME
 
 

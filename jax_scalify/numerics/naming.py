@@ -44,7 +44,7 @@ def updated(operands: Sequence[Any], tags: Sequence[str | None], result: Any) ->
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Tell whether a pattern is a part of a name or, with * or ?, fits all of it."""
+    """Return whether a pattern is a part of a name or, with * or ?, fits all of it."""
     if pattern in name:
         return True
     expression = "".join({"*": ".*", "?": "."}.get(c, re.escape(c)) for c in pattern)

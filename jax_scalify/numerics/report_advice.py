@@ -82,7 +82,7 @@ def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
 
 
 def _is_wide_on_purpose(row: Row, dtype: str | None) -> bool:
-    """Tell whether a scalified optimizer computes a value in more bits than are asked about."""
+    """Return whether a scalified optimizer computes a value in more bits than are asked about."""
     if dtype is None or row.phase != "update" or row.scale is None:
         return False
     return jnp.finfo(row.dtype).bits > jnp.finfo(dtype).bits

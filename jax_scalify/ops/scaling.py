@@ -37,6 +37,11 @@ from jax_scalify.transform import scalify
 def checked_array(x: Any, name: str = "x") -> Any:
     """Return `x` as a JAX array; raise a `TypeError` if it is not an array or a number."""
     kind = dtypes.leaf_dtype(x)
+    if array_lib.is_scaled(x):
+        raise TypeError(
+            f"`{name}` must be an array, got ScaledArray: call the function inside of `jsa.scalify`, "
+            "where arrays have scales, or convert with `jsa.asarray` first."
+        )
     if kind is None and not hasattr(x, "__jax_array__"):
         raise TypeError(f"`{name}` must be an array or a ScaledArray, got {type(x).__name__}.")
     return jnp.asarray(x)

@@ -68,7 +68,7 @@ def _averages(jaxpr: Any, around: tuple[Any, ...] = ()) -> Iterator[_Average]:
 
 
 def _is_short(aval: Any) -> bool:
-    """Tell whether a value is an array of few bits."""
+    """Return whether a value is an array of few bits."""
     is_float = jnp.issubdtype(aval.dtype, jnp.floating)
     return aval.ndim > 0 and is_float and jnp.finfo(aval.dtype).bits < 32
 

@@ -42,7 +42,7 @@ _HEAD = re.compile(r"(^|/)(lm_?head|head|logits|embed\w*|\w*router|gate)/\w+$", 
 
 
 def linear_kernels(path: str, leaf: Any) -> bool:
-    """Tell whether a leaf is the weight of a linear layer that is neither head nor embedding.
+    """Return whether a leaf is the weight of a linear layer that is neither head nor embedding.
 
     It is of rank 2, its last name `kernel`, `weight` or `w`, and that before it no `head`,
     `lm_head`, `logits`, `embed…`, `router` or `gate`.

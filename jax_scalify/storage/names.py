@@ -24,7 +24,7 @@ def _join(name: str, part: str) -> str:
 
 
 def is_key(leaf: Any) -> bool:
-    """Tell whether a leaf holds keys of `jax.random`."""
+    """Return whether a leaf holds keys of `jax.random`."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -113,7 +113,7 @@ def stored_shape(leaf: Any) -> jax.ShapeDtypeStruct | None:
 
 
 def is_python(leaf: Any) -> bool:
-    """Tell whether a leaf is a Python number."""
+    """Return whether a leaf is a Python number."""
     return isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
 
 

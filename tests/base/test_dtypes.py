@@ -345,3 +345,11 @@ def test_what_is_not_a_key():
 def test_ml_dtypes_knows_no_other_narrow_format():
     names = [n for n in dir(ml_dtypes) if n.startswith("float")]
     assert {n for n in names if not n.startswith("float6")} == set(NARROW)
+
+
+@pytest.mark.parametrize("function", [jsa.ops.cast_on_forward, jsa.ops.reduce_precision_on_forward])
+def test_outside_of_scalify_an_array_is_needed(function):
+    x = ScaledArray(jnp.ones(2), 2.0)
+    with pytest.raises(TypeError, match=r"must be an array, got ScaledArray: .* `jsa.asarray`"):
+        function(x, jnp.float16)
+    assert jsa.scalify(function)(x, jnp.float16).scale == 2

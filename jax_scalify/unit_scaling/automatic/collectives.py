@@ -25,17 +25,17 @@ _COLLECTIVES = _SUMS | _COPIES | _OTHERS | {"reduce_scatter", "axis_index"}
 
 
 def is_collective(eqn: Any) -> bool:
-    """Tell whether an equation speaks with other devices."""
+    """Return whether an equation speaks with other devices."""
     return eqn.primitive.name in _COLLECTIVES and bool(_names(eqn))
 
 
 def is_sum_over_devices(eqn: Any) -> bool:
-    """Tell whether an equation adds up arrays of several devices."""
+    """Return whether an equation adds up arrays of several devices."""
     return eqn.primitive.name in _SUMS | {"reduce_scatter"} and is_collective(eqn)
 
 
 def is_copied_to_devices(eqn: Any) -> bool:
-    """Tell whether gradients of an operand are added up over devices."""
+    """Return whether gradients of an operand are added up over devices."""
     return eqn.primitive.name in _COPIES and is_collective(eqn)
 
 

@@ -145,7 +145,7 @@ def _kinds(ops: list[Op], leads: set[Op], splits: dict[Op, tuple[Value, int]]) -
 
 
 def _is_own_collective(op: Op, sources: Callable[[Value], frozenset]) -> bool:
-    """Tell whether a collective is of independent numbers, not of statistics of a function.
+    """Return whether a collective is of independent numbers, not of statistics of a function.
 
     Those are smaller than what they are made of.
     """
@@ -188,7 +188,7 @@ def _depends_on(value: Value, start: Value) -> bool:
 
 
 def are_alike(group: Group) -> bool:
-    """Tell whether devices count as alike: in a function that does more than to move data."""
+    """Return whether devices count as alike: in a function that does more than to move data."""
     return not all(moves(op.name) or is_collective(op.eqn) for op in group.ops)
 
 
@@ -218,7 +218,7 @@ def parameter(value: Value) -> Value | None:
 
 
 def is_bias(value: Value, other: Value, op: Op) -> bool:
-    """Tell whether a value is a parameter that is repeated to be added to another value.
+    """Return whether a value is a parameter that is repeated to be added to another value.
 
     A bias has one axis, or is added to a product, or to what a gain of its shape multiplies; what
     else is repeated may be an embedding.
