@@ -131,7 +131,7 @@ def name_stack(eqn: jex_core.JaxprEqn) -> str:
 
 
 def is_forward_pass() -> bool:
-    """Return whether the equation that is interpreted is of a forward pass that has a backward pass.
+    """Return whether the current equation is of a forward pass that has a backward pass.
 
     What it lies in counts: inside of a loop or `shard_map` names begin anew.
     """

@@ -39,7 +39,7 @@ def checked_array(x: Any, name: str = "x") -> Any:
     kind = dtypes.leaf_dtype(x)
     if array_lib.is_scaled(x):
         raise TypeError(
-            f"`{name}` must be an array, got ScaledArray: call the function inside of `jsa.scalify`, "
+            f"`{name}` must be an array, got ScaledArray: call the function inside `jsa.scalify`, "
             "where arrays have scales, or convert with `jsa.asarray` first."
         )
     if kind is None and not hasattr(x, "__jax_array__"):
