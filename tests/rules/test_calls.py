@@ -604,3 +604,21 @@ def test_a_maximum_of_scales_that_a_body_makes_one_after_the_other():
 
     got = jax.jit(jsa.scalify(jax.grad(loss)))(jsa.as_scaled_array(x))
     np.testing.assert_allclose(got, jax.grad(loss)(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["alone", "scan", "cond", "grad"])
+def test_functions_with_an_equation_that_jax_lowers_as_it_binds(way):
+    """`jnp.place` is one in JAX 0.12: its equations cannot be copied from trace to trace."""
+
+    def place(x):
+        return jnp.place(x, x > 0, 2 * x, inplace=False)
+
+    ways = {
+        "alone": place,
+        "scan": lambda x: lax.scan(lambda c, _: (place(c), None), x, None, length=2)[0],
+        "cond": lambda x: lax.cond(x[0] > 0, place, lambda c: c, x),
+        "grad": jax.grad(lambda x: place(x).sum()),
+    }
+    x = scaled([1.0, -3.0], 2.0, "float16")
+    got = jax.jit(jsa.scalify(ways[way]))(x)
+    np.testing.assert_array_equal(value(got), ways[way](value(x)))
