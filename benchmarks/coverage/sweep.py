@@ -211,26 +211,35 @@ def is_good(results: dict) -> bool:
 INTRO = """\
 # Coverage
 
-This page is written by `make coverage`. The first part counts cases, the second lists the rule of
-every primitive, the third every case that is not right.
+`make coverage` writes this page. Its first part counts test cases, the second lists the scale rule of
+every primitive, and the third lists every case that is not right.
 
 ## Cases
 
 A case is one of JAX's own test harnesses (`jax._src.internal_test_util.test_harnesses`): one use of
-one primitive in one dtype. Its floating arguments become scaled arrays of scale 2⁻⁶, 1 and 2⁶, and
-where one of them has two axes or more, also of scales that differ along the last or the first axis.
-A case is right if under each of these scales
+one primitive in one dtype. Its floating-point arguments become scaled arrays with scales 2⁻⁶, 1 and
+2⁶. Arguments of two or more axes also get scales that differ along the last or the first axis. A
+case is right if, under each of these scales,
 
-- the values are those of the plain function in float64 on the same values, within a few units in
-  the last place of the output's dtype (`benchmarks/coverage/judging.py` has the tolerances, with
-  reasons);
-- every output has the dtype and shape of the plain function's;
+- the values match the plain function in float64 on the same inputs, within a few units in the last
+  place of the output's dtype (`benchmarks/coverage/judging.py` has the tolerances, with reasons);
+- every output has the dtype and shape of the plain function's output;
 - every scale is a power of two.
 
-Functions that mean something else in another dtype are compared in their own, factorisations by
-what they multiply to. *Dequantised* are those right cases in which a primitive gave up its scales,
-with a warning. Harnesses that JAX does not implement on CPUs are not counted.
+A function whose meaning depends on the dtype is compared with itself in its own dtype, and a
+factorisation is compared by its product. *Dequantised* counts the right cases in which a primitive
+dropped its scales, with a warning. Harnesses that JAX does not implement on CPUs are not counted.
 
+"""
+
+
+LAWS = """
+## Primitives
+
+A law says which scale a result gets. `scale` and `data` without an operand's name are the first
+operand's. *Votes* are the scales among which the largest is shared: an array votes with its scale,
+a constant with the smallest scale at which its dtype holds it. The constants 0, inf and nan do not
+vote.
 """
 
 
@@ -272,7 +281,7 @@ def page() -> str:
         for results in stored
         for dtype, row in results["totals"].items()
     ]
-    parts = [INTRO, _table(header, totals), "\n## Primitives\n"]
+    parts = [INTRO, _table(header, totals), LAWS]
     families = collections.defaultdict(list)
     for info in registered_rules():
         law = info.law + (f" **Dequantises:** {info.dequantises}." if info.dequantises else "")
