@@ -211,8 +211,8 @@ def is_good(results: dict) -> bool:
 INTRO = """\
 # Coverage
 
-`make coverage` writes this page. Its first part counts test cases, the second lists the scale rule of
-every primitive, and the third lists every case that is not right.
+`make coverage` writes this page. Its first part counts test cases, the second lists the scale rule
+of every primitive, and the third lists every case that is not right.
 
 ## Cases
 
