@@ -1,9 +1,9 @@
 """Checkpoints of states with scales.
 
-Orbax alone saves a state of `ScaledArray`s and restores it exactly into the same state. But static
-scales are not leaves, so it does not store them and restores those of the target. A cast to float16
-keeps the scale and may overflow. It cannot restore a plain checkpoint as a scaled state, or a
-scaled checkpoint as a plain state, and it refuses NumPy scalars and empty arrays.
+Orbax alone saves a state of `ScaledArray` leaves and restores it exactly into the same state. But
+static scales are not leaves: it does not store them and restores those of the target. A cast to
+float16 keeps the scale and may overflow. It cannot restore a plain checkpoint as a scaled state, or
+a scaled checkpoint as a plain state, and it refuses NumPy scalars and empty arrays.
 
 Here a state becomes a flat dictionary of plain arrays, named by their paths: `params/w/data` and
 `params/w/scale`. Use `save` and `restore` for one checkpoint in a directory, and `to_storable` and

@@ -132,7 +132,7 @@ _NO_MODEL = r"(?!\w*(?:model|module|net))"  # "Head" in `GPT2LMHeadModel` must n
 skip_embedding: Predicate = skip(
     rf"embed{_NO_MODEL}|(?<!dis)patch(?:es|ify)?(?:_\d+)?\b|(?<![a-z])w[tp]e(?![a-z])"
 )
-"""Rejects matmuls with an embedding: of patches, one-hot lookups, and heads tied to it."""
+"""Rejects matmuls with an embedding (of patches, one-hot lookups, and heads tied to it)."""
 
 skip_head: Predicate = skip(
     rf"(?<!multi)(?<!multi[-_])(?:head|logits|embed){_NO_MODEL}", r"\.attend\b"
@@ -140,10 +140,10 @@ skip_head: Predicate = skip(
 """Rejects the last layer, whose results become probabilities, but not multi-head attention."""
 
 skip_router: Predicate = skip(rf"(?:router|gating){_NO_MODEL}|moe\w*\W+gate\b")
-"""Rejects the layer that chooses the experts of a token: rounding would change the choice."""
+"""Rejects the layer that chooses the experts of a token, since rounding may change the choice."""
 
 hidden_layers: Predicate = all_of(linear_layers, skip_embedding, skip_head, skip_router)
-"""Linear layers and experts except embeddings, heads and routers: half of FP8's cost in loss."""
+"""Selects linear layers and experts without embeddings, heads and routers."""
 
 skip_critical: Predicate = skip(
     r"att\w*\W+(?:\w+\W+)?(?:out|o|out_?proj|o_?proj|c_proj|dense|wo)\b",

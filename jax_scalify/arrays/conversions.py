@@ -209,8 +209,8 @@ def as_scaled_array(
         axis: axis or axes along which each index has its own scale. The scale has shape
             `(..., n, ...)`, with 1 for the other axes. A leaf without this axis has one scale.
         block: a block format, `jsa.BlockFormat` or its name. Leaves of rank 2 and more become
-            `jsa.BlockScaledArray`s. Or a pair of a format and the axis along which blocks lie, by
-            default the axis before the last, the inputs of a kernel `(inputs, outputs)`. With
+            `jsa.BlockScaledArray`. Or a pair of a format and the axis along which blocks lie,
+            by default the axis before the last, the inputs of a kernel `(inputs, outputs)`. With
             `scale=None`, an MX array has the static scale 1, and an NVFP4 array the smallest power
             of two with which all values are in range. Otherwise the leaf is first divided by
             `scale`.

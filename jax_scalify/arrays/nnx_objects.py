@@ -15,7 +15,7 @@ from jax_scalify.arrays.scaled_array import is_scaled
 
 
 def _stops(nnx: Any) -> Callable[[Any], bool]:
-    """Return the `is_leaf` that stops at NNX objects, states and `ScaledArray`s.
+    """Return the `is_leaf` that stops at NNX objects, states and `ScaledArray` arrays.
 
     A `ScaledArray` must be a leaf, because inside of a function an array stands for it.
     """

@@ -49,7 +49,7 @@ class ScaledArray:
     scale: Any
 
     is_static: bool = dataclasses.field(init=False, repr=False)
-    """True if the scale is known while tracing: a Python number or, in a rule, a static `Scale`."""
+    """Whether the scale is known while tracing, as a number or as a static `Scale` of a rule."""
 
     def __post_init__(self) -> None:
         # Numbers in both fields are placeholders, as in `in_axes=(ScaledArray(1, 0),)`.

@@ -69,7 +69,7 @@ def register_scale_rule(
     """Register a scale rule for primitives, given as objects or by name.
 
     A rule is called as `rule(ctx, *args, **params)` when an operand of the equation is scaled.
-    Floating operands are `ScaledArray`s. Their `scale` supports `*`, `/`, integer `**` and
+    Floating operands are `ScaledArray` arrays. Their `scale` supports `*`, `/`, integer `**` and
     `.maximum(other)`, and `jnp.asarray(scale)` returns its array. Other operands are plain arrays.
     `params` are the parameters of the equation.
 
@@ -130,7 +130,7 @@ def register_scale_rule(
 
 
 def register_value_rule(*primitives: Primitive | str, elements: str) -> Callable[[Rule], Rule]:
-    """Register a rule of this package that gets `Value`s, also `Plain` ones, not operands."""
+    """Register a rule of this package that gets each `Value`, also a `Plain` one, not operands."""
 
     def register(rule: Rule) -> Rule:
         _takes_values.add(rule)
@@ -142,7 +142,7 @@ def register_value_rule(*primitives: Primitive | str, elements: str) -> Callable
 def register_body_rule(
     *primitives: Primitive | str, family: str | None = None
 ) -> Callable[[Rule], Rule]:
-    """Register a rule of this package that interprets a body. It gets and returns `Value`s."""
+    """Register a rule of this package that interprets a body. It gets and returns `Value` types."""
 
     def register(rule: Rule) -> Rule:
         _takes_values.add(rule)
@@ -153,12 +153,12 @@ def register_body_rule(
 
 
 def takes_values(rule: Rule) -> bool:
-    """Return whether a rule gets `Value`s instead of operands."""
+    """Return whether a rule gets `Value` objects instead of operands."""
     return rule in _takes_values
 
 
 def gives_values(rule: Rule) -> bool:
-    """Return whether a rule returns `Value`s, complete with facts."""
+    """Return whether a rule returns `Value` objects, complete with facts."""
     return rule in _gives_values
 
 
@@ -185,7 +185,7 @@ class RuleContext:
     Attributes:
         primitive: the equation's primitive.
         in_avals, out_avals: shapes and dtypes of the equation's operands and results.
-        inputs: the operands as `Value`s, with facts (constants, non-negative values).
+        inputs: the operands as `Value` objects, with facts (constants, non-negative values).
         table: the scales of this trace.
         config: the active `ScalifyConfig`.
         eqn: the equation.

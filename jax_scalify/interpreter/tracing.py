@@ -35,7 +35,7 @@ class Traced:
 
     Attributes:
         closed: the closed jaxpr, on plain arrays.
-        operands: the arrays and `ScaledArray`s among the arguments, in the jaxpr's order.
+        operands: the arrays and `ScaledArray` arrays among the arguments, in the jaxpr's order.
         paths: the key paths of the operands in `(args, kwargs)`.
         out_tree: the structure of the results.
         static_results: the results that are no arrays, by position: strings, callables, Python ints

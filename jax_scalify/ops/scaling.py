@@ -233,9 +233,9 @@ def dynamic_rescale(
 def match_scales(tree: Any, like: Any) -> Any:
     """Bring each leaf to the scale of its partner in `like`: its value, shape and kind.
 
-    Leaves are arrays inside `scalify`, and `ScaledArray`s outside. Use it at the end of a step that
-    would change scales, so that the state is returned with the structure that it had. If a partner
-    has the scale 0, the leaf keeps its own scale.
+    Leaves are arrays inside `scalify`, and of type `ScaledArray` outside. Use it at the end of a
+    step that would change scales, so that the state is returned with the structure that it had. If
+    a partner has the scale 0, the leaf keeps its own scale.
 
     Raises:
         ValueError: if the structures of the two trees differ.

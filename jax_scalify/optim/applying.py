@@ -32,7 +32,7 @@ def apply_updates(
     float16 parameters are their own master weights: no float32 copy is kept.
 
     Args:
-        params: tree of arrays, or of `ScaledArray`s outside `scalify`.
+        params: tree of arrays, or of `ScaledArray` arrays outside `scalify`.
         updates: tree of the same structure.
         key: `jax.random` key for stochastic rounding. By default the random bits are made from the
             numbers, and a step is reproducible. If a parameter and its update are the same in every

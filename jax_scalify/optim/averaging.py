@@ -118,7 +118,7 @@ def incremental_update(
     =======================================  ==============================================
 
     Args:
-        new_tensors: tree of arrays, or of `ScaledArray`s outside `scalify`.
+        new_tensors: tree of arrays, or of `ScaledArray` arrays outside `scalify`.
         old_tensors: tree of the same structure.
         step_size: a number or a 0-d array.
         key: `jax.random` key for the random bits. By default they are made from the numbers. If the

@@ -53,7 +53,7 @@ def low_precision(
     policy: Literal["statistic", "gradient"] = "statistic",
     round_updates: bool = False,
 ) -> Any:
-    """Store the state of an optimizer as `ScaledArray`s in few bits; compute in float32.
+    """Store the state of an optimizer as `ScaledArray` arrays in few bits; compute in float32.
 
     An update reads gradients, state and parameters as float32, runs the optimizer's own update, and
     stores each floating leaf of the new state: it chooses a scale and casts once. Scalars and
@@ -87,7 +87,7 @@ def low_precision(
         dtype: dtype of the stored leaves: float32, bfloat16, float16 or FP8.
         first_moment_dtype: dtype of leaves of degree 1 that may be negative; by default `dtype`.
         second_moment_dtype: dtype of leaves of degree 2; by default `dtype`. In FP8, leaves that
-            are never negative are stored as `SquareRoot`s, at scales by statistic.
+            are never negative are stored as `SquareRoot` objects, at scales by statistic.
         policy: how scales are chosen.
         round_updates: whether updates lead exactly to numbers of the parameters' dtype, rounded as
             in `apply_updates`. For code that adds updates itself: `TrainState.apply_gradients`,
@@ -357,7 +357,7 @@ def _store(
     policy: str,
     count: jax.Array | None,
 ) -> list[Any]:
-    """Store leaves in few bits: as `ScaledArray`s, or inside `scalify` as arrays with scales.
+    """Store leaves in few bits: as `ScaledArray` arrays, or inside `scalify` as arrays with scales.
 
     `leaves` are tuples of the new value, the old value, the role, and whether it is a root.
     """

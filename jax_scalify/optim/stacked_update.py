@@ -39,7 +39,7 @@ def updated(
         plain: whether values are computed without scales, also inside `scalify`.
 
     Returns:
-        The leaves of the gradients, the updates, and the new state. Leaves are arrays or `Item`s.
+        The leaves of gradients, updates, and the new state. A leaf is an array or an `Item`.
     """
     leaves, tree = jax.tree.flatten((grads, state, params), is_leaf=is_leaf)
     count, size = len(jax.tree.leaves(grads, is_leaf=is_leaf)), len(owners)

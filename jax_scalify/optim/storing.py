@@ -1,4 +1,4 @@
-"""Store the leaves of a state: as `ScaledArray`s, or inside `scalify` as arrays with scales.
+"""Store the leaves of a state: as `ScaledArray` arrays, or inside `scalify` as arrays with scales.
 
 Inside `scalify`, it is the `custom_scale` rule of a function that only casts.
 """

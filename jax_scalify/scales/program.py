@@ -6,8 +6,8 @@ that multiplies data is therefore a placeholder, an equation without operands. W
 over, the placeholders are replaced by the results of a few operations on vectors of exponents
 (`scales/rounds.py`).
 
-A program identifies each scale by a number. Computed scales are described by `Scale`s whose factors
-are such numbers instead of atoms.
+A program identifies each scale by a number. Computed scales are described by `Scale` objects
+whose factors are such numbers instead of atoms.
 
 Example: `x * y + z` with sources `a`, `b`, `c` (numbers 0, 1, 2) defines number 3 as
 `Computed((a * b, c))`, the maximum of two monomials. The data of `x * y` is multiplied by the

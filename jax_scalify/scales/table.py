@@ -376,7 +376,7 @@ def trace_with_table(
     dtype: Any,
     **options: bool,
 ) -> Any:
-    """Return the jaxpr of `function(table, *arrays)`, given arrays or `ShapeDtypeStruct`s.
+    """Return the jaxpr of `function(table, *arrays)`, given arrays or `ShapeDtypeStruct` objects.
 
     `options` are arguments of the new `ScaleTable`. It has a scale program if XLA keeps barriers.
     """

@@ -52,9 +52,9 @@ def load(
 ) -> Any:
     """Read the weights of a file of the format safetensors.
 
-    Scaled weights, in FP8 too, come back as `ScaledArray`s, bit for bit, those in block formats as
-    `BlockScaledArray`s. A file that `export` has
-    not written is read as plain arrays, by the names in it.
+    Scaled weights, in FP8 too, come back bit for bit as `ScaledArray` leaves, and those in block
+    formats as `BlockScaledArray` leaves. A file that `export` has not written is read as plain
+    arrays, by the names in it.
 
     Args:
         path: of the file.
@@ -113,10 +113,10 @@ def load(
 def weight_only(fun: Callable, dtype: Any = jnp.bfloat16) -> Callable:
     """Make a function of plain weights one of weights that are stored in few bits.
 
-    Its first argument may hold `ScaledArray`s, in FP8 too. They, and the other floating leaves of
-    it, become `data * scale` in `dtype` where the function is called, under `jit` in the compiled
-    program. No `scalify` is needed, and the function, the `apply` of a Flax model say, stays as it
-    is. What it computes in is `dtype`, if the other arguments are.
+    Its first argument may hold `ScaledArray` leaves, in FP8 too. They, and its other floating
+    leaves, become `data * scale` in `dtype` where the function is called, under `jit` in the
+    compiled program. No `scalify` is needed, and the function, such as the `apply` of a Flax model,
+    stays as it is. It computes in `dtype`, if the other arguments have it.
 
     Args:
         fun: a function of plain arrays.
