@@ -230,7 +230,8 @@ def is_staging() -> bool:
 def inlined(closed: Any, arrays: Sequence[Any]) -> list[Any]:
     """Evaluate a closed jaxpr. Into a trace its equations are copied: to bind them takes longer."""
     trace, here = core.trace_ctx.trace, source_info_util.current()
-    if not isinstance(trace, DynamicJaxprTrace) or closed.effects or closed.is_high:
+    has_effects = any(eqn.effects for eqn in closed.jaxpr.eqns)  # also those on local references
+    if not isinstance(trace, DynamicJaxprTrace) or has_effects or closed.is_high:
         return jex_core.jaxpr_as_fun(closed)(*arrays)
     jaxpr = closed.jaxpr
     tracers = [trace.to_jaxpr_tracer(x, here) for x in (*closed.consts, *arrays)]

@@ -16,6 +16,7 @@ from jax_scalify import _compat
 from jax_scalify.arrays.conversions import map_leaves
 from jax_scalify.arrays.scaled_array import ScaledArray, check_scaled, is_scaled
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.stochastic_rounding import keep_nonzero
 from jax_scalify.blocks.array import is_array_of_ours
 
 # The octaves of room above the largest element of a frozen leaf, by the bits of its dtype. After a
@@ -116,11 +117,7 @@ def times_power(data: jax.Array, exponent: int) -> jax.Array:
 def _times(data: jax.Array, powers: list[Any]) -> jax.Array:
     wide = data.astype(dtypes.compute_dtype(data.dtype))
     new = functools.reduce(dtypes.times, powers, wide)
-    if not dtypes.has_short_range(data.dtype):
-        return dtypes.cast(new, data.dtype)
-    smallest = np.array(jnp.finfo(data.dtype).smallest_subnormal, wide.dtype)
-    kept = jnp.copysign(jnp.maximum(jnp.abs(new), smallest), wide)
-    return dtypes.cast(jnp.where(jnp.isfinite(wide) & (wide != 0), kept, new), data.dtype)
+    return keep_nonzero(dtypes.cast(new, data.dtype), data, data.dtype)
 
 
 def thaw_scales(tree: Any, scale_dtype: Any = None) -> Any:

@@ -24,9 +24,7 @@ def cast(data: jax.Array, dtype: Any, *, key: Any = None) -> jax.Array:
     return round_stochastically(data, random_bits(key, data.shape), dtype)
 
 
-def round_stochastically(
-    data: jax.Array, bits: jax.Array, dtype: Any, *, keeps_nonzero: bool = False
-) -> jax.Array:
+def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Array:
     """Round each element to one of its two neighbours in `dtype`, so that the mean is the element.
 
     `P(up) = (x - low) / (high - low)`: 1.25 between 1 and 2 is rounded up with probability 1/4.
@@ -38,7 +36,6 @@ def round_stochastically(
         data: array of a floating dtype.
         bits: random `uint32`, of the shape of `data`.
         dtype: the target dtype.
-        keeps_nonzero: whether nonzero elements become at least the smallest number of `dtype`.
 
     Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications",
     2022, mode 1.
@@ -47,11 +44,11 @@ def round_stochastically(
     if target.bits >= 32 or not jnp.issubdtype(data.dtype, jnp.floating):
         return dtypes.cast(data, dtype)
     data = lax.convert_element_type(data, dtypes.compute_dtype(data.dtype))
-    size = off_zero(lax.abs(data), dtype) if keeps_nonzero else lax.abs(data)
+    size = lax.abs(data)
     if target.minexp == jnp.finfo(data.dtype).minexp:
-        rounded = with_sign_of(data, _round_upper_half(size, bits, target))
+        rounded = _with_sign_of(data, _round_upper_half(size, bits, target))
     else:
-        rounded = with_sign_of(data, round_sizes(size, dtype, bits))
+        rounded = _with_sign_of(data, round_sizes(size, dtype, bits))
     if target.bits > 8:  # these dtypes have an infinity
         rounded = lax.select(lax.is_finite(data), rounded, data)
     elif target.minexp < jnp.finfo(data.dtype).minexp:  # E8M0 has no sign and no 0
@@ -59,13 +56,19 @@ def round_stochastically(
     return lax.convert_element_type(rounded, dtype)
 
 
-def off_zero(size: jax.Array, dtype: Any) -> jax.Array:
-    """Raise nonzero sizes to at least the smallest subnormal number of `dtype`."""
-    smallest = np.array(jnp.finfo(dtype).smallest_subnormal, size.dtype)
-    return lax.max(size, jnp.where(size > 0, smallest, 0))
+def keep_nonzero(rounded: jax.Array, data: jax.Array, dtype: Any) -> jax.Array:
+    """Replace elements that were rounded to 0 by the smallest number of a dtype of short range.
+
+    Optimizers divide by second moments: a moment that becomes 0 makes a huge step.
+    """
+    if not dtypes.has_short_range(dtype) or jnp.issubdtype(dtype, jnp.complexfloating):
+        return rounded
+    smallest = np.array(jnp.finfo(dtype).smallest_subnormal, rounded.dtype)
+    lost = (rounded == 0) & (data != 0)
+    return jnp.where(lost, jnp.where(data < 0, -smallest, smallest), rounded)
 
 
-def with_sign_of(data: jax.Array, size: jax.Array) -> jax.Array:
+def _with_sign_of(data: jax.Array, size: jax.Array) -> jax.Array:
     """Return `size` with the signs of `data`."""
     integer, _ = pow2.exponent_layout(size.dtype)
     sign = np.array(-0.0, size.dtype).view(integer)

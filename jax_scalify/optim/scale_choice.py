@@ -14,7 +14,7 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.stochastic_rounding import off_zero, round_stochastically, with_sign_of
+from jax_scalify.base.stochastic_rounding import keep_nonzero, round_stochastically
 from jax_scalify.optim.square_roots import moved_for_square
 
 # `j` in `scale = 2**j * s**d`, for a leaf of degree `d` and a gradient of scale `s`. The data of
@@ -46,15 +46,14 @@ def saturate(
     If `is_root`, stochastic rounding keeps the mean of the square. JAX traces the function once for
     leaves of one shape.
     """
-    wide = wide and dtypes.has_short_range(dtype)
     if bits is not None:
-        x = moved_for_square(x, dtype) if is_root else x
-        return round_stochastically(x, bits, dtype, keeps_nonzero=wide)
-    limit = np.array(jnp.finfo(dtype).max, x.dtype)
-    x = jnp.where(jnp.isfinite(x), lax.clamp(-limit, x, limit), x)
-    if wide:
-        x = with_sign_of(x, off_zero(jnp.abs(x), dtype))
-    return dtypes.cast(x, dtype)
+        moved = moved_for_square(x, dtype) if is_root else x
+        rounded = round_stochastically(moved, bits, dtype)
+    else:
+        limit = np.array(jnp.finfo(dtype).max, x.dtype)
+        limited = jnp.where(jnp.isfinite(x), lax.clamp(-limit, x, limit), x)
+        rounded = dtypes.cast(limited, dtype)
+    return keep_nonzero(rounded, x, dtype) if wide else rounded
 
 
 def reduced(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.filling import filled
 from jax_scalify.base.statistics import statistic
-from jax_scalify.base.stochastic_rounding import round_stochastically
+from jax_scalify.base.stochastic_rounding import keep_nonzero, round_stochastically
 from jax_scalify.blocks.dot import block_round_p
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.interpreter.operand import Facts, Operand
@@ -154,11 +154,8 @@ def dynamic_rescale_rule(
     factor = ctx.table.atom(jnp.where(finite, power, jnp.ones_like(power)))
     flag = _of_examples(finite, examples)
     out = at_scale(x, x.scale * factor)
-    if dtypes.has_short_range(x.dtype) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
-        lost = (out.source == 0) & (x.source != 0)
-        smallest = np.array(jnp.finfo(x.dtype).smallest_subnormal, out.source.dtype)
-        kept = jnp.where(x.source < 0, -smallest, smallest)
-        out = out.as_pair(jnp.where(lost, kept, out.source), out.scale)
+    if dtypes.has_short_range(x.dtype):
+        out = out.as_pair(keep_nonzero(out.source, x.source, x.dtype), out.scale)
     return [out, flag]
 
 
