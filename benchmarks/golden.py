@@ -74,7 +74,7 @@ def _recipe(model: Model, kind: str, frozen: bool) -> training.Step:
         batch=model.batch(0, 0),
     )
     if kind != "float32":
-        return training.scaled_step(compared, fp8=kind == "fp8", frozen=frozen)
+        return training.scaled_step(compared, fp8=kind == "fp8", dynamic=True, frozen=frozen)
     optimizer = training.make_optimizer()
 
     @jsa.scalify

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -122,8 +122,7 @@ def scalify(
             plan = None
             if calibration is not None:
                 names = list(map(argument_name, traced.paths))
-                is_frozen = _is_frozen(traced.paths, operands)
-                plan = _Plan(closed.jaxpr.eqns, calibration, names, is_frozen)
+                plan = _Plan(closed.jaxpr.eqns, calibration, names)
             call = functools.partial(_scale_call, config=active, plan=plan)
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
         out = [_typed(x, aval) for x, aval in zip(out, closed.out_avals, strict=True)]
@@ -151,13 +150,11 @@ class _Plan:
         equations: the equations of the traced function.
         calibration: the user's calibration.
         arguments: the names of the arguments.
-        is_frozen: whether the state has static scales.
     """
 
     equations: Sequence[Any]
     calibration: Calibrated
     arguments: list[str]
-    is_frozen: bool
 
     def is_of(self, equations: Sequence[Any]) -> bool:
         """Return whether these are the equations of the traced function."""
@@ -178,42 +175,26 @@ class _Plan:
         return found
 
 
-def _is_frozen(paths: Sequence[tuple], operands: Sequence[Any]) -> bool:
-    """Return whether the first argument with scales, the state, has any static scale.
-
-    A frozen state may have dynamic scales too: a leaf that is always zero, such as the moment of an
-    unused weight, is returned with a dynamic scale.
-    """
-    scaled = [(path, x) for path, x in zip(paths, operands, strict=True) if is_scaled(x)]
-    first = [x for path, x in scaled if path[:2] == scaled[0][0][:2]]
-    return any(x.is_static for x in first)
-
-
 def _scale_call(
     closed: Any, operands: Sequence[Any], config: ScalifyConfig, plan: _Plan | None = None
 ) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands.
 
     With a calibration, dynamic scalar scales of operands are replaced by their calibrated scales.
-    Results keep static scales if all operands have static scales, or if the state of a calibrated
-    step is frozen. Otherwise all scales become dynamic: the results are operands of the next call,
-    and it must not compile again.
+    Results are operands of the next call, which must not compile again. So a static scale stays
+    static if all operands have static scales, or if it is that of the leaf which the result
+    replaces: see `interpreter/homes.py`. All other scales become dynamic.
     """
     equations, closed = closed.jaxpr.eqns, pruned(closed)
     own = plan if plan is not None and plan.is_of(equations) else None
     corrections = None if own is None else own.corrections(closed)
     calibrated = {} if own is None else own.scales(operands)
     all_static = not any(is_scaled(x) and not x.is_static for x in operands)
-    keep_static = all_static or (plan is not None and plan.is_frozen)
-    matched = _matched(closed.jaxpr, calibrated)
 
     def interpret(table: ScaleTable, operands: Sequence[Any]) -> list[Any]:
         inputs = [_enter(x, table, calibrated.get(i)) for i, x in enumerate(operands)]
         outputs = evaluate(closed, inputs, table, config, corrections)
-        return [
-            _leave(value, table, keep_static or is_matched)
-            for value, is_matched in zip(outputs, matched, strict=True)
-        ]
+        return [_leave(value, table, all_static) for value in outputs]
 
     narrow = _is_narrow(closed.jaxpr)
     keeps_scales = all_static and not narrow and _gives_state_back(closed.jaxpr)
@@ -247,23 +228,6 @@ def _staged(
     else:
         out = _compat.inlined(scaled, arrays)
     return jax.tree.unflatten(out_tree, out)
-
-
-def _matched(jaxpr: Any, moved: Collection[int]) -> list[bool]:
-    """Return for each result whether `match_scales` produced it.
-
-    Such a result keeps a static scale if its partner's scale is static.
-
-    Args:
-        jaxpr: the jaxpr of a function.
-        moved: positions of arguments whose scales are dynamic outside and static inside. Results
-            that are matched to them must be dynamic.
-    """
-    found = [eqn for eqn in jaxpr.eqns if eqn.primitive is primitives.match_scale_p]
-    if moved:
-        same = [var for i, var in enumerate(jaxpr.invars) if i not in moved]
-        found = [eqn for eqn in found if any(eqn.invars[1] is var for var in same)]
-    return [any(var is eqn.outvars[0] for eqn in found) for var in jaxpr.outvars]
 
 
 def _is_narrow(jaxpr: Any) -> bool:
@@ -339,6 +303,6 @@ def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:
     if not value.is_scalable or not (value.is_scaled or value.constant is not None):
         return value.whole()
     x = within_range(at_home(promote(value, table, full=True)))
-    if x.scale.is_static and keep_static:
+    if x.scale.is_static and (keep_static or x.scale == x.home):
         return ScaledArray(x.data, x.scale.value)
     return ScaledArray(x.data, table.output(x.scale))

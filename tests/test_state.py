@@ -641,3 +641,99 @@ def test_only_what_an_argument_becomes_gets_the_shape_of_its_scale(dtype):
     rows = jsa.as_scaled_array(jnp.asarray([[1e-3, 2e-3], [1e3, 2e3]], dtype), "rms", axis=0)
     ones = jsa.as_scaled_array(jnp.ones((2, 2), dtype))
     assert jax.jit(jsa.scalify(lambda x, y: x + y))(rows, ones).scale.shape == (2, 1)
+
+
+def _stepped(optimizer, apply, dtype, state, x, y):
+    def loss_fn(params):
+        out = _mlp(jsa.tree.astype(params, dtype), x.astype(dtype))
+        return jnp.mean(jnp.square((out - y).astype(jnp.float32)))
+
+    params, opt_state = state
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return (apply(params, updates), opt_state), loss
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("stored", ["apply_updates", "round_updates", "optax"])
+def test_static_weights_beside_dynamic_moments(stored, dtype):
+    """Weights with static scales return at these scales, and moments with dynamic ones."""
+    if dtype == jnp.float8_e4m3fn and stored != "apply_updates":
+        pytest.skip("weights in FP8 are stored by `apply_updates`")
+    optimizer = jsa.optim.low_precision(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.02)),
+        round_updates=stored == "round_updates",
+    )
+    apply = jsa.optim.apply_updates if stored == "apply_updates" else optax.apply_updates
+    params = jsa.as_scaled_array(MODELS["mlp"][1], scale="rms", dtype=dtype, static=True)
+    state = params, jsa.as_scaled_array(optimizer.init(params))
+    narrow = jnp.float16 if dtype == jnp.float8_e4m3fn else dtype
+
+    @jsa.scalify
+    def step(state, x, y):
+        return _stepped(optimizer, apply, narrow, state, x, y)
+
+    state, losses = train(step, copy(state))
+    assert all(x.is_static for x in jsa.tree.leaves(state[0]))
+    moments = [x for x in jsa.tree.leaves(state[1]) if isinstance(x, ScaledArray)]
+    assert moments and not any(x.is_static for x in moments)
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+
+
+SGD_STEPS = {
+    "as it is": lambda w, g: w,
+    "float32 sum": lambda w, g: w - 0.1 * g,
+    "matched": lambda w, g: jsa.match_scales(3 * w - g, w),
+    "matched in jit": jax.jit(lambda w, g: jsa.match_scales(3 * w - g, w)),
+    "stored": lambda w, g: jsa.optim.apply_updates(w, -0.1 * g),
+    "stored under vmap": jax.vmap(lambda w, g: jsa.optim.apply_updates(w, -0.1 * g)),
+    "in a loop": lambda w, g: lax.fori_loop(
+        0, 3, lambda _, w: jsa.optim.apply_updates(w, -0.1 * g), w
+    ),
+    "chosen": lambda w, g: lax.cond(
+        g[0, 0] > 0, lambda: jsa.optim.apply_updates(w, -0.1 * g), lambda: w
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("name", SGD_STEPS)
+def test_a_leaf_returns_at_its_static_scale(name, dtype):
+    """Beside a batch and a momentum whose scales are dynamic."""
+    if name == "float32 sum" and dtype == jnp.float16:
+        pytest.skip("a float16 sum has the larger scale")
+    w = jsa.as_scaled_array(random(0, 3, 4).astype(dtype), scale=0.5, static=True)
+    g = jsa.as_scaled_array(100 * random(1, 3, 4).astype(dtype), scale=64.0)
+
+    @jax.jit
+    @jsa.scalify
+    def step(w, g):
+        return SGD_STEPS[name](w, g), 0.5 * g, w * g
+
+    new, momentum, product = step(w, g)
+    assert new.scale == 0.5 and isinstance(new.scale, float)
+    assert not momentum.is_static and not product.is_static
+    step(new, momentum)
+    assert step._cache_size() == 1
+    wanted = SGD_STEPS[name](jsa.asarray(w, jnp.float32), jsa.asarray(g, jnp.float32))
+    tolerance = 1e-2 if dtype == jnp.float16 else 1e-5
+    np.testing.assert_allclose(jsa.asarray(new, jnp.float32), wanted, tolerance, tolerance)
+
+
+def test_scales_that_are_asked_to_be_static():
+    tree = {"w": 5 * jnp.ones(3), "b": jnp.zeros(3), "step": jnp.int32(1)}
+    found = jsa.as_scaled_array(tree, scale="rms", dtype=jnp.float16, static=True)
+    assert (found["w"].scale, found["b"].scale, found["step"]) == (4.0, 2.0**-6, 1)
+    np.testing.assert_array_equal(found["w"].data, np.float16([1.25] * 3))
+    assert jsa.as_scaled_array(tree, static=True)["b"].scale == 1.0
+    axes = jsa.as_scaled_array({"w": jnp.ones((2, 3))}, scale="rms", axis=0, static=True)
+    assert np.shape(axes["w"].scale) == (2, 1)  # scales along axes stay dynamic
+    again = jsa.as_scaled_array(jsa.as_scaled_array(tree, scale="rms"), "rms", static=True)
+    assert (again["w"].scale, again["b"].scale) == (4.0, 2.0**-6)
+    large = jnp.array([1e-3] * 4000 + [1.0])  # far above the RMS: float16 keeps 10 octaves of room
+    (largest,) = jsa.as_scaled_array([large], "rms", dtype=jnp.float16, static=True)
+    assert float(jnp.max(largest.data)) <= 64.0
+    with pytest.raises(TypeError, match="`static` must be a bool, got 'rms'"):
+        jsa.as_scaled_array(tree, static="rms")
+    with pytest.raises(TypeError, match=r"`tree\['b'\].scale` must be concrete.* outside of `jit`"):
+        jax.jit(lambda t: jsa.as_scaled_array(t, static=True))(tree)

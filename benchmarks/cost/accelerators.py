@@ -11,8 +11,9 @@ Variants of a transformer layer (forward and backward; Flax, width 1,024, 4 x 1,
 is, through `scalify` with static scales and with dynamic ones, each in bfloat16, in float16, and
 with `fp8_matmuls` in bfloat16; on the H100 also with what Flax and Qwix have for FP8. Variants of
 training steps (a Llama, a mixture of experts, a GPT and a ResNet; clipping and AdamW): bfloat16
-with weights and state in float32; the recipe of the README in float16; with FP8 matmuls; and with
-frozen scales. On the B200 also the matmuls of a linear layer in block formats.
+with weights and state in float32; the recipe of the README in float16, and with FP8 matmuls; each
+with dynamic scales of the weights too; and with frozen scales. On the B200 also the matmuls of a
+linear layer in block formats.
 """
 
 import argparse
@@ -51,7 +52,7 @@ LAYERS = ("bfloat16", "float16", "fp8")
 LAYER_VARIANTS = ("plain", "static", "dynamic")
 OTHERS = ("flax", "qwix", "qwix-static")
 OURS = {"plain": "fp8_matmuls", "static": "in scalify, static", "dynamic": "in scalify, dynamic"}
-STEPS = ("plain", "float16", "fp8", "fp8-frozen")
+STEPS = ("plain", "float16", "float16-dynamic", "fp8", "fp8-dynamic", "fp8-frozen")
 MODELS: dict[str, Callable[[int], Model]] = {
     "llama": make_decoder,
     "gpt": lambda devices: make_gpt(GptSizes(), devices),
@@ -138,8 +139,9 @@ def step(model: str, variant: str, devices: int) -> tuple[Callable, tuple]:
     if variant == "plain":
         compared = plain_step(made, devices)
     else:
-        fp8, frozen = variant.startswith("fp8"), variant.endswith("frozen")
-        compared = scaled_step(made, devices, fp8=fp8, frozen=frozen)
+        kind, _, scales = variant.partition("-")
+        options = {scales: True} if scales else {}
+        compared = scaled_step(made, devices, fp8=kind == "fp8", **options)
     return compared.jitted(), (compared.state, compared.batch)
 
 

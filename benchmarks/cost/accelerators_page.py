@@ -33,15 +33,17 @@ train, a device, with clipping and AdamW:
 - `resnet`: Flax linen, ResNet-18 with batch norm, 32 images of 224 × 224;
 
 each in bfloat16 with weights and moments in float32 (`plain`), and by the README's recipe: in
-float16, with `fp8_matmuls`, and with frozen scales. `benchmarks/cost/accelerators.py` says more,
-`jsa.numerics.compile_report` does the same to a step of yours.
+float16 and with `fp8_matmuls`, the weights at static scales; each with dynamic scales of the
+weights too (`-dynamic`); and with all scales frozen (`-frozen`). `benchmarks/cost/accelerators.py`
+says more, `jsa.numerics.compile_report` does the same to a step of yours.
 
 **What float16 is there.** On GPUs a matmul reads float16 and writes it, its power of two applied to
 the sums. The compilers of v5p, v6e and tpu7x hand float16 to the matmul as it is and take the sums
 in float32, where one of bfloat16 writes bfloat16; with how many digits the hardware multiplies
 float16 the program does not tell. E4M3 is an operand of all three. On TPUs we recommend activations
-and weights in bfloat16 (`as_scaled_array(params, scale="rms", dtype="bfloat16")`), the optimizer's
-state in float16 (`low_precision`), and `fp8_matmuls` where you measure that it is faster.
+and weights in bfloat16 (`as_scaled_array(params, scale="rms", dtype="bfloat16", static=True)`), the
+optimizer's state in float16 (`low_precision`), and `fp8_matmuls` where you measure that it is
+faster.
 """
 
 LIMITS = """

@@ -6,9 +6,10 @@
 
 The models are those of `make accelerators`, the Llama with scanned, rematerialised layers and the
 GPT of Flax linen, small as there and large: 8 layers of width 2,048, 4 sequences of 2,048 tokens.
-Variants: `bfloat16`, with weights and AdamW in float32; the README's recipe, `float16` and `fp8`;
-FP8 in the gradients' matmuls alone, `fp8-gradients`; and each of ours with static scales,
-`-frozen`: those that it has after some steps of the dynamic one, if that is measured as well.
+Variants: `bfloat16`, with weights and AdamW in float32; the README's recipe, `float16` and `fp8`,
+and the same with dynamic scales of the weights, `-dynamic`; FP8 in the gradients' matmuls alone,
+`fp8-gradients`; and each of ours with static scales, `-frozen`: those that it has after some steps
+of the recipe, if that is measured as well.
 
 All variants of a model are compiled first, and run in turn: a time is the median over rounds of
 some steps each, with the batch on the device and the state donated. The last times are kept in
@@ -69,8 +70,10 @@ GRADIENTS = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float16": {},
+    "float16-dynamic": {"dynamic": True},
     "float16-frozen": {"frozen": True},
     "fp8": {"fp8": True},
+    "fp8-dynamic": {"fp8": True, "dynamic": True},
     "fp8-frozen": {"fp8": True, "frozen": True},
     "fp8-gradients": {"fp8": True, **GRADIENTS},
     "fp8-gradients-frozen": {"fp8": True, "frozen": True, **GRADIENTS},
@@ -153,12 +156,14 @@ def measure(
             print(f"  {variant} and what follows are left out: {minutes} minutes are over")
             break
         step = make_step(model, variant)
-        dynamic, is_frozen, _ = variant.partition("-frozen")
-        if is_frozen and dynamic in runs:
-            state = jsa.freeze_scales(jax.tree.map(jnp.copy, runs[dynamic].state))
+        recipe, is_frozen, _ = variant.partition("-frozen")
+        if is_frozen and recipe in runs:
+            state = jsa.freeze_scales(jax.tree.map(jnp.copy, runs[recipe].state))
         else:
             state = jax.jit(step.init)(jax.random.key(0))
             state = jsa.tree.map(freeze, state) if is_frozen else state
+            if variant != "bfloat16" and not variant.endswith("dynamic"):
+                state = jsa.as_scaled_array(state[0], scale="rms", static=True), *state[1:]
         runs[variant], found[variant] = compile_step(step, state, batch)
         runs[variant].go(WARM)
         print(f"  {variant}: {found[variant]}", flush=True)

@@ -25,7 +25,7 @@ from examples.gpt.model import Block, identity
 from examples.gpt.presets import get_preset
 
 PyTree = Any
-VARIANTS = ("plain", "dynamic", "frozen")
+VARIANTS = ("plain", "static-weights", "dynamic", "frozen")
 FIRST_STEPS = 2  # the learning rate of the GPT's first step is 0, and its biases have no scale yet
 MLP_BATCH = 128
 
@@ -111,6 +111,10 @@ class Problem:
             step, state = self.update, self.plain_state()
         elif variant == "dynamic":
             step, state = jsa.scalify(self.scaled_update), self.scaled_state()
+        elif variant == "static-weights":
+            state = self.scaled_state()
+            params = jsa.as_scaled_array(state.params, scale="rms", static=True)
+            step, state = jsa.scalify(self.scaled_update), state._replace(params=params)
         else:
             step, state = jsa.scalify(self.hold), self.frozen_state(scales)
         # `init` may share buffers (zeros, for one), and none can be donated twice.

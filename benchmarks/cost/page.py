@@ -24,6 +24,8 @@ This page is written by `make bench-cost`. Each model is trained in float32 by t
 
 - `plain`: the step itself;
 - `dynamic`: the step through `scalify`, all scales arrays;
+- `static-weights`, for the README's recipe only, and as README has it: the weights' scales are
+  static, those of the optimizer's state are arrays;
 - `frozen`: the same with static scales, `jsa.freeze_scales(state)` of a state that was trained for
   two steps; the step ends in `jsa.match_scales(new_state, state)`.
 

@@ -45,7 +45,7 @@ class Step:
         update: the step.
         state: shapes and dtypes of its state.
         batch: likewise, of a batch.
-        init: `init(key) -> state`, with dynamic scales.
+        init: `init(key) -> state`, with dynamic scales, also of what is static in `state`.
     """
 
     update: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array]]
@@ -87,14 +87,16 @@ def scaled_step(
     devices: int = 1,
     *,
     fp8: bool = False,
+    dynamic: bool = False,
     frozen: bool = False,
     recompute: bool = False,
     activations: Any = jnp.float16,
     **formats: Any,
 ) -> Step:
-    """The README's recipe: everything in float16, or with FP8 matmuls, or with static scales.
+    """The README's recipe: everything in float16, weights at static scales; or with FP8 matmuls.
 
-    With FP8, the backward pass may `recompute` activation functions, and `formats` are those of
+    With `dynamic`, the weights' scales are dynamic too; with `frozen`, all scales are static. With
+    FP8, the backward pass may `recompute` activation functions, and `formats` are those of
     `fp8_matmuls`; `activations` have a dtype of their own.
     """
     optimizer = jsa.optim.low_precision(make_optimizer())
@@ -118,9 +120,9 @@ def scaled_step(
         params = jsa.as_scaled_array(params, scale="rms", dtype="float16")
         return params, *jsa.as_scaled_array((other, optimizer.init(params)))
 
-    state = jax.eval_shape(make, jax.random.key(0))
-    if frozen:
-        state = jsa.tree.map(freeze, state)
+    params, *rest = jax.eval_shape(make, jax.random.key(0))
+    params = params if dynamic else jsa.tree.map(freeze, params)
+    state = params, *(jsa.tree.map(freeze, rest) if frozen else rest)
     return _sharded(Step(update, state, model.batch, make), devices)
 
 

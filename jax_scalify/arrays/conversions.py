@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,8 +13,9 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
+from jax_scalify.arrays.freezing import with_static_scale
 from jax_scalify.arrays.leaf_rules import Options
-from jax_scalify.arrays.nnx_objects import map_states
+from jax_scalify.arrays.nnx_objects import map_leaves
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
     align_scale,
@@ -34,6 +35,10 @@ from jax_scalify.blocks.array import (
     is_block_scaled,
 )
 from jax_scalify.storage.names import is_key
+
+# The static scale of a leaf of zeros, such as a bias before the first step. Float16 data then holds
+# values from 2**-20 to 2**10 with all its bits.
+_OF_ZEROS = 2.0**-6
 
 
 def _keepdims_axes(own: tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -192,6 +197,7 @@ def as_scaled_array(
     axis: int | Sequence[int] | None = None,
     block: Any = None,
     key: Any = None,
+    static: bool = False,
 ) -> Any:
     """Convert each floating-point leaf of a tree to a `ScaledArray` of the same value.
 
@@ -215,6 +221,11 @@ def as_scaled_array(
             of two with which all values are in range. Otherwise the leaf is first divided by
             `scale`.
         key: `jax.random` key, for a block format whose rounding is stochastic.
+        static: whether scales are static, Python floats that the compiler knows. Use it for
+            weights: the passes through the model then need no arithmetic for scales, and a step
+            that stores its weights with `jsa.optim.apply_updates` or `match_scales` returns them
+            at the same scales. Data has room to grow, as in `freeze_scales`. A leaf of zeros gets
+            2**-6, or 1 with `scale=None`. Scales along axes stay dynamic.
 
     Each of `scale`, `dtype`, `axis` and `block` may be a rule: a function of a `jax.tree_util` key
     path and the floating leaf there that returns the argument for this leaf. If `dtype` or `scale`
@@ -222,12 +233,13 @@ def as_scaled_array(
     one scale, and if `block` returns `None`, it has no blocks.
 
     Returns:
-        The tree with `ScaledArray` leaves with dynamic scales, or `BlockScaledArray` leaves.
+        The tree with `ScaledArray` leaves, with dynamic scales unless `static`, or
+        `BlockScaledArray` leaves.
 
     Raises:
         TypeError: if a leaf is an array of objects or strings (the message names it), if `dtype` is
-            not floating point, if `scale_dtype` cannot hold the exponents of float32, or if `axis`
-            is not an int.
+            not floating point, if `scale_dtype` cannot hold the exponents of float32, if `axis` is
+            not an int, or if `static` and a leaf is traced.
         ValueError: if `scale` is negative, nan or infinite, if its shape does not fit, if it is 0
             and the leaf is not zero, if it is an unknown statistic, if a rule returns `None` for
             every leaf, or if a rule returns an axis that its leaf does not have.
@@ -236,6 +248,9 @@ def as_scaled_array(
         >>> w = as_scaled_array({"w": jnp.full((2, 2), 0.03)}, scale="rms", dtype=jnp.float16)
         >>> print(w["w"].scale, w["w"].dtype)
         0.015625 float16
+        >>> w = as_scaled_array({"w": jnp.full((2, 2), 0.03)}, scale="rms", static=True)
+        >>> w["w"].scale
+        0.015625
         >>> def rule(path, leaf):
         ...     return jnp.float8_e4m3fn if "kernel" in jax.tree_util.keystr(path) else leaf.dtype
         >>> params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
@@ -245,11 +260,15 @@ def as_scaled_array(
         {'bias': 'ScaledArray', 'kernel': 'BlockScaledArray'}
     """
     options = Options.of(scale, dtype, axis, scale_dtype, block, key)
+    if not isinstance(static, bool):
+        raise TypeError(f"`static` must be a bool, got {static!r}.")
     check_scaled(tree)
     paths: list[str] = []
 
     def convert(leaf: Any, path: tuple) -> Any:
         found = _convert(leaf, path, options)
+        if static:
+            found = with_static_scale(found, path, of_zero=1.0 if scale is None else _OF_ZEROS)
         if options.rules and dtypes.is_scalable(getattr(found, "dtype", np.int32)):
             paths.append(tree_util.keystr(path))
         return found
@@ -257,17 +276,6 @@ def as_scaled_array(
     out = map_leaves(convert, tree)
     options.check_matches(paths)
     return out
-
-
-def map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
-    """Return the tree with `convert(leaf, path)` for each leaf."""
-
-    def of_pytree(tree: Any) -> Any:
-        return tree_util.tree_map_with_path(
-            lambda path, leaf: convert(leaf, path), tree, is_leaf=is_array_of_ours
-        )
-
-    return map_states(of_pytree, tree)
 
 
 def asarray(tree: Any, dtype: Any = None) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
-from jax_scalify.arrays.conversions import map_leaves
+from jax_scalify.arrays.nnx_objects import map_leaves
 from jax_scalify.arrays.scaled_array import ScaledArray, check_scaled, is_scaled
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.stochastic_rounding import keep_nonzero
@@ -39,8 +39,9 @@ def freeze_scales(tree: Any) -> Any:
     """Make each scalar scale of concrete state static: a Python float in the tree's structure.
 
     A step that is traced with static scales has no arithmetic for these scales. Scales with axes
-    stay dynamic. A step of static and dynamic scales returns dynamic scales, unless it has a
-    `calibration`.
+    stay dynamic. A step returns a leaf of the state at its static scale if it is unchanged, or
+    stored by `jsa.optim` or `match_scales`, or is a float32 or bfloat16 sum of the old leaf and an
+    update.
 
     The data keeps room to grow: 10 octaves below the largest float16, or 3 octaves below the
     largest FP8 number. If a leaf has less room, powers of two move from its data into its scale, so
@@ -59,21 +60,23 @@ def freeze_scales(tree: Any) -> Any:
         4.0
     """
     check_scaled(tree)
+    return map_leaves(with_static_scale, tree)
 
-    def freeze(leaf: Any, path: tuple) -> Any:
-        if not is_array_of_ours(leaf) or leaf.is_static or np.ndim(leaf.scale):
-            return leaf
-        if _compat.is_traced(leaf.scale):
-            raise TypeError(
-                f"`tree{tree_util.keystr(path)}.scale` must be concrete: what is traced has no "
-                "value yet. Call `freeze_scales` outside of `jit`, on the state between two steps."
-            )
-        scale = float(leaf.scale)
-        if is_scaled(leaf) and dtypes.has_short_range(leaf.dtype) and scale:
-            return _with_room(leaf, scale)
-        return dataclasses.replace(leaf, scale=scale)
 
-    return map_leaves(freeze, tree)
+def with_static_scale(leaf: Any, path: tuple, of_zero: float = 0.0) -> Any:
+    """Return a leaf with a static scale, if it has a scalar scale. `of_zero` replaces a scale 0."""
+    if not is_array_of_ours(leaf) or leaf.is_static or np.ndim(leaf.scale):
+        return leaf
+    if _compat.is_traced(leaf.scale):
+        raise TypeError(
+            f"`tree{tree_util.keystr(path)}.scale` must be concrete: what is traced has no value "
+            "yet. Make scales static outside of `jit`, on the state between two steps. For shapes "
+            "without values, take `jsa.ScaledArray(shape_dtype_struct, 1.0)`."
+        )
+    scale = float(leaf.scale) or of_zero
+    if is_scaled(leaf) and dtypes.has_short_range(leaf.dtype) and scale:
+        return _with_room(leaf, scale)
+    return dataclasses.replace(leaf, scale=scale)
 
 
 def _with_room(leaf: ScaledArray, scale: float) -> ScaledArray:

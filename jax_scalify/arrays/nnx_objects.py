@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import tree_util
 
 from jax_scalify.arrays.scaled_array import is_scaled
+from jax_scalify.blocks.array import is_array_of_ours
 
 
 def _stops(nnx: Any) -> Callable[[Any], bool]:
@@ -178,3 +180,14 @@ def pure_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> PureCall:
 
     args, kwargs = tree.unflatten(leaves)
     return PureCall(pure, args, kwargs, structure, finish)
+
+
+def map_leaves(convert: Callable[[Any, tuple], Any], tree: Any) -> Any:
+    """Return the tree with `convert(leaf, path)` for each leaf."""
+
+    def of_pytree(tree: Any) -> Any:
+        return tree_util.tree_map_with_path(
+            lambda path, leaf: convert(leaf, path), tree, is_leaf=is_array_of_ours
+        )
+
+    return map_states(of_pytree, tree)

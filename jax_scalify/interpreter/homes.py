@@ -34,15 +34,20 @@ _IN_PLACE = ("same", "cast", "negated", "rescaled")
 
 
 def leaf_home(data: Any, scale: Scale) -> Scale | None:
-    """Return the home of an argument: its dynamic scale, if its data has 16 bits or more."""
-    return None if scale.is_static or dtypes.is_narrow_float(data.dtype) else scale
+    """Return the home of an argument: its scale. Data in FP8 only has a home if it is static."""
+    is_free = scale.is_zero if scale.is_static else dtypes.is_narrow_float(data.dtype)
+    return None if is_free else scale
 
 
 def with_home(eqn: Any, inputs: list[Value], out: Operand) -> Operand:
     """Return an equation's result with the home of the operand of which it is a multiple.
 
-    The rules of `add`, `sub` and scatters set the home of a sum.
+    The rules of `add`, `sub` and scatters set the home of a sum. What `match_scales` brings to the
+    scale of a leaf is at home there.
     """
+    if eqn.primitive.name == "match_scale":
+        home = getattr(inputs[1], "home", None)
+        return out.at_home(home if out.scale == home else None)
     if dtypes.is_narrow_float(out.dtype):
         return out.at_home(None)
     traits = traits_of(eqn.primitive.name)

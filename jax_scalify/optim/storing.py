@@ -14,6 +14,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.optim.leaves import (
     Kind,
     Leaf,
@@ -94,11 +95,19 @@ def _store_scale(leaves: list[Leaf], count: Any, *, kinds: tuple[Kind, ...]) -> 
     which = [_with_values(leaf, kinds[i]) for i, _, leaf in scaled]
     found = stored(which, [kinds[i] for i, _, _ in scaled], count)
     for (i, part, leaf), x in zip(scaled, found, strict=True):
-        if part is None:
-            new[i] = x
+        if part is not None:
+            new[i][part] = _replacing(leaf.like, x) if is_scaled(leaf.like) else x.data
+        elif isinstance(leaf.like, list):
+            new[i] = list(map(_replacing, leaf.like, x))
         else:
-            new[i][part] = x if is_scaled(leaf.like) else x.data
+            new[i] = _replacing(leaf.like, x)
     return new
+
+
+def _replacing(like: Any, x: ScaledArray) -> ScaledArray:
+    """Return a stored leaf. At a static scale, it leaves `scalify` as `like` came in."""
+    home = like.home if isinstance(like, Operand) else None
+    return Operand(x.data, Scale.of(x.scale), home=home) if x.is_static else x
 
 
 def _is_of_one_kind(likes: list[Any], kind: Kind) -> bool:
@@ -180,7 +189,7 @@ def _read(leaves: list[Any]) -> list[Any]:
 
 @_read.defscale
 def _with_one_array_of_scales(leaves: list[Any]) -> list[Any]:
-    leaves = [_with_array(x) if is_scaled(x) else x for x in leaves]
+    leaves = list(leaves)
     which = [
         i
         for i, x in enumerate(leaves)

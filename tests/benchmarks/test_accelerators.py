@@ -57,7 +57,7 @@ def test_a_step_of_shapes_is_one_that_trains(model, fp8):
         if name == "plain":
             state = params, other, training.make_optimizer().init(params)
         else:
-            params = jsa.as_scaled_array(params, scale="rms", dtype="float16")
+            params = jsa.as_scaled_array(params, scale="rms", dtype="float16", static=True)
             optimizer = jsa.optim.low_precision(training.make_optimizer())
             state = params, *jsa.as_scaled_array((other, optimizer.init(params)))
         given = [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(state)]

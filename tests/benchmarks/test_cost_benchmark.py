@@ -96,9 +96,9 @@ def test_a_short_run_is_stored_and_shown(tmp_path, tiny, capsys):
     assert "1 of them finished before" in printed
     stored = json.loads((tmp_path / f"cost-jax{jax.__version__}.json").read_text())
     result = stored["mlp-8x64"]["result"]
-    assert list(result) == list(VARIANTS)
+    assert list(result) == [v for v in VARIANTS if v != "static-weights"]  # of recipes only
     assert result["dynamic"]["scalars"] > result["frozen"]["scalars"]
-    for variant in VARIANTS:
+    for variant in result:
         first, median, third = result[variant]["first_call"]
         assert 0 < first <= median <= third
     text = page.read_text()

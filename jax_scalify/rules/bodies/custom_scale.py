@@ -150,7 +150,7 @@ class _Batched:
         data = [x.data if is_scaled(x) else x for x in operands]
         pairs = [self._scale_and_axis(x, b) for x, b in zip(operands, self.batched, strict=True)]
         scales, axes = [s for s, _ in pairs], [axis for _, axis in pairs]
-        statics: list[Scale | None] = []
+        statics: list[Operand | None] = []
         mapped = jax.vmap(
             functools.partial(self._example, operands, statics),
             ([0 if b else None for b in self.batched], axes),
@@ -174,7 +174,7 @@ class _Batched:
     def _result(self, x: Any, scale: Any, static: Any, own: bool) -> Any:
         """Return a result with the scales of all examples (`own`), or with their shared scale."""
         if scale is None:
-            return x if static is None else ScaledArray(x, static)
+            return x if static is None else Operand(x, static.scale, home=static.home)
         if not own:
             scale = scale[:1] if scale.ndim > 1 else scale[0]
         return ScaledArray(x, scale)
@@ -194,10 +194,12 @@ class _Batched:
     def _example(
         self, operands: Sequence[Any], statics: list[Any], data: list[Any], scales: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return data and dynamic scales of one example's results; store the static scales."""
+        """Return data and dynamic scales of an example's results; store the static ones."""
         table = ScaleTable(self.dtype)
         arguments = [
-            Operand(d, x.scale if s is None else table.atom(s)) if is_scaled(x) else d
+            (Operand(d, x.scale, home=x.home) if s is None else Operand(d, table.atom(s)))
+            if is_scaled(x)
+            else d
             for x, d, s in zip(operands, data, scales, strict=True)
         ]
         results = [_with_symbolic_scale(x, table) for x in self.rule(*arguments)]
@@ -207,11 +209,11 @@ class _Batched:
 
 
 def _parts(x: Any, table: ScaleTable) -> tuple[Any, Any, Any]:
-    """Return the data of a result, the array of its dynamic scale, and its static scale."""
+    """Return the data of a result, and the array of its scale or, if that is static, itself."""
     if not is_scaled(x):
         return x, None, None
     x = within_range(x)
-    return (x.data, None, x.scale) if x.scale.is_static else (x.data, table.output(x.scale), None)
+    return (x.data, None, x) if x.scale.is_static else (x.data, table.output(x.scale), None)
 
 
 def _depends_on(closed: Any, operands: Sequence[bool]) -> list[bool]:

@@ -211,7 +211,8 @@ def _join_scaled(a: Form, b: Form, known_of_both: dict[str, Any]) -> Form:
     holds_data = all(f.holds_data for f in (a, b) if f.kind == "scaled")
     known_of_both = dict(known_of_both, holds_data=holds_data)
     if zero and None not in known and len(set(known)) == 1:
-        return Form(a.shape, a.dtype, "scaled", scale=known[0], **known_of_both)
+        at_home = a.is_home and b.is_home and not others
+        return Form(a.shape, a.dtype, "scaled", scale=known[0], is_home=at_home, **known_of_both)
     shape = jnp.broadcast_shapes(a.scale_shape, b.scale_shape)
     extent = max(a.extent, b.extent)
     return Form(a.shape, a.dtype, "scaled", scale_shape=shape, extent=extent, **known_of_both)

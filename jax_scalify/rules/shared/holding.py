@@ -25,10 +25,14 @@ _WALK = 5
 def at_its_home(
     ctx: RuleContext, out: Operand, *terms: Operand, negate_rhs: bool = False, sums: bool = True
 ) -> Operand:
-    """Return the sum `out` with the home of the leaf that it replaces, if there is such a leaf."""
+    """Return the sum `out` with the home of the leaf that it replaces, if there is such a leaf.
+
+    A float16 sum has the larger scale. It is at home if that is the static scale of a leaf.
+    """
     keeper = keeper_of(ctx, *terms) if sums else None
     if keeper is None:
-        return out
+        homes = (x.home for x in terms if x.shape == out.shape)
+        return out.at_home(out.scale if out.scale.is_static and out.scale in homes else None)
     other = terms[1 - keeper]
     is_sum = keeper == 0 or not negate_rhs
     return out.at_home(held_scale(terms[keeper], other, is_sum), returns=True)
@@ -70,6 +74,8 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
     """
     home, added = keeper.home, other.home
     assert home is not None
+    if home.is_static:
+        return home
     if added is not None and _holds(added, home):  # x + c * (y - x) converges to y
         return added
     grown = other.scale * _growth(keeper, other, is_sum)
@@ -84,9 +90,10 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
 
 def _holds(scale: Scale, home: Scale) -> bool:
     """Return whether a scale equals a home wherever the home is not 0."""
+    if scale == home or scale.is_static:
+        return scale == home
     (atom, power), *others = scale.factors
-    is_atom = not others and power == 1 and scale.exponent == 0
-    return scale == home or (is_atom and atom.holds == home)
+    return not others and power == 1 and scale.exponent == 0 and atom.holds == home
 
 
 def _vanishes_with(scale: Scale, home: Scale) -> bool:
