@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_scalify import _compat
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
@@ -171,7 +172,8 @@ def rescale_leaf(x: Any, stat: str = "rms", target: float = 1.0) -> Any:
 def _rescale_leaf(x: Any, stat: str, target: float) -> tuple[Any, Any]:
     """Return the rescaled array, and whether its statistic is finite."""
     if isinstance(x, ScaledArray):
-        return _rescale_outside(x, stat, target)
+        new, finite = _rescale_outside(x, stat, target)
+        return (_still_static(x, new) if x.is_static else new), finite
     kind = dtypes.leaf_dtype(x)
     if kind is None or not dtypes.is_scalable(kind):
         return x, True
@@ -184,6 +186,14 @@ def _rescale_outside(x: ScaledArray, stat: str, target: float) -> tuple[Any, Any
     return _outside(_rescale_leaf, x, stat, target)
 
 
+def _still_static(x: ScaledArray, new: ScaledArray) -> ScaledArray:
+    """Return a rescaled leaf with a static scale, if it has a value; zeros keep the old one."""
+    if _compat.is_traced(new.scale):
+        return new
+    scale = float(new.scale)
+    return ScaledArray(new.data, scale if scale else x.scale)
+
+
 def dynamic_rescale(
     tree: Any, stat: str = "rms", target: float = 1.0, *, return_finite: bool = False
 ) -> Any:
@@ -193,7 +203,7 @@ def dynamic_rescale(
     with axes. It is rounded to a power of two, so moving it between data and scale is exact unless
     an element becomes subnormal. A nonzero element never becomes 0: optimizers divide by second
     moments. A leaf of zeros gets the scale 0 ("any scale"). A leaf with a non-finite statistic is
-    unchanged.
+    unchanged. Between steps a static scale stays static; a step compiles again if it has changed.
 
     Args:
         tree: pytree with `ScaledArray` leaves outside `scalify`, or arrays inside it. Other leaves

@@ -150,3 +150,13 @@ def test_what_is_not_zero_does_not_become_zero(inside, dtype):
     data = np.asarray(out.data, np.float64)
     np.testing.assert_array_equal(data[1:4], [smallest, -smallest, 0])
     np.testing.assert_array_equal(jsa.dynamic_rescale(out).data, out.data)
+
+
+def test_a_static_scale_stays_static_between_steps():
+    """Zeros keep theirs. Inside `jit` the new scale has no value, and is dynamic."""
+    tree = {"w": jsa.ScaledArray(jnp.full(4, 64.0, jnp.float16), 0.5), "b": jnp.zeros(3)}
+    tree["b"] = jsa.as_scaled_array(tree["b"], scale="rms", static=True)
+    new = jsa.dynamic_rescale(tree)
+    assert (new["w"].scale, new["b"].scale) == (32.0, 2.0**-6)
+    assert all(x.is_static for x in jsa.tree.leaves(new))
+    assert not jax.jit(jsa.dynamic_rescale)(tree)["w"].is_static
