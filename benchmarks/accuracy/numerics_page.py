@@ -38,11 +38,14 @@ SEED = 0
 INTRO = """\
 # Looking at the numbers
 
-`jsa.numerics.report` runs a function once. For every value that the function computes, it records
-the scale, the range and a histogram of the exponents, and what a format would lose of it:
+`jsa.numerics.report` runs a step once and measures every value that the step computes: its scale,
+its range, a histogram of its exponents, and what a format would lose of it. In the examples,
+`update` is the jitted and scalified step of [the first page](index.md), and `args` are its
+arguments:
 
 ```python
-report = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(state, batch)
+args = params, opt_state, batch
+report = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(*args)
 print(report)  # the worst first
 print(report.underflowing("float16"))  # what float16 would make zero
 print(jsa.numerics.suggest(report))  # what to do about it, in sentences
@@ -50,84 +53,114 @@ report.to_html("report.html")  # every value, to be sorted and searched
 jsa.numerics.plot_histogram(report, "report.png")
 ```
 
+The step may be jitted or not, and scalified or not. `report` computes its equations one by one and
+brings every value to the host, so it is much slower than the step. Use it now and then, and `track`
+during training.
+
+`report`, `find_nonfinite` and `track` run the step. They take the function and return a function of
+its arguments: `report(update)(*args)`. `check_fp8` and `compile_report` run nothing. They trace and
+compile, and take the arguments directly: `check_fp8(update, *args)`.
+
 ## Which tool
 
 - **Which values are badly scaled, and what should I do?** `jsa.numerics.suggest(report)` says so
   in sentences, the most important first.
-- **Which line makes the first nan or infinity?**
-  `jsa.numerics.find_nonfinite(update)(state, batch)` returns the line, its operands and a remedy,
-  or None if everything is finite. Pass the last arguments that were finite: save them, or repeat
-  the step that went wrong.
-- **Are matmuls FP8?** `jsa.numerics.check_fp8` checks, even without a GPU ([FP8](fp8.md)).
-- **What does the step cost on a GPU or TPU?** `jsa.numerics.compile_report` ([on GPUs and
+- **Which line makes the first nan or infinity?** `jsa.numerics.find_nonfinite(update)(*args)`
+  returns the line, its operands and a remedy, or None if everything is finite. Pass the last
+  arguments that were finite: save them, or repeat the step that went wrong.
+- **Are matmuls FP8?** `jsa.numerics.check_fp8(update, *args)` checks, even without a GPU
+  ([FP8](fp8.md#is-it-fp8)).
+- **What does the step cost on a GPU or TPU?**
+  `jsa.numerics.compile_report(update, *args, target="h100")` ([on GPUs and
   TPUs](accelerators.md)).
 - **How do scales and ranges move over training?** `jsa.numerics.track` returns the step with one
   more result. In every N-th call it is a record of the selected values, otherwise None:
 
 ```python
-tracked = jsa.numerics.track(update, ["args[0]", "backward/dot*"], every=100)
+tracked = jsa.numerics.track(update, ["args[0]", "backward/*dot_general*"], every=100)
+history = []
 for step, batch in enumerate(data):
-    (state, loss), record = tracked(state, batch)
+    (params, opt_state, loss), record = tracked(params, opt_state, batch)
     if record is not None:
         history.append(record.as_dict(step))  # numbers: log them, or write them as JSON
 jsa.numerics.plot_scales(history, "scales.png")
 ```
 
-## A GPT, looked at
+The second argument selects values by name. `tracked.names(*args)` lists the names: `args[0]['w']`
+for an argument, `backward/block_0/mlp:dot_general` for a value of the backward pass. A string
+selects the value of this name. If there is none, it selects all names that contain the string, and
+all names that it matches as a pattern with `*` and `?`. The two strings above select all weights
+and the matmuls of the backward pass. Instead of strings, you may pass a function that takes a name
+and returns whether to select it. By default, all floating-point arguments are selected.
 
-`make numerics` writes this page. It looks at the GPT of the example (size `tiny`: 4 blocks of
-width 64) after {steps} training steps, on JAX {version}. The pictures show the tensors that both
-steps have, one per row, the first computed at the top. Numbers on dark grey become zero in
-float16; on light grey they keep some of their bits.
+## The training step of a GPT
+
+`make numerics` writes this page. It reports on the GPT of the example (size `tiny`: 4
+blocks of width 64) after {steps} training steps, on JAX {version}. It compares two steps:
+
+- The *plain* step computes in float32.
+- The *scalified* step is the same step through `scalify`, with weights, activations, gradients and
+  moments in float16 and no loss scaling.
+
+Two tensors of the two steps are *partners* if they have the same pass, module, primitive, line of
+the model and shape, and if both steps have equally many tensors of this kind. The pictures show the
+tensors that have a partner, one per row, the first computed at the top. Numbers on dark grey become
+zero in float16. Numbers on light grey keep some of their bits.
 
 ## The plain step, in float32
 
-Would float16 be enough? It is for the forward pass, but not for the backward pass and Adam's second
-moments (`nu`).
+float16 would hold the values of the forward pass, but not those of the backward pass and of Adam's
+second moments (`nu`):
 
 ![Exponents of the plain float32 step]({plain})
 
 ## The scalified step, in float16
 
-The same step through `scalify`, with weights, activations, gradients and moments in float16 and
-no loss scaling. A dot is the exponent of a tensor's scale; the colours are the data that float16
-has to hold.
+The colours show the data, which float16 has to hold. A dot marks the exponent of a tensor's scale:
 
 ![Exponents of the scalified float16 step]({scalified})
 """
 
 METHOD = """\
-## What would underflow, and what does
+## What underflows in the two steps
 
-A row stands for the tensors of one kind in all blocks (`*`), with the smallest and the largest
-share among them. "Plain" is the share of a float32 tensor's elements that the format would make
-zero. "Scalified" is the share of its partner's elements that are zero in the format, minus the
-elements that are zero in the plain step. For float16, in which the step really computes, it is at
-least the share that the tensor's own equation has flushed. A tensor is fixed if the share is below
-{share:.0%}.
+Each row of the tables is for the tensors of one kind in all blocks (`*`). Tensors are named by
+their module and the line of the model, so `block_*/Attention:43` is line 43, in the attention of
+each block. A cell has the smallest and the largest share among these tensors:
 
-The tables have what the optimizer stores. They leave out what it computes on the way from gradients
-to new weights, because both steps compute it in float32.
+- *Plain* is the share of the elements of the plain step's tensor that the format would make zero.
+- *Scalified* is the share of the elements of its partner that are zero in the format, minus the
+  elements that are zero in the plain step. For float16, in which the scalified step really
+  computes, it is at least the share that the tensor's own equation has flushed.
+- A tensor is *fixed* if the scalified share is below {share:.0%}.
+
+The tables include the optimizer's stored state. They leave out what the optimizer computes between
+gradients and new weights, because both steps compute it in float32.
 """
 
 WITHOUT_PARTNER = """\
 {count} values of the plain step's forward and backward pass that would underflow have no partner.
-Most of them are inside of functions with their own rule (LayerNorm, GELU, softmax, the loss),
-which the scalified step computes as a whole, with float32 inside. The rest cannot be told apart
-from these. {rest} values exist only in the scalified step, including the results of these rules;
-{bad} of them lose more than {share:.0%}. The plain step's values, by line of the model:
+Most of them are inside functions with their own rule (LayerNorm, GELU, softmax, the loss), which
+the scalified step computes as a whole, with float32 inside. The rest cannot be told apart from
+these. {rest} values exist only in the scalified step, including the results of these rules; {bad}
+of them lose more than {share:.0%}. The list has the values of the plain step without a partner. For
+each line of the model, it counts them by primitive:
+"""
+
+LOSSY = """\
+The values of the scalified step that lose more than {share:.0%}:
 """
 
 NOT_FIXED = """\
-`qkv/bias` (in the moments) is the bias of queries, keys and values; the `reduce_sum` of
+`qkv/bias` (in the moments) is the bias of queries, keys and values. The `reduce_sum` of
 `Attention:43` is its gradient. The bias of the keys adds the same number to all scores of a
-query, so it does not change the softmax. Its gradient is zero in exact arithmetic and rounding
-noise otherwise. It has a third of the elements, the 33% of the tables, and only this noise is
-lost.
+query, so it does not change the softmax. Its gradient is zero in exact arithmetic, and rounding
+noise otherwise. The keys' part has a third of the elements, the 33% of the tables, and only its
+noise is lost.
 
 The other tensors in the table of E5M2 lose the tails of wide distributions. In a step with FP8
 matmuls, E5M2 only has to hold the cotangents of linear layers. The cotangent of queries, keys and
-values (`Attention:43`, `concatenate`) is one of them; the cotangents inside of attention are not.
+values (`Attention:43`, `concatenate`) is one of them. The cotangents inside attention are not.
 """
 
 
@@ -271,7 +304,7 @@ def page(reports: dict[str, Report], steps: int) -> str:
         if alone:
             counts = dict(count=len(alone), rest=len(rest), bad=len(lossy), share=SHARE)
             parts += [WITHOUT_PARTNER.format(**counts), by_line(alone)]
-            parts += ["Scalified values that lose more:\n", by_line(lossy)] if lossy else []
+            parts += [LOSSY.format(share=SHARE), by_line(lossy)] if lossy else []
     parts += ["### What is not fixed, and why\n", NOT_FIXED]
     return "\n".join(parts)
 
