@@ -106,13 +106,13 @@ def make_step(loss_fn, optimizer):
     def step(params, opt_state, images, labels):
         loss, grads = jax.value_and_grad(loss_fn)(params, images, labels)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return jsa.optim.apply_updates(params, updates), opt_state, loss
+        return jsa.optim.apply_updates(params, updates), opt_state, loss  # 3
 
     return step
 
 
 def init(optimizer):
-    params = jsa.as_scaled_array(start, scale="rms", dtype=jnp.float16)
+    params = jsa.as_scaled_array(start, scale="rms", dtype=jnp.float16)  # 1
     return params, jsa.as_scaled_array(optimizer.init(params))
 
 
@@ -123,7 +123,7 @@ def evaluate(name, loss_fn, params, opt_state):
     print(f"{name}: {float(loss):.4f}, {size / count:.2f} bytes a parameter")
 
 
-wide = jsa.optim.low_precision(optimizer, jnp.float32)
+wide = jsa.optim.low_precision(optimizer, jnp.float32)  # 2
 update = jax.jit(jsa.scalify(make_step(loss_fn16, wide)))
 evaluate("weights in float16", loss_fn16, *train(update, *init(wide)))
 
