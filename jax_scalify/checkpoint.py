@@ -259,7 +259,7 @@ def _orbax() -> Any:
         import orbax.checkpoint
     except ImportError as error:
         raise ImportError(
-            "`jsa.checkpoint` saves with orbax: pip install 'jax-scalify[checkpoint]'."
+            "`jsa.checkpoint` saves with Orbax: `pip install orbax-checkpoint`."
         ) from error
     return orbax.checkpoint
 

@@ -242,7 +242,5 @@ def _import(function: str) -> Any:
         import matplotlib.lines
         import matplotlib.patches
     except ImportError as error:
-        raise ImportError(
-            f"`{function}` needs matplotlib: `pip install 'jax-scalify[plot]'`."
-        ) from error
+        raise ImportError(f"`{function}` needs matplotlib: `pip install matplotlib`.") from error
     return matplotlib
