@@ -164,7 +164,7 @@ def draw(results: Results, path: Path) -> None:
     )
     figure = Figure(figsize=(8, 0.9 + 1.9 * len(devices)), layout="constrained")
     axes = figure.subplots(len(devices), len(columns), squeeze=False)
-    colours = {"float16": "#4477aa", "fp8": "#cc6677", "fp8-frozen": "#228833"}
+    colours = {"float16-dynamic": "#4477aa", "fp8-dynamic": "#cc6677", "fp8-frozen": "#228833"}
     for line, device in zip(axes, devices):
         models = [m for m in MODELS if f"{device}/{m}/plain" in results]
         for ax, (title, read) in zip(line, columns):
