@@ -16,34 +16,54 @@ MODELS = ("llama", "gpt", "resnet", "moe")
 INTRO = """\
 # On GPUs and TPUs
 
-This page is written by `make accelerators`, with the compilers of the devices and without any of
-them. Launches, bytes and memory are exact and the same on every machine; no time was measured. A
-launch is a kernel, library call, copy or collective, as often as it runs; *tiny* ones move at most
-4 KiB, and cost their launch. Bytes are those of the operands and results of all launches: caches
-are not in them. On GPUs, matmuls are those of cuBLAS, and nothing is tuned. On TPUs, arrays that
-stay in on-chip memory count nothing, and no matmul counts as FP8: the program does not tell.
-*compile* is processor time of the compiler alone.
+This page is written by `make accelerators`. Each device's own compiler compiled the steps. No
+device was needed, so launches, bytes and memory are exact, and no time was measured: [how
+fast](fp8.md#how-fast) has times of an H200.
 
-The layer is a transformer's of width 1,024 on 4 × 1,024 tokens, forward and backward. The steps
-train, a device, with clipping and AdamW:
+What to take from this page:
+
+- Give weights static scales, as README does: with dynamic scales (`-dynamic`) a step compiles
+  about twice as long, launches more kernels and moves more bytes.
+- On TPUs make all scales static (`-frozen`).
+- float16 halves what stays in memory between the steps, weights and moments. It does not reduce
+  the bytes that a step moves; FP8 matmuls do, in a Llama.
+
+The layer is a transformer layer of width 1,024 on 4 × 1,024 tokens, forward and backward. The
+training steps use AdamW and clipping. Sizes are per device:
 
 - `llama`: a decoder of 4 scanned, rematerialised layers on 2 × 1,024 tokens;
-- `moe`: the same with 2 of 8 experts a token, as grouped matmuls (`lax.ragged_dot`);
+- `moe`: the same with 2 of 8 experts per token, as grouped matmuls (`lax.ragged_dot`);
 - `gpt`: Flax linen, 4 layers, not scanned, 2 × 1,024 tokens;
-- `resnet`: Flax linen, ResNet-18 with batch norm, 32 images of 224 × 224;
+- `resnet`: Flax linen, ResNet-18 with batch norm, 32 images of 224 × 224.
 
-each in bfloat16 with weights and moments in float32 (`plain`), and by the README's recipe: in
-float16 and with `fp8_matmuls`, the weights at static scales; each with dynamic scales of the
-weights too (`-dynamic`); and with all scales frozen (`-frozen`). `benchmarks/cost/accelerators.py`
-says more, `jsa.numerics.compile_report` does the same to a step of yours.
+Rows of a training step (rows that were not compiled for a device are left out):
 
-**What float16 is there.** On GPUs a matmul reads float16 and writes it, its power of two applied to
-the sums. The compilers of v5p, v6e and tpu7x hand float16 to the matmul as it is and take the sums
-in float32, where one of bfloat16 writes bfloat16; with how many digits the hardware multiplies
-float16 the program does not tell. E4M3 is an operand of all three. On TPUs we recommend activations
-and weights in bfloat16 (`as_scaled_array(params, scale="rms", dtype="bfloat16", static=True)`), the
-optimizer's state in float16 (`low_precision`), and `fp8_matmuls` where you measure that it is
-faster.
+- `plain`: activations in bfloat16, weights and moments in float32. All ratios are to this row;
+- `float16`: README's recipe, the weights at static scales;
+- `fp8`: the same with `fp8_matmuls`;
+- `float16-dynamic`, `fp8-dynamic`: the same with dynamic scales of the weights;
+- `fp8-frozen`: the same with static scales only.
+
+Columns:
+
+- *bytes*: operands and results of all launches, as a ratio. Caches are not in them, nor arrays
+  that stay in a TPU's on-chip memory;
+- *launches*: kernels, library calls, copies and collectives, as often as they run, as a ratio;
+- *tiny*: how many more launches than `plain` move at most 4 KiB, whose cost is the launch;
+- *temporary*: temporary memory, as a ratio;
+- *compile*: processor time of the compiler, as a ratio;
+- *FP8 matmuls*: how many run in FP8. A TPU's program does not tell.
+
+On GPUs, matmuls are those of cuBLAS, without autotuning. `benchmarks/cost/accelerators.py` says
+more; `jsa.numerics.compile_report` counts the same for a step of yours.
+
+**float16 on each device.** A GPU's matmul reads and writes float16, and the power of two is
+applied to the float32 sums. The compilers of v5p, v6e and TPU7x pass float16 operands to the
+matmul unit and get float32 sums; for bfloat16 operands they write bfloat16. The program does not
+show with which precision the hardware multiplies float16. All three accept E4M3 operands. On TPUs
+we recommend activations and weights in bfloat16 (`as_scaled_array(params, scale="rms",
+dtype="bfloat16", static=True)`), the optimizer's state in float16 (`low_precision`), and
+`fp8_matmuls` where you measure that it is faster.
 """
 
 LIMITS = """

@@ -20,24 +20,30 @@ NAMES = {
 INTRO = """\
 # What it costs
 
-This page is written by `make bench-cost`. Each model is trained in float32 by three steps:
+This page is written by `make bench-cost`. Each model is trained with several versions of its
+training step, on two CPU cores:
 
-- `plain`: the step itself;
+- `plain`: the step itself, in float32. All ratios are to this row;
 - `dynamic`: the step through `scalify`, all scales arrays;
-- `static-weights`, for the README's recipe only, and as README has it: the weights' scales are
-  static, those of the optimizer's state are arrays;
-- `frozen`: the same with static scales, `jsa.freeze_scales(state)` of a state that was trained for
-  two steps; the step ends in `jsa.match_scales(new_state, state)`.
+- `frozen`: the same with static scales, [`jsa.freeze_scales`](optimizers.md#frozen-scales) of a
+  state that was trained for two steps;
+- `static-weights`, for the README's recipe only, and as README has it: the scales of weights are
+  static, those of the optimizer's state are arrays.
 
-MLPs (their sizes are their names; batch 128) and the ResNet are trained with SGD, the GPTs (layers
-x width, unrolled or one `lax.scan`) with AdamW and clipping. The rows `recipe-` are another thing:
-there the plain step is float32 with float32 AdamW (for the GPT with clipping), and the others are
-the README's recipe: everything in float16, `low_precision` with its statistics and stochastic
-rounding of each leaf. It is compiled for its memory, not for its speed on a CPU, which has no
-float16 of its own: what it costs [on GPUs and TPUs](accelerators.md) is another page. Ratios are
-those of medians. Tracing,
-lowering and compiling were measured in processes of their own without a cache, in seconds of
-processor time; steps were timed in turn in one process, on two CPU cores.
+In short: a float32 step with dynamic scales takes up to four times as long to trace and compile,
+one with static scales up to twice as long. A `lax.scan` over the layers reduces both. Steps of
+more than 50 ms take as long as plain ones, within a tenth. A GPU's compiler takes longer than a
+CPU's: [On GPUs and TPUs](accelerators.md) has its ratios.
+
+Rows `recipe-…` compare the README's recipe (weights, activations and optimizer state in float16,
+with the statistics and stochastic rounding of `low_precision`) with a float32 step and float32
+AdamW. Do not read their step times: a CPU emulates float16.
+
+An MLP is named by the widths of its layers, or by their number and width (batch 128); a GPT by
+layers x width, unrolled or as one `lax.scan`. MLPs and the ResNet are trained with SGD, GPTs with
+AdamW and clipping. Tracing, lowering and compiling were measured in new processes without a cache,
+in seconds of CPU time; where the quartiles are equal, in one process. Steps were timed in turn in
+one process. Ratios are those of medians; those of steps below 20 ms are noisy.
 `benchmarks/cost/steps.py` says more.
 """
 
