@@ -16,17 +16,18 @@ MODELS = ("llama", "gpt", "resnet", "moe")
 INTRO = """\
 # On GPUs and TPUs
 
-This page is written by `make accelerators`. Each device's own compiler compiled the steps. No
-device was needed, so launches, bytes and memory are exact, and no time was measured: [how
+This page is written by `make accelerators`. The compiler of each device compiled the steps, and no
+device was needed. Launches, bytes and memory are exact. No time was measured: [how
 fast](fp8.md#how-fast) has times of an H200.
 
 What to take from this page:
 
-- Give weights static scales, as README does: with dynamic scales (`-dynamic`) a step compiles
-  about twice as long, launches more kernels and moves more bytes.
-- On TPUs make all scales static (`-frozen`).
+- Give weights static scales, as README does. With dynamic scales (`-dynamic`) a step compiles about
+  twice as long, launches more kernels and moves more bytes.
+- On TPUs make all scales static (`-frozen`): with dynamic scales, a step launches several times as
+  many kernels.
 - float16 halves what stays in memory between the steps, weights and moments. It does not reduce
-  the bytes that a step moves; FP8 matmuls do, in a Llama.
+  the bytes that a step moves on a GPU. FP8 matmuls do, in a Llama.
 
 The layer is a transformer layer of width 1,024 on 4 × 1,024 tokens, forward and backward. The
 training steps use AdamW and clipping. Sizes are per device:
@@ -38,30 +39,40 @@ training steps use AdamW and clipping. Sizes are per device:
 
 Rows of a training step (rows that were not compiled for a device are left out):
 
-- `plain`: activations in bfloat16, weights and moments in float32. All ratios are to this row;
+- `plain`: activations in bfloat16, weights and moments in float32. The ratios are to this row;
 - `float16`: README's recipe, the weights at static scales;
 - `fp8`: the same with `fp8_matmuls`;
 - `float16-dynamic`, `fp8-dynamic`: the same with dynamic scales of the weights;
-- `fp8-frozen`: the same with static scales only.
+- `fp8-frozen`: FP8 with static scales only.
+
+Rows of a layer: `plain` has no scales, `static` and `dynamic` are the layer through `scalify` with
+scales of one kind. `flax`, `qwix` and `qwix-static` are the FP8 matmuls of other libraries.
 
 Columns:
 
-- *bytes*: operands and results of all launches, as a ratio. Caches are not in them, nor arrays
-  that stay in a TPU's on-chip memory;
-- *launches*: kernels, library calls, copies and collectives, as often as they run, as a ratio;
-- *tiny*: how many more launches than `plain` move at most 4 KiB, whose cost is the launch;
+- *bytes*: bytes of the operands and results of all launches, as a ratio. Caches do not count, nor
+  do arrays that stay in a TPU's on-chip memory;
+- *launches*: kernels, library calls, copies and collectives, each as often as it runs, as a ratio;
+- *tiny*: launches that move at most 4 KiB, as the difference to the row of ratio 1. They cost their
+  launch, and hardly any memory traffic;
 - *temporary*: temporary memory, as a ratio;
 - *compile*: processor time of the compiler, as a ratio;
-- *FP8 matmuls*: how many run in FP8. A TPU's program does not tell.
+- *FP8 matmuls*: how many matmuls run in FP8. A TPU's program does not tell, so it counts none;
+- *GB moved*: the bytes, in GB.
 
-On GPUs, matmuls are those of cuBLAS, without autotuning. `benchmarks/cost/accelerators.py` says
-more; `jsa.numerics.compile_report` counts the same for a step of yours.
+In a table of what travels, a cell has for each dtype the megabytes per step and, in brackets, the
+number of collectives.
 
-**float16 on each device.** A GPU's matmul reads and writes float16, and the power of two is
-applied to the float32 sums. The compilers of v5p, v6e and TPU7x pass float16 operands to the
-matmul unit and get float32 sums; for bfloat16 operands they write bfloat16. The program does not
-show with which precision the hardware multiplies float16. All three accept E4M3 operands. On TPUs
-we recommend activations and weights in bfloat16 (`as_scaled_array(params, scale="rms",
+On GPUs, matmuls are those of cuBLAS, without autotuning. As far as XLA's source says, it chooses a
+block-scaled kernel by measuring on a device, so the block formats have no such kernel here ([block
+scales](block_scales.md#what-it-runs-on)). `benchmarks/cost/accelerators.py` says more;
+`jsa.numerics.compile_report` counts the same for a step of yours.
+
+**What float16 is on each device.** A GPU's matmul reads and writes float16, and the power of two is
+applied to the float32 sums. The compilers of v5p, v6e and TPU7x pass float16 operands to the matmul
+unit and get float32 sums; for bfloat16 operands they write bfloat16. The program does not show with
+which precision the hardware multiplies float16. All three accept E4M3 operands. On TPUs we
+recommend activations and weights in bfloat16 (`as_scaled_array(params, scale="rms",
 dtype="bfloat16", static=True)`), the optimizer's state in float16 (`low_precision`), and
 `fp8_matmuls` where you measure that it is faster.
 """
@@ -69,9 +80,10 @@ dtype="bfloat16", static=True)`), the optimizer's state in float16 (`low_precisi
 LIMITS = """
 ## What the hardware allows at best
 
-An estimate of ours, no measurement and no compiler's: the arithmetic of all matmuls at the makers'
-dense rates, and all bytes at the memory's bandwidth. A step takes at least the larger of the two;
-launches, collectives and everything else come on top.
+This is an estimate; nothing was measured. The arithmetic of all matmuls runs at the dense rates
+that the makers publish, and all bytes move at the bandwidth of the memory. No FP8 rate is published
+for v5p and v6e, so their FP8 matmuls count at the rate of bfloat16. A step takes at least the
+larger of the two times. Launches, collectives and everything else come on top.
 """
 
 
