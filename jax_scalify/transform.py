@@ -67,9 +67,9 @@ def scalify(
 
     Returns:
         A function of the same arguments. A result that depends on a scaled value is a
-        `ScaledArray`. Its scale is dynamic if any scaled argument has a dynamic scale, except with
-        a `calibration` and a frozen state as first argument: then static scales stay static. With
-        plain arguments only (and no `set_scaling` inside) it computes exactly what `fun` does.
+        `ScaledArray`. Its scale is dynamic if any scaled argument has a dynamic scale, unless the
+        result takes the place of a leaf with a static scale: see `freeze_scales`. With plain
+        arguments only (and no `set_scaling` inside) it computes exactly what `fun` does.
         Results have the dtypes and weak types of the results of `fun`, and their own buffers, as
         under `jax.jit`. Strings, callables and Python ints among them are unchanged.
 

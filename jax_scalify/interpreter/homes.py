@@ -11,6 +11,9 @@ Example: a weight `0.5 * 2**0` and an update `2**-9 * 2**6`, whose scale is 9 oc
 the larger scale the sum is `0.0098 * 2**6`, and the next gradient, moments and update inherit
 `2**6` from the weight. At home the sum is `0.625 * 2**0`, whatever the update's scale is.
 
+A leaf with a static scale has a home too. A result that is at this home leaves `scalify` with the
+static scale, also beside arguments with dynamic scales, so that a step returns its structure.
+
 A leaf of scale 0, such as a moment before the first step, has no home yet. It takes the scale of
 the term that is added to it: see `rules/shared/holding.py`.
 
