@@ -576,7 +576,7 @@ def test_overwrite_loses_nothing(tmp_path, monkeypatch):
 def test_without_orbax(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     for call in (lambda: save(tmp_path / "x", {}), lambda: restore(tmp_path / "x", {})):
-        with pytest.raises(ImportError, match=r"pip install 'jax-scalify\[checkpoint\]'"):
+        with pytest.raises(ImportError, match="pip install orbax-checkpoint"):
             call()
 
 
