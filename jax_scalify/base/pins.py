@@ -6,10 +6,12 @@ separately, which is most of the compile time. Other backends make better kernel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -58,3 +60,24 @@ def pin_constant(value: Any) -> Any:
     Kernels that differ only in the constant are then compiled once.
     """
     return pin_p.bind(value)[0] if _compat.keeps_barriers() else value
+
+
+def slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
+    """Return slices along the first axis.
+
+    On CPUs the start is an operand of the kernel that reads a slice. As a constant, it would give
+    each slice a kernel of its own to compile.
+    """
+    if len(starts) < 2 or not _compat.keeps_barriers():
+        pairs = zip(starts, sizes, strict=True)
+        return [lax.slice_in_dim(array, start, start + size) for start, size in pairs]
+    (array,), places = pin_p.bind(array), pin_p.bind(*np.array(starts, np.uint32))
+    rest, rest_starts = array.shape[1:], [np.uint32(0)] * (array.ndim - 1)
+    pairs = zip(places, sizes, strict=True)
+    return [lax.dynamic_slice(array, (i, *rest_starts), (size, *rest)) for i, size in pairs]
+
+
+def elements(array: jax.Array) -> list[jax.Array]:
+    """Return the elements along the first axis, as `slices` does."""
+    size = array.shape[0]
+    return [lax.squeeze(x, (0,)) for x in slices(array, range(size), [1] * size)]

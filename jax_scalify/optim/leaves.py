@@ -1,12 +1,13 @@
 """Leaves of a state in few bits, with the scales of all leaves chosen together.
 
-Small leaves of one shape are stacked, so that XLA makes one kernel for the stack instead of one for
-each leaf. The rest is a few operations on vectors of scales.
+Small leaves lie in arenas, so that XLA makes one kernel for an arena instead of one for each leaf.
+The rest is a few operations on vectors of scales.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
+from jax_scalify.base.pins import elements, slices
+from jax_scalify.optim.arena import SMALL, Arena, rank, row_of
 from jax_scalify.optim.random_bits import bits_to_round
 from jax_scalify.optim.scale_choice import (
     inverse,
@@ -28,9 +31,6 @@ from jax_scalify.optim.scale_choice import (
     scale_of_gradient,
     top_exponent,
 )
-
-# Leaves with at most this many elements are stacked.
-SMALL = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Kind:
 
 
 class Leaf(NamedTuple):
-    """A leaf to store, and how it is stored so far; or a stack of leaves of one shape.
+    """A leaf to store, and how it is stored so far; or an arena of leaves.
 
     Attributes:
-        x: float32 array, or a stack of leaves.
-        like: array of its shape. The result has its dtype and shape of scale. For a stack, a list.
+        x: float32 array.
+        like: array of its shape. The result has its dtype and shape of scale. For an arena, a list.
         salt: array of its shape, from which random bits are made together with `x`.
         bits: random bits. With neither salt nor bits, rounding is to nearest even.
     """
@@ -73,16 +73,24 @@ class Leaf(NamedTuple):
 
 
 def likes_of(leaf: Leaf) -> list[Any]:
-    """Return the `like` of each leaf of a stack, or of the single leaf."""
+    """Return the `like` of each leaf of an arena, or of the single leaf."""
     return leaf.like if isinstance(leaf.like, list) else [leaf.like]
 
 
 def split(leaf: Leaf) -> list[Leaf]:
-    """Return the leaves of a stack as single leaves."""
-    return [
-        Leaf(*(part[i] if part is not None else None for part in leaf))
-        for i in range(len(likes_of(leaf)))
-    ]
+    """Return the leaves of an arena as single leaves."""
+    arena = Arena.of([like.shape for like in leaf.like])
+    none = [None] * len(leaf.like)
+    parts = [none if x is None else arena.unpack(x) for x in (leaf.x, leaf.salt, leaf.bits)]
+    return [Leaf(x, *rest) for x, *rest in zip(parts[0], leaf.like, *parts[1:], strict=True)]
+
+
+def joined_scales(likes: Sequence[ScaledArray]) -> Any:
+    """Return scalar scales as a vector, of NumPy if all of them are static."""
+    scales = [like.scale for like in likes]
+    if all(like.is_static for like in likes):
+        return np.asarray(scales, np.float32)
+    return jnp.stack([jnp.asarray(scale, jnp.float32) for scale in scales])
 
 
 def added(x: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -117,16 +125,24 @@ def stored(leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | Non
 
 
 def _alike(leaves: Sequence[Leaf], kinds: Sequence[Kind]) -> list[list[int]]:
-    """Return the positions of leaves that are stored in one stack, for each stack."""
+    """Return the positions of leaves that are stored in one arena, for each arena."""
     groups: dict[Any, list[int]] = {}
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
-        is_stack = isinstance(leaf.like, list)
-        if is_stack or not has_one_scale(leaf.like, kind) or leaf.x.size > SMALL:
+        parts = [part for part in (leaf.salt, leaf.bits) if part is not None]
+        is_arena = isinstance(leaf.like, list)
+        if (
+            is_arena
+            or not has_one_scale(leaf.like, kind)
+            or leaf.x.size > SMALL
+            or any(jnp.shape(part) != leaf.x.shape for part in parts)
+        ):
             groups[i] = [i]
             continue
-        types = [None if part is None else jax.typeof(part) for part in (leaf.salt, leaf.bits)]
-        alike = (jax.typeof(leaf.x), leaf.like.dtype, kind, is_fixed(leaf.like), *types)
-        groups.setdefault(alike, []).append(i)
+        types = [None if part is None else part.dtype for part in (leaf.salt, leaf.bits)]
+        alike = (row_of(leaf.x.shape), leaf.x.dtype, leaf.like.dtype, kind, is_fixed(leaf.like))
+        groups.setdefault((*alike, *types), []).append(i)
+    for which in groups.values():
+        which.sort(key=lambda i: rank(jnp.shape(leaves[i].x)))
     return list(groups.values())
 
 
@@ -137,44 +153,64 @@ def has_one_scale(like: ScaledArray, kind: Kind) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Group:
-    """Leaves of one shape, dtype and kind, in one array: one leaf, or a stack.
+    """Leaves of one dtype and kind in one array: one leaf, or an arena of several.
 
     Attributes:
         which: the positions of the leaves.
         leaf: all leaves as one `Leaf`, with the first leaf's `like`.
         likes: the `like` of each leaf.
         kind: the kind of all leaves.
-        old: the old scales, in a shape that broadcasts to the array.
+        old: the old scales: one a leaf, or of a single leaf in a shape that broadcasts to it.
+        arena: where the leaves lie; None for a single leaf.
     """
 
     which: list[int]
     leaf: Leaf
     likes: list[ScaledArray]
     kind: Kind
-    old: jax.Array
+    old: Any
+    arena: Arena | None = None
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf], kinds: Sequence[Kind], which: list[int]) -> _Group:
-        """Stack leaves. A barrier keeps XLA from computing the stack again for each reader."""
+        """Pack leaves. A barrier keeps XLA from packing them again for each reader."""
         first, kind = leaves[which[0]], kinds[which[0]]
         likes = [like for i in which for like in likes_of(leaves[i])]
-        is_stack = len(likes) > 1 or isinstance(first.like, list)
-        if not is_stack:
+        if len(likes) == 1 and not isinstance(first.like, list):
             old = array_lib.align_scale(jnp.asarray(likes[0].scale, jnp.float32), first.x.ndim)
             wide = dtypes.compute_dtype(likes[0].dtype)
             x = added(first.x, likes[0].to_array(wide)) if kind.adds else first.x
             return cls(which, first._replace(x=x), likes, kind, old)
-        x, _, salt, bits = first if len(which) == 1 else _joined([leaves[i] for i in which])
-        scales = [like.scale for like in likes]
-        is_static = all(like.is_static for like in likes)
-        old = np.asarray(scales, np.float32) if is_static else jnp.stack(scales)
-        old = jnp.asarray(old, jnp.float32).reshape(len(likes), *(1,) * (x.ndim - 1))
+        arena = Arena.of([like.shape for like in likes])
+        if len(which) == 1:
+            x, _, salt, bits = first
+        else:
+            parts = [[leaves[i][n] for i in which] for n in (0, 2, 3)]
+            x, salt, bits = (None if part[0] is None else arena.pack(part) for part in parts)
+            assert x is not None
+        old = joined_scales(likes)
         if kind.adds:
-            data = jnp.stack([like.data for like in likes])
-            data = data.astype(dtypes.compute_dtype(data.dtype))
-            x = added(x, jnp.where(old == 0, 0, data * old))
+            data = arena.pack([like.data for like in likes])
+            data, rows = data.astype(dtypes.compute_dtype(data.dtype)), arena.spread(old)
+            x = added(x, jnp.where(rows == 0, 0, data * rows))
         x, salt = lax.optimization_barrier((x, salt))
-        return cls(which, Leaf(x, likes[0], salt, bits), likes, kind, old)
+        return cls(which, Leaf(x, likes[0], salt, bits), likes, kind, jnp.asarray(old), arena)
+
+    def spread(self, scale: Any) -> jax.Array:
+        """Return scales in a shape that broadcasts to the array."""
+        return self.arena.spread(scale) if self.arena else scale
+
+    def reduced(self, unit: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the largest size and the sum of squares of all that shares a scale."""
+        x, old, unit = self.leaf.x, self.spread(self.old), self.spread(unit)
+        largest, total = reduced(x, old, unit)
+        if self.arena is None:
+            return largest, total
+        rows = largest.reshape(-1), total.reshape(-1)
+        return (
+            self.arena.reduced(rows[0], lambda x: lax.reduce_max(x, (1,)), -np.inf),
+            self.arena.reduced(rows[1], lambda x: lax.reduce_sum(x, (1,)), 0),
+        )
 
     @property
     def is_scalar(self) -> bool:
@@ -195,16 +231,18 @@ class _Group:
         """Return each leaf at the given scales, or at its own scale."""
         scale = self._own_scale() if scale is None else scale.reshape(self.old.shape)
         (x, like, salt, bits), kind = self.leaf, self.kind
-        data = x * inverse(scale, 0.0).astype(x.dtype)  # a leaf of scale 0 has data 0
+        # A leaf of scale 0 has data 0.
+        data = x * self.spread(inverse(scale, 0.0)).astype(x.dtype)
         salt = salt.data if is_scaled(salt) else salt
         bits = bits_to_round(x, salt, bits, count, like.dtype, fades=kind.fades)
         data = saturate(data, like.dtype, wide=kind.wide, bits=bits, is_root=kind.is_root)
-        if data.ndim == like.ndim:
+        if self.arena is None:
             parts = [(data, scale)]
         else:
             # XLA:GPU makes a kernel for each slice that is a result, but fuses casts of slices.
             data = lax.optimization_barrier(data.astype(x.dtype))
-            parts = [(data[i].astype(like.dtype), scale[i]) for i in range(len(self.likes))]
+            rows = [leaf.astype(like.dtype) for leaf in self.arena.unpack(data)]
+            parts = list(zip(rows, elements(scale), strict=True))
         return list(map(self._leaf, parts, self.likes))
 
     def _own_scale(self) -> jax.Array:
@@ -213,14 +251,17 @@ class _Group:
         if self.kind.degree is not None:
             scale = scale_of_gradient(self.leaf.salt, self.old, self.kind.degree)
             return jnp.broadcast_to(scale, self.old.shape)
-        largest, total = reduced(self.leaf.x, self.old, inverse(self.old))
-        sizes = jnp.maximum(largest, 0), total * self.share
+        largest, total = self.reduced(inverse(self.old))
+        sizes = jnp.maximum(largest, 0), total * self.shares
         return scale_by_statistic(sizes, self.old, top_exponent(self.leaf.like.dtype), self.by_rms)
 
     @property
-    def share(self) -> float:
-        """`1 / n`, where `n` is the number of elements that share a scale."""
-        return max(1, self.old.size) / max(1, self.leaf.x.size)
+    def shares(self) -> Any:
+        """`1 / n`, where `n` is the number of elements that share a scale; for each leaf."""
+        if self.arena is None:
+            return max(1, self.old.size) / max(1, self.leaf.x.size)
+        sizes = [max(1, math.prod(shape)) for shape in self.arena.shapes]
+        return 1 / np.array(sizes, np.float32)
 
     def _leaf(self, part: tuple[jax.Array, jax.Array], like: ScaledArray) -> ScaledArray:
         data, scale = part
@@ -229,13 +270,6 @@ class _Group:
         # Scales are not negative, so this maximum is the identity. XLA:GPU makes a kernel for each
         # slice that is a result, but fuses computations on slices.
         return ScaledArray(data, jnp.maximum(scale, 0).reshape(jnp.shape(like.scale)))
-
-
-def _joined(leaves: Sequence[Leaf]) -> Leaf:
-    """Return the stack of single leaves."""
-    xs, likes, salts, bits = zip(*leaves, strict=True)
-    salt, drawn = (None if part[0] is None else jnp.stack(part) for part in (salts, bits))
-    return Leaf(jnp.stack(xs), list(likes), salt, drawn)
 
 
 def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
@@ -252,19 +286,20 @@ def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
     units = inverse(olds)
     if len(olds) > 1:  # otherwise XLA:GPU makes a kernel for each
         units = lax.optimization_barrier(units)
-    units = [units[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    starts = [*(ends - counts)]
+    units = slices(units, starts, counts)
     largest, total = (
         jnp.concatenate([x.astype(jnp.float32) for x in part])
         for part in zip(*_reduced_together(groups, units), strict=True)
     )
     top = np.repeat([top_exponent(g.leaf.like.dtype) for g in groups], counts)
     by_rms = np.repeat([g.by_rms for g in groups], counts)
-    shares = np.repeat(np.array([g.share for g in groups], np.float32), counts)
+    shares = np.concatenate([np.ravel(g.shares) for g in groups]).astype(np.float32)
     sizes = jnp.maximum(largest, 0), total * shares
     scales = scale_by_statistic(sizes, olds, top, by_rms)
     if len(top) > 1:  # otherwise each leaf's kernel computes all of them again
         scales = lax.optimization_barrier(scales)
-    return [scales[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return slices(scales, starts, counts)
 
 
 def _reduced_together(
@@ -279,7 +314,7 @@ def _reduced_together(
             rows = reduced_by_rows(x, g.old, unit)
             by_rows.setdefault(rows[0].size, {})[i] = rows
         else:
-            parts = reduced(x, g.old, unit.reshape(g.old.shape))
+            parts = g.reduced(unit.reshape(g.old.shape))
             found[i] = tuple(part.reshape(-1) for part in parts)
     for members in by_rows.values():
         largest, total = map(jnp.stack, zip(*members.values(), strict=True))

@@ -1,4 +1,4 @@
-"""An optimizer's update, evaluated on stacks of small leaves of one shape."""
+"""An optimizer's update, evaluated on arenas of small leaves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.optim import stacking
 from jax_scalify.optim.applying import widen
-from jax_scalify.optim.leaves import SMALL, Kind, Leaf
+from jax_scalify.optim.arena import SMALL, rank, row_of
+from jax_scalify.optim.leaves import Kind, Leaf
 from jax_scalify.optim.square_roots import is_leaf, is_root
 from jax_scalify.optim.stacking import Item
-from jax_scalify.optim.storing import load_stack
+from jax_scalify.optim.storing import load_arena
 
 
 def updated(
@@ -45,8 +46,8 @@ def updated(
     count, size = len(jax.tree.leaves(grads, is_leaf=is_leaf)), len(owners)
     of_param = [*range(count), *owners, *range(len(leaves) - count - size)]
     tags = [0] * count + [1] * size + [2] * (len(leaves) - count - size)
-    stacks = _stacks(leaves, of_param, tags, count) if plain else []
-    found = _on_stacks(update, leaves, tree, stacks, of_param) if stacks else None
+    arenas = _arenas(leaves, of_param, tags) if plain else []
+    found = _on_stacks(update, leaves, tree, arenas) if arenas else None
     if found is not None:
         return found[0][:count], *found[1]
     wide = [_wide(leaf, plain) for leaf in leaves]
@@ -57,16 +58,21 @@ def _on_stacks(
     update: Callable[..., Any],
     leaves: Sequence[Any],
     tree: Any,
-    stacks: Sequence[Sequence[int]],
-    of_param: Sequence[int | None],
+    arenas: Sequence[dict[int, int]],
 ) -> tuple[list[Item], Any] | None:
     """Evaluate the update on stacks. Return items and results; None if it has side effects."""
     items: list[Any] = [None] * len(leaves)
-    for which in stacks:
-        array = load_stack([leaves[i].root if is_root(leaves[i]) else leaves[i] for i in which])
-        array = jnp.square(array) if is_root(leaves[which[0]]) else array
-        found = stacking.given_stack(array, [int(of_param[i] or 0) for i in which])
-        for i, item in zip(which, found, strict=True):
+    params = {param: jnp.shape(_array(leaves[param])) for which in arenas for param in which}
+    in_order = sorted(params, key=lambda param: (*rank(params[param]), param))
+    shapes = [params[param] for param in in_order]
+    for which in arenas:
+        places = [place for place, param in enumerate(in_order) if param in which]
+        members = [which[in_order[place]] for place in places]
+        roots = [leaves[i].root if is_root(leaves[i]) else leaves[i] for i in members]
+        array = load_arena(roots)
+        array = jnp.square(array) if is_root(leaves[members[0]]) else array
+        found = stacking.given_stack(array, shapes, places)
+        for i, item in zip(members, found, strict=True):
             items[i] = item
     for i, leaf in enumerate(leaves):
         if items[i] is None:
@@ -85,12 +91,12 @@ def _wide(leaf: Any, plain: bool) -> Any:
     return widen(leaf, plain=plain)
 
 
-def _stacks(
-    leaves: Sequence[Any], of_param: Sequence[int | None], tags: Sequence[int], count: int
-) -> list[list[int]]:
-    """Return lists of positions of small leaves of one shape, ordered by parameter.
+def _arenas(
+    leaves: Sequence[Any], of_param: Sequence[int | None], tags: Sequence[int]
+) -> list[dict[int, int]]:
+    """Return the positions of small leaves that share an arena, by the number of their parameter.
 
-    A list holds gradients, or parameters, or one slot of the state such as first moments.
+    An arena holds gradients, or parameters, or one slot of the state such as first moments.
     """
     if any(dtypes.leaf_dtype(_array(leaf)) is None for leaf in leaves):
         return []
@@ -99,23 +105,21 @@ def _stacks(
         array = _array(leaf)
         if param is None or not _may_be_stacked(array):
             continue
-        like = _array(leaves[param])
-        key = (tag, *_type(array), is_root(leaf), is_scaled(leaf), *_type(like))
+        like, shape = _array(leaves[param]), jnp.shape(array)
+        if jnp.shape(like) != shape:
+            continue
+        kinds = dtypes.leaf_dtype(array), dtypes.leaf_dtype(like)
+        key = (tag, row_of(shape), *kinds, is_root(leaf), is_scaled(leaf))
         slot = 0
         while param in groups.get((*key, slot), {}):
             slot += 1
         groups.setdefault((*key, slot), {})[param] = i
-    found = [[group[param] for param in sorted(group)] for group in groups.values()]
-    return [which for which in found if len(which) > 1]
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _array(leaf: Any) -> Any:
     leaf = leaf.root if is_root(leaf) else leaf
     return leaf.data if is_scaled(leaf) else leaf
-
-
-def _type(array: Any) -> tuple[Any, ...]:
-    return jnp.shape(array), dtypes.leaf_dtype(array)
 
 
 def _may_be_stacked(array: Any) -> bool:

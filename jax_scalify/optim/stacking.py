@@ -1,14 +1,14 @@
-"""One equation for many leaves: an optimizer's update, evaluated on stacks of small leaves.
+"""One equation for many leaves: an optimizer's update, evaluated on arenas of small leaves.
 
 optax maps a function over the leaves of a tree, so the jaxpr of an update repeats each equation for
 each leaf, and XLA makes kernels for each. Here equations that do the same to several leaves are
-evaluated as one equation on their stack: elementwise equations, and reductions of whole leaves. All
-other equations are evaluated for each leaf. So this works for any optimizer: masked, wrapped, or
-dependent on the shapes of its leaves.
+evaluated as one equation on an array of all of them: elementwise equations, and reductions of whole
+leaves. All other equations are evaluated for each leaf. So this works for any optimizer: masked,
+wrapped, or dependent on the shapes of its leaves.
 
 Example: with `mu = {"a": m0, "b": m1}`, the jaxpr has `0.9 * m0 + 0.1 * g0` and
-`0.9 * m1 + 0.1 * g1`. They become `0.9 * M + 0.1 * G`, where the stacks `M` and `G` have one row
-for each parameter.
+`0.9 * m1 + 0.1 * g1`. They become `0.9 * M + 0.1 * G`, where the arenas `M` and `G` hold the leaves
+of both parameters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,21 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.base.jaxprs import evaluate
+from jax_scalify.base.pins import elements, slices
 from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.optim.arena import Arena
 
 # Calls that are inlined. Other calls may have derivative rules or scale rules.
 _INLINED = frozenset("jit pjit closed_call core_call".split())
-_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
+# Reductions, and the number that does not change their result.
+_REDUCTIONS = {
+    "reduce_sum": lambda dtype: 0,
+    "reduce_prod": lambda dtype: 1,
+    "reduce_max": lambda dtype: _ends(dtype)[0],
+    "reduce_min": lambda dtype: _ends(dtype)[1],
+    "reduce_and": lambda dtype: np.array(-1).astype(dtype),
+    "reduce_or": lambda dtype: 0,
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,23 +47,38 @@ class Stack:
 
     Attributes:
         depth: the number of equations between the inputs and the values.
-        members: the values by place, the number of their leaf.
-        array: the values in the order of their places; None until they are computed.
+        is_full: whether a value has the elements of its leaf, in their order. Otherwise it is one
+            number.
+        shapes: the shape of every leaf, by place.
+        members: the values by place. Places number the leaves in the order of their arena.
+        array: the values in the order of their places: an array of the arena, or one number a leaf;
+            None until they are computed.
     """
 
     depth: int
+    is_full: bool
+    shapes: Sequence[Any]
     members: dict[int, Item] = dataclasses.field(default_factory=dict)
     array: Any = None
 
     @functools.cached_property
-    def pinned(self) -> Any:
-        """The array behind a barrier, so that XLA does not recompute it for each leaf."""
-        return lax.optimization_barrier(self.array) if self.depth else self.array
+    def parts(self) -> dict[int, Any]:
+        """The part of each place, behind a barrier, so that XLA does not recompute it for each."""
+        array = lax.optimization_barrier(self.array) if self.depth else self.array
+        places, arena = self.places, self.arena
+        if not self.is_full:
+            return dict(zip(places, elements(array), strict=True))
+        return dict(zip(places, slices(array, arena.starts, arena.counts), strict=True))
 
     @property
     def places(self) -> list[int]:
-        """The numbers of the leaves, in order."""
+        """The places, in order."""
         return sorted(self.members)
+
+    @property
+    def arena(self) -> Arena:
+        """The arena of the members' leaves."""
+        return Arena.of([self.shapes[place] for place in self.places])
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,6 +92,7 @@ class Item:
         eqn, operands: the equation that computes it, and its operands; None for inputs.
         results: all results of this equation.
         stack, place: its stack and place, if the equation is repeated for other leaves.
+        number: the 0-d item that all its elements are, if it is a broadcast of one.
         known: its array; None until it is computed.
     """
 
@@ -78,23 +104,25 @@ class Item:
     results: Sequence[Item] = ()
     stack: Stack | None = None
     place: int = 0
+    number: Item | None = None
     known: Any = None
 
     @property
     def array(self) -> Any:
-        """The array; a slice of the stack, if it was computed in a stack."""
+        """The array; a part of the stack, if it was computed in a stack."""
         if self.known is None:
             assert self.stack is not None
-            where = self.stack.places.index(self.place)
-            self.known = lax.index_in_dim(self.stack.pinned, where, keepdims=False)
+            part = self.stack.parts[self.place]
+            self.known = lax.reshape(part, self.aval.shape) if self.aval.shape else part
         return self.known
 
 
-def given_stack(array: jax.Array, places: Sequence[int]) -> list[Item]:
-    """Return the items of an input stack; `places` are the leaves' numbers, ascending."""
-    stack = Stack(0, array=array)
-    aval = jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
-    stack.members = {place: Item(0, aval, stack=stack, place=place) for place in places}
+def given_stack(array: jax.Array, shapes: Sequence[Any], places: Sequence[int]) -> list[Item]:
+    """Return the items of an input arena of the leaves at these places, ascending."""
+    stack = Stack(0, True, shapes, array=array)
+    for place in places:
+        aval = jax.ShapeDtypeStruct(shapes[place], array.dtype)
+        stack.members[place] = Item(0, aval, stack=stack, place=place)
     return list(stack.members.values())
 
 
@@ -138,29 +166,58 @@ class _Graph:
         made: list[Item] = []
         common = any(x.is_common or x.stack is not None for x in operands)
         made += [Item(depth, var.aval, common, eqn, operands, made) for var in eqn.outvars]
-        key = _key(eqn, operands)
-        if key is None:
+        place = _place(operands)
+        if not _may_be_stacked(eqn) or place is _SEVERAL:
             return made
         [item] = made
-        places = {x.place for x in operands if x.stack is not None}
-        if not places:
-            return [self._alone.setdefault(key, item)]
-        if not item.aval.shape and any(x.is_common and x.stack is None for x in operands):
+        if place is None:
+            item.number = self._number(eqn, operands)
+            key = _key(eqn, eqn.params, operands)
+            return made if key is None else [self._alone.setdefault(key, item)]
+        found = _in_stack(eqn, operands)
+        if found is None:
+            return made
+        params, operands, is_full = found
+        key = _key(eqn, params, operands)
+        if key is None:
+            return made
+        if not is_full and any(x.is_common and x.stack is None for x in operands):
             return made  # `(s0 + s1) + s2`
-        [item.place] = places
-        item.stack = self._stacks.setdefault(key, Stack(depth))
-        return [item.stack.members.setdefault(item.place, item)]
+        shapes = next(x.stack.shapes for x in operands if x.stack is not None)
+        stack = self._stacks.setdefault(key, Stack(depth, is_full, shapes))
+        item.place, item.stack, item.operands = place, stack, operands
+        return [stack.members.setdefault(place, item)]
+
+    def _number(self, eqn: Any, operands: Sequence[Item]) -> Item | None:
+        """Return the 0-d item that all elements of the result are, if it is not 0-d itself."""
+        numbers = [x.number or x for x in operands]
+        if not eqn.outvars[0].aval.shape or any(x.aval.shape for x in numbers):
+            return None
+        if eqn.primitive.name == "broadcast_in_dim":
+            return numbers[0]
+        key = _key(eqn, eqn.params, numbers)
+        if key is None or not traits_of(eqn.primitive.name).elementwise:
+            return None
+        aval = jax.ShapeDtypeStruct((), eqn.outvars[0].aval.dtype)
+        made = Item(1 + max(x.depth for x in numbers), aval, False, eqn, numbers)
+        made.results = [made]
+        return self._alone.setdefault(key, made)
 
 
-def _key(eqn: Any, operands: Sequence[Item]) -> Any:
-    """Return a key that is equal for equations of one stack; None if it must stand alone."""
-    if not _may_be_stacked(eqn) or len({x.place for x in operands if x.stack is not None}) > 1:
-        return None
-    if any(x.stack is not None and x.aval.shape not in _shapes(eqn) for x in operands):
-        return None
+_SEVERAL = object()
+
+
+def _place(operands: Sequence[Item]) -> Any:
+    """Return the place of the operands that are in stacks; None without any, or `_SEVERAL`."""
+    places = {x.place for x in operands if x.stack is not None}
+    return _SEVERAL if len(places) > 1 else next(iter(places), None)
+
+
+def _key(eqn: Any, params: dict[str, Any], operands: Sequence[Item]) -> Any:
+    """Return a key that is equal for equal equations; None if it has no hash."""
     key = (
         eqn.primitive,
-        tuple(sorted(eqn.params.items())),
+        tuple(sorted(params.items())),
         tuple(x.stack or x for x in operands),
     )
     try:
@@ -176,16 +233,37 @@ def _may_be_stacked(eqn: Any) -> bool:
         return False
     if params.get("out_sharding") is not None:
         return False
-    if name == "reshape":
-        return params["dimensions"] is None
-    return name in _REDUCTIONS or name == "broadcast_in_dim" or traits_of(name).elementwise
+    moves = ("broadcast_in_dim", "reshape")
+    return name in _REDUCTIONS or name in moves or traits_of(name).elementwise
 
 
-def _shapes(eqn: Any) -> list[Any]:
-    """Return the shapes that an operand from a stack may have."""
-    if traits_of(eqn.primitive.name).elementwise:
-        return [(), eqn.outvars[0].aval.shape]
-    return [v.aval.shape for v in eqn.invars]
+def _in_stack(eqn: Any, operands: Sequence[Item]) -> tuple[dict[str, Any], list[Item], bool] | None:
+    """Return an equation as one on arenas; None if it depends on the shapes of leaves.
+
+    The result is its parameters without shapes, its operands with numbers in place of their
+    broadcasts, and whether its result has the elements of the leaf.
+    """
+    name, out, params = eqn.primitive.name, eqn.outvars[0].aval, dict(eqn.params)
+    if name in _REDUCTIONS:
+        [x] = operands
+        is_whole = len(params.pop("axes")) == len(x.aval.shape)
+        return (params, list(operands), False) if is_whole else None
+    if name in ("broadcast_in_dim", "reshape"):
+        [x] = operands
+        assert x.stack is not None
+        spreads = not x.stack.is_full and name == "broadcast_in_dim" and not x.aval.shape
+        is_leaf = spreads and out.shape == x.stack.shapes[x.place]
+        stays = x.stack.is_full and (name == "reshape" or out.shape == x.aval.shape)
+        stays = stays and params.get("dimensions") is None
+        return ({}, list(operands), True) if is_leaf or stays else None
+    is_full = any(x.stack is not None and x.stack.is_full for x in operands)
+    found = []
+    for x in operands:
+        x = x.number or x if x.stack is None else x
+        if x.aval.shape and (x.stack is None or x.aval.shape != out.shape):
+            return None
+        found.append(x)
+    return (params, found, is_full) if is_full or not out.shape else None
 
 
 def _in_order(results: Sequence[Item]) -> list[Item | Stack]:
@@ -221,48 +299,72 @@ def _compute(unit: Item | Stack) -> None:
         return
     eqn = unit.eqn
     params = eqn.primitive.get_bind_params(eqn.params)
-    out = eqn.primitive.bind(*(x.array for x in unit.operands), **params)
+    pairs = zip(unit.operands, eqn.invars, strict=True)
+    is_number = not unit.aval.shape
+    operands = [x.array if is_number else _broadcast(x.array, v.aval.shape) for x, v in pairs]
+    out = eqn.primitive.bind(*operands, **params)
     for item, array in zip(unit.results, out if eqn.primitive.multiple_results else [out]):
         item.known = array
 
 
+def _ends(dtype: Any) -> tuple[Any, Any]:
+    """Return the smallest and the largest number of a dtype."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf, np.inf
+    info = None if jnp.issubdtype(dtype, jnp.bool_) else jnp.iinfo(dtype)
+    return (False, True) if info is None else (info.min, info.max)
+
+
+def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
+    return x if jnp.shape(x) == shape else jnp.broadcast_to(x, shape)
+
+
 def _stacked(stack: Stack) -> Any:
     """Return the array of a stack whose operands are computed."""
-    places = stack.places
+    places, arena = stack.places, stack.arena
     items = [stack.members[p] for p in places]
-    eqn, shape, count = items[0].eqn, items[0].aval.shape, len(items)
+    eqn = items[0].eqn
     name, params = eqn.primitive.name, dict(eqn.params)
-    operands = []
-    for parts in zip(*(item.operands for item in items), strict=True):
-        first = parts[0]
-        if first.stack is None:
-            operands.append(first.array)
-        elif first.stack.places == places:
-            operands.append(first.stack.array)
-        else:
-            operands.append(jnp.stack([part.array for part in parts]))
-    stacks = [items[0].operands[i].stack is not None for i in range(len(operands))]
+    parts = list(zip(*(item.operands for item in items), strict=True))
+    operands = [_operand(part, places) for part in parts]
     if name in _REDUCTIONS:
-        params["axes"] = tuple(a + 1 for a in params["axes"])
-    elif name == "broadcast_in_dim":
-        params["shape"] = (count, *shape)
-        params["broadcast_dimensions"] = (0, *(d + 1 for d in params["broadcast_dimensions"]))
-    elif name == "reshape":
-        params["new_sizes"] = (count, *shape)
-    else:
+
+        def reduce(x: jax.Array, first: int = 1) -> jax.Array:
+            axes = tuple(range(first, x.ndim))
+            bound = eqn.primitive.get_bind_params(params | {"axes": axes})
+            return eqn.primitive.bind(x, **bound)
+
+        [x] = operands
+        is_full = parts[0][0].stack.is_full
+        neutral = _REDUCTIONS[name](x.dtype)
+        return arena.reduced(reduce(x), reduce, neutral) if is_full else x
+    if name == "reshape":
+        return operands[0]
+    if stack.is_full:
+        shape = (sum(arena.counts), *arena.row)
+        numbers = [x.stack is not None and not x.stack.is_full for x, *_ in parts]
         operands = [
-            _filled(x, is_stack, (count, *shape), name == "select_n" and i > 0)
-            for i, (x, is_stack) in enumerate(zip(operands, stacks, strict=True))
+            _broadcast(arena.spread(x), shape) if is_number else x
+            for x, is_number in zip(operands, numbers, strict=True)
         ]
+    else:
+        shape = (len(places),)
+    if name == "broadcast_in_dim":
+        return operands[0]
+    if name == "select_n":  # its cases have one shape
+        operands[1:] = [_broadcast(x, shape) for x in operands[1:]]
     return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
 
 
-def _filled(x: Any, is_stack: bool, shape: tuple[int, ...], is_case: bool) -> Any:
-    """Broadcast an elementwise operand to the shape of the stack. Numbers stay 0-d if possible."""
-    if jnp.shape(x) == shape or not jnp.ndim(x) and not is_case:
-        return x
-    start = 0 if is_stack else 1
-    return lax.broadcast_in_dim(x, shape, tuple(range(start, start + jnp.ndim(x))))
+def _operand(parts: Sequence[Item], places: list[int]) -> Any:
+    """Return the array of an operand of a stack: of these leaves, in their order."""
+    stack = parts[0].stack
+    if stack is None:
+        return parts[0].array
+    if stack.places == places:
+        return stack.array
+    which = [stack.places.index(place) for place in places]
+    return stack.arena.taken(stack.array, which, is_full=stack.is_full)
 
 
 def trace(function: Callable[..., Any], operands: Sequence[Any], tree: Any) -> tuple[Any, Any]:

@@ -14,13 +14,16 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
+from jax_scalify.base.pins import elements
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.optim.arena import Arena
 from jax_scalify.optim.leaves import (
     Kind,
     Leaf,
     added,
     has_one_scale,
     is_fixed,
+    joined_scales,
     likes_of,
     split,
     stored,
@@ -70,12 +73,13 @@ def _cast(leaf: Leaf, kind: Kind, count: jax.Array | None) -> Any:
     """Return a leaf without a scale, in the dtype of its `like`; for a stack, a list of leaves."""
     x, like, salt, bits = leaf
     is_stack = isinstance(like, list)
+    arena = Arena.of([one.shape for one in like]) if is_stack else None
     if kind.adds:
-        x = added(x, jnp.stack(like) if is_stack else like)
+        x = added(x, arena.pack(like) if arena else like)
     dtype = likes_of(leaf)[0].dtype
     bits = bits_to_round(x, salt, bits, count, dtype, fades=kind.fades)
     out = saturate(x, dtype, wide=kind.wide, bits=bits, is_root=kind.is_root)
-    return [out[i] for i in range(len(like))] if is_stack else out
+    return arena.unpack(out) if arena else out
 
 
 @_store.defscale
@@ -147,8 +151,8 @@ def _with_array(x: Any) -> ScaledArray:
     return ScaledArray(x.data, scale)
 
 
-def load_stack(leaves: Sequence[Any]) -> jax.Array:
-    """Return the values of leaves of one shape and dtype, stacked, in at least float32."""
+def load_arena(leaves: Sequence[Any]) -> jax.Array:
+    """Return the arena of the values of leaves of one dtype, in at least float32."""
     if any(map(is_scaled, leaves)):
         return _loaded(list(leaves))
     return _load(list(leaves))
@@ -156,19 +160,19 @@ def load_stack(leaves: Sequence[Any]) -> jax.Array:
 
 @custom_scale(keeps_plain=True)
 def _load(leaves: list[Any]) -> jax.Array:
-    return jnp.stack([x.astype(dtypes.compute_dtype(x.dtype)) for x in leaves])
+    data = Arena.of([x.shape for x in leaves]).pack(leaves)
+    return data.astype(dtypes.compute_dtype(data.dtype))
 
 
 @_load.defscale
 def _loaded(leaves: list[Any]) -> jax.Array:
+    arena = Arena.of([x.shape for x in leaves])
     if all(map(is_scaled, leaves)):
         leaves = list(map(_with_array, leaves))
         if not any(jnp.ndim(x.scale) for x in leaves):
-            data = jnp.stack([x.data for x in leaves])
-            data = data.astype(dtypes.compute_dtype(data.dtype))
-            scales = jnp.stack([jnp.asarray(x.scale, data.dtype) for x in leaves])
-            return data * scales.reshape(len(leaves), *(1,) * (data.ndim - 1))
-    return jnp.stack(list(map(_value, leaves)))
+            data = _load.__wrapped__([x.data for x in leaves])
+            return data * arena.spread(joined_scales(leaves)).astype(data.dtype)
+    return arena.pack(list(map(_value, leaves)))
 
 
 def read_together(leaves: Sequence[Any]) -> list[Any]:
@@ -198,6 +202,6 @@ def _with_one_array_of_scales(leaves: list[Any]) -> list[Any]:
     if len(which) > 1:
         scales = jnp.stack([jnp.asarray(leaves[i].scale, jnp.float32) for i in which])
         scales = lax.optimization_barrier(scales)
-        for n, i in enumerate(which):
-            leaves[i] = ScaledArray(leaves[i].data, scales[n])
+        for i, scale in zip(which, elements(scales), strict=True):
+            leaves[i] = ScaledArray(leaves[i].data, scale)
     return leaves

@@ -1,0 +1,134 @@
+"""Small leaves in one array, an arena, so that XLA makes one kernel for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_scalify.base.pins import slices
+
+# Leaves with at most this many elements lie in an arena.
+SMALL = 2**16
+# The elements of a row, where leaves of several shapes share an arena.
+_LANES = 128
+
+Shape = tuple[int, ...]
+
+
+def row_of(shape: Shape) -> Shape:
+    """Return the shape of the rows in which a leaf lies in an arena.
+
+    Where devices share a leaf, its rows have its own shape: XLA would have to gather the leaf to
+    cut it into other rows.
+    """
+    size = math.prod(shape)
+    fits = size > 0 and size % _LANES == 0
+    return (_LANES,) if fits and not _may_be_shared() else shape
+
+
+def _may_be_shared() -> bool:
+    return jax.device_count() > 1 or not jax.sharding.get_abstract_mesh().empty
+
+
+def rank(shape: Shape) -> tuple[Any, ...]:
+    """Return a key that sorts shapes for an arena: leaves of equal size stand together."""
+    return math.prod(shape), shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Arena:
+    """How leaves lie in an array of shape `(rows, *row)`: each in its rows, one after the other.
+
+    Attributes:
+        shapes: the shapes of the leaves, sorted by `rank`.
+        row: the shape of a row, of which each leaf fills a whole number.
+    """
+
+    shapes: tuple[Shape, ...]
+    row: Shape
+
+    @classmethod
+    def of(cls, shapes: Sequence[Shape]) -> Arena:
+        """Return the arena of leaves whose rows have one shape."""
+        return _arena(tuple(shapes), row_of(shapes[0]))
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """The number of rows of each leaf."""
+        size = math.prod(self.row)
+        return [math.prod(shape) // size if size else 1 for shape in self.shapes]
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The first row of each leaf."""
+        return [0, *itertools.accumulate(self.counts[:-1])]
+
+    def pack(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """Return the array in which these leaves lie."""
+        if set(self.shapes) == {self.row}:
+            return jnp.stack(leaves)
+        pairs = zip(leaves, self.counts, strict=True)
+        return lax.concatenate([lax.reshape(x, (n, *self.row)) for x, n in pairs], 0)
+
+    def unpack(self, array: jax.Array) -> list[jax.Array]:
+        """Return the leaves that lie in an array."""
+        parts = slices(array, self.starts, self.counts)
+        return [lax.reshape(x, shape) for x, shape in zip(parts, self.shapes, strict=True)]
+
+    def spread(self, numbers: Any) -> Any:
+        """Return one number a leaf, `(leaves,)`, as one a row, in a shape that broadcasts."""
+        shape = (sum(self.counts), *(1,) * len(self.row))
+        if isinstance(numbers, np.ndarray):
+            return np.repeat(numbers, self.counts).reshape(shape)
+        if set(self.counts) != {1}:
+            places = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
+            numbers = _at(numbers, places)
+        return lax.reshape(numbers, shape)
+
+    def reduced(
+        self, rows: jax.Array, reduce: Callable[[jax.Array], jax.Array], neutral: Any
+    ) -> jax.Array:
+        """Reduce one number a row, `(rows,)`, to one a leaf.
+
+        Args:
+            rows: the numbers.
+            reduce: reduces the last axis of an array of two axes.
+            neutral: the number that does not change the result, as 0 in a sum.
+        """
+        most = max(self.counts)
+        if set(self.counts) == {most}:
+            return rows if most == 1 else reduce(lax.reshape(rows, (len(self.counts), most)))
+        counts, starts = (np.array(x, np.int32)[:, None] for x in (self.counts, self.starts))
+        place = lax.broadcasted_iota(np.int32, (len(counts), most), 1)
+        found = _at(rows, jnp.minimum(starts + place, len(rows) - 1))
+        return reduce(jnp.where(place < counts, found, np.array(neutral, rows.dtype)))
+
+    def taken(self, array: jax.Array, which: Sequence[int], *, is_full: bool) -> jax.Array:
+        """Return the rows, or the numbers if not `is_full`, of some leaves, by position."""
+        starts, counts = (self.starts, self.counts) if is_full else (range(len(self.shapes)), None)
+        runs: list[list[int]] = []
+        for i in which:
+            start, count = starts[i], 1 if counts is None else counts[i]
+            if runs and runs[-1][1] == start:
+                runs[-1][1] += count
+            else:
+                runs.append([start, start + count])
+        return jnp.concatenate([lax.slice_in_dim(array, *run) for run in runs])
+
+
+def _at(numbers: jax.Array, places: Any) -> jax.Array:
+    return numbers.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+@functools.lru_cache(maxsize=128)
+def _arena(shapes: tuple[Shape, ...], row: Shape) -> Arena:
+    return Arena(shapes, row)
