@@ -38,43 +38,79 @@ SEED = 0
 INTRO = """\
 # Looking at the numbers
 
+This page shows how to find the tensor, the line or the matmul that makes a training step go wrong.
+In the examples, `update` is the jitted and scalified step of [the first page](index.md), `args` are
+its arguments, and `seen` is a [report](#a-report-of-a-step) of it.
+
+## Which tool
+
+Tools without a module are functions of `jsa.numerics`.
+
+| symptom | tool | remedy |
+| --- | --- | --- |
+| the loss is nan or infinite | `find_nonfinite(update)(*args)` | Do what its `remedy` says, and \
+skip steps whose gradient [exploded](limits.md#exploding-gradients). |
+| the loss is finite, but results differ from float32 | `suggest(seen)` | Give the tensor \
+that it names another scale, or [scales per channel](limits.md#one-scale-for-a-whole-array). |
+| the loss stops falling late in training | `track(update)`, `plot_scales` | Store weights and \
+moments that underflow with `jsa.optim.apply_updates` and `jsa.optim.low_precision` \
+([optimizers](limits.md#optimizers)). |
+| the loss gets worse with frozen scales | `calibration.guard(state)` | \
+[Calibrate again](start.md#without-statistics) from the current state. |
+| the loss in FP8 is higher than expected | `check_fp8(update, *args)` | Keep the embedding, the \
+head and the router in 16 bits, or [use FP8 in the backward pass only](\
+fp8.md#if-the-loss-is-worse-in-fp8). |
+| FP8 is no faster | `check_fp8(update, *args)` on the GPU, column `kernel` | Change the \
+matmuls that fell back so that they meet the \
+[conditions of an FP8 kernel](fp8.md#what-becomes-an-fp8-kernel). |
+| the step saves no memory | `check_fp8(update, *args)`, operands `f32` | Cast the batch, position \
+table or embedding that [is still float32](frameworks.md#is-it-float16). |
+| elements at the largest number: data saturates | `print(seen)`, the third number of \
+`lost` | Call `jsa.dynamic_rescale` on the value, or \
+[calibrate the step](limits.md#stored-float16-saturates-or-is-infinite). |
+| gradients are zero | `seen.filter(phase="backward")` | Take the derivative \
+[inside `scalify`](limits.md#derivatives), or rescale the cotangent that underflows with \
+[`jsa.ops.dynamic_rescale_l2_grad`](optimizers.md#scales-by-hand). |
+| the first step is slow to compile | `compile_report(update, *args).seconds`, before \
+the first call | Make scales static, and put equal layers into a \
+[`jax.lax.scan`](limits.md#when-not-to-use-it). |
+| every step compiles again | `jsa.tree.check_same_structure(new_state, state)` | End the step \
+with [`jsa.match_scales`](errors.md#new-differs-from-like-so-that-it-compiles-again). |
+| a warning appears | the line in the message | Look the message up in \
+[errors and warnings](errors.md), which says what causes it and what to do. |
+
+- `report`, `find_nonfinite` and `track` run the step. They take the function and return a function
+  of its arguments: `report(update)(*args)`.
+- `check_fp8` and `compile_report` run nothing. They trace and compile, and take the arguments
+  directly: `check_fp8(update, *args)`. With `target="h100"` they compile for a GPU that need not be
+  there ([on GPUs and TPUs](accelerators.md)).
+- `find_nonfinite` returns the line that makes the first nan or infinity, its operands and a remedy,
+  or None if everything is finite. Pass the last arguments that were finite: save them, or repeat
+  the step that went wrong.
+
+## A report of a step
+
 `jsa.numerics.report` runs a step once and measures every value that the step computes: its scale,
-its range, a histogram of its exponents, and what a format would lose of it. In the examples,
-`update` is the jitted and scalified step of [the first page](index.md), and `args` are its
-arguments:
+its range, a histogram of its exponents, and what a format would lose of it:
 
 ```python
 args = params, opt_state, batch
-report = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(*args)
-print(report)  # the worst first
-print(report.underflowing("float16"))  # what float16 would make zero
-print(jsa.numerics.suggest(report))  # what to do about it, in sentences
-report.to_html("report.html")  # every value, to be sorted and searched
-jsa.numerics.plot_histogram(report, "report.png")
+seen = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(*args)
+print(seen)  # the worst first
+print(seen.underflowing("float16"))  # what float16 would make zero
+print(jsa.numerics.suggest(seen))  # what to do about it, the most important first
+seen.to_html("report.html")  # every value, to be sorted and searched
+jsa.numerics.plot_histogram(seen, "report.png")
 ```
 
 The step may be jitted or not, and scalified or not. `report` computes its equations one by one and
 brings every value to the host, so it is much slower than the step. Use it now and then, and `track`
 during training.
 
-`report`, `find_nonfinite` and `track` run the step. They take the function and return a function of
-its arguments: `report(update)(*args)`. `check_fp8` and `compile_report` run nothing. They trace and
-compile, and take the arguments directly: `check_fp8(update, *args)`.
+## Many steps
 
-## Which tool
-
-- **Which values are badly scaled, and what should I do?** `jsa.numerics.suggest(report)` says so
-  in sentences, the most important first.
-- **Which line makes the first nan or infinity?** `jsa.numerics.find_nonfinite(update)(*args)`
-  returns the line, its operands and a remedy, or None if everything is finite. Pass the last
-  arguments that were finite: save them, or repeat the step that went wrong.
-- **Are matmuls FP8?** `jsa.numerics.check_fp8(update, *args)` checks, even without a GPU
-  ([FP8](fp8.md#is-it-fp8)).
-- **What does the step cost on a GPU or TPU?**
-  `jsa.numerics.compile_report(update, *args, target="h100")` ([on GPUs and
-  TPUs](accelerators.md)).
-- **How do scales and ranges move over training?** `jsa.numerics.track` returns the step with one
-  more result. In every N-th call it is a record of the selected values, otherwise None:
+`jsa.numerics.track` returns the step with one more result. In every N-th call it is a record of the
+selected values, otherwise None:
 
 ```python
 tracked = jsa.numerics.track(update, ["args[0]", "backward/*dot_general*"], every=100)
