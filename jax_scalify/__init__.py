@@ -39,6 +39,7 @@ from jax_scalify.ops.scaling import (
     set_scaling,
     stop_scaling,
 )
+from jax_scalify.passes.setup import SetupWarning
 from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.storage.packing import pack_scales, unpack_scales
 from jax_scalify.transform import scalify
@@ -57,6 +58,7 @@ __all__ = [
     "Pow2RoundMode",
     "ScaledArray",
     "ScalifyConfig",
+    "SetupWarning",
     "as_scaled_array",
     "asarray",
     "calibrate",

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -37,6 +39,7 @@ from jax_scalify.interpreter.tracing import argument_name, trace
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.passes.averages import report_lost_averages
 from jax_scalify.passes.pruning import pruned
+from jax_scalify.passes.setup import SetupWarning, nothing_scaled, wide_matmuls
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
@@ -105,6 +108,15 @@ def scalify(
             "`jsa.calibrate` and `jsa.Calibration.load` return one."
         )
 
+    name = getattr(fun, "__name__", type(fun).__name__)
+    warned: set[Any] = set()
+
+    def warn_once(find: Callable[..., str | None], *found: Any) -> None:
+        message = None if find in warned or _is_inside.get() else find(name, *found)
+        if message is not None:
+            warned.add(find)
+            warnings.warn(message, SetupWarning, stacklevel=3)
+
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
         active = config or current_config()
@@ -112,16 +124,22 @@ def scalify(
         check_scaled(kwargs, "kwargs")
         if calibration is not None and kwargs:
             args, kwargs = _by_position(fun, args, kwargs)
-        traced = trace(fun, args, kwargs, takes_blocks=True)
+        token = _is_inside.set(True)
+        try:
+            traced = trace(fun, args, kwargs, takes_blocks=True)
+        finally:
+            _is_inside.reset(token)
         closed, operands = traced.closed, traced.operands
+        names = list(map(argument_name, traced.paths))
         used = {eqn.primitive for eqn in all_equations(closed.jaxpr)}
         if not any(map(is_scaled, operands)) and primitives.set_scaling_p not in used:
+            warn_once(nothing_scaled, operands, names)
             out = jex_core.jaxpr_as_fun(closed)(*operands)
         else:
             report_lost_averages(closed.jaxpr)
+            warn_once(wide_matmuls, closed.jaxpr, operands, names)
             plan = None
             if calibration is not None:
-                names = list(map(argument_name, traced.paths))
                 plan = _Plan(closed.jaxpr.eqns, calibration, names)
             call = functools.partial(_scale_call, config=active, plan=plan)
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
@@ -131,6 +149,10 @@ def scalify(
         return traced.unflatten(out)
 
     return scalified
+
+
+# Whether a function is traced for `scalify`: another `scalify` in it is given plain arrays.
+_is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
 def _by_position(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:

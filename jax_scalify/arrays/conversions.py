@@ -68,7 +68,7 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
         >>> print(scaled_array(jnp.ones(2), 6.0).to_array())
         [6. 6.]
     """
-    dtype = None if dtype is None else dtypes.as_floating(dtype, "dtype")
+    dtype = None if dtype is None else dtypes.as_data_dtype(dtype, "dtype")
     if dtype is not None and dtype.kind != "c" and np.iscomplexobj(data):
         raise TypeError(
             f"`dtype` must be complex as `data` is, got {dtype}, which has no imaginary part. For "
@@ -295,7 +295,7 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
         >>> print(asarray(x, jnp.float32))
         [0.00119209]
     """
-    check_scaled(tree, any_scale=True)
+    check_scaled(tree, for_values=True)
 
     def convert(leaf: Any, path: tuple) -> Any:
         is_ours = is_array_of_ours(leaf)
@@ -328,7 +328,7 @@ def to_numbers(tree: Any) -> Any:
         >>> print(json.dumps(jsa.to_numbers(metrics), default=np.ndarray.tolist))
         {"classes": [1.0, 1.0], "loss": 0.5, "step": 3}
     """
-    check_scaled(tree, any_scale=True)
+    check_scaled(tree, for_values=True)
 
     def check(leaf: Any, path: tuple) -> Any:
         if any(map(_compat.is_traced, jax.tree.leaves(leaf))):

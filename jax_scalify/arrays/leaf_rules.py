@@ -45,7 +45,7 @@ class Options:
         """Check the arguments that are not rules."""
         return cls(
             scale if callable(scale) else _known_statistic(scale),
-            dtype if _is_rule(dtype) or dtype is None else dtypes.as_floating(dtype, "dtype"),
+            dtype if _is_rule(dtype) or dtype is None else dtypes.as_data_dtype(dtype, "dtype"),
             axis if callable(axis) else _own_axes(axis),
             check_scale_dtype(scale_dtype),
             block if callable(block) else _known_block(block),
@@ -67,7 +67,7 @@ class Options:
             return None
         try:
             scale = _known_statistic(said["scale"]) if "scale" in said else self.scale
-            dtype = dtypes.as_floating(said["dtype"], "dtype") if "dtype" in said else self.dtype
+            dtype = dtypes.as_data_dtype(said["dtype"], "dtype") if "dtype" in said else self.dtype
             axis = _axes_of(leaf, said["axis"]) if "axis" in said else self.axis
             if not isinstance(scale, str) and scale is not None and "scale" in said:
                 check_scale(scale, leaf.data if is_scaled(leaf) else jnp.asarray(leaf))

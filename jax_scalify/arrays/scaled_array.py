@@ -23,9 +23,10 @@ from jax_scalify.base.stochastic_rounding import cast
 class ScaledArray:
     """A tensor `data * scale`, with `scale` a power of two.
 
-    Arithmetic raises, because it belongs under `scalify`. Comparisons (`==`, `<`, ...) compare
-    values, element by element, in at least float32. A Python number is first rounded to the
-    precision of `dtype`, as in JAX. A hash identifies the object, not its values.
+    Arithmetic and `jax.numpy` raise, because they belong under `scalify`; of a single number, as a
+    loss is, they return plain arrays. Comparisons (`==`, `<`, ...) compare values, element by
+    element, in at least float32. A Python number is first rounded to the precision of `dtype`, as
+    in JAX. A hash identifies the object, not its values.
 
     Attributes:
         data: array of any floating dtype, ideally close to unit RMS.
@@ -98,7 +99,7 @@ class ScaledArray:
         return rescale_data(self.data, align_scale(self.scale, self.ndim), dtype)
 
     def block_until_ready(self) -> ScaledArray:
-        """Wait until data and scale are computed. Return the array."""
+        """Wait until data and scale are computed."""
         return jax.block_until_ready(self)
 
     def item(self) -> float | complex:
@@ -121,6 +122,9 @@ class ScaledArray:
     def __float__(self) -> float:
         return float(self.__array__(np.float64))
 
+    def __int__(self) -> int:
+        return int(float(self))
+
     def __bool__(self) -> bool:
         return bool(self != 0)
 
@@ -128,9 +132,14 @@ class ScaledArray:
         return format(float(self), spec) if spec else str(self)
 
     def __repr__(self) -> str:
-        return f"ScaledArray(data={self.data!r}, scale={self.scale!r})"
+        is_valid = is_packed(self) or may_be_powers_of_two(self.scale)
+        problem = "" if is_valid else ", which is no power of two"
+        return f"ScaledArray(data={self.data!r}, scale={self.scale!r}{problem})"
 
     def __getattr__(self, name: str) -> Any:
+        # With `__jax_array__`, JAX takes the array as a value. Without, it leaves operators to it.
+        if name == "__jax_array__" and _is_number(self):
+            return lambda: _comparable(self, None)
         raise AttributeError(f"A ScaledArray has no `{name}`. {_ADVICE}")
 
 
@@ -150,15 +159,25 @@ _REFUSED = {
 }
 
 
-def _refusal(symbol: str) -> Any:
-    def refuse(self: ScaledArray, *operands: Any) -> Any:
-        raise TypeError(f"A ScaledArray has no `{symbol}`. {_ADVICE}")
+def _is_number(x: ScaledArray) -> bool:
+    """Return whether an array is a single number."""
+    return _has_values(x) and not x.ndim
 
-    return refuse
+
+def _operator(name: str, symbol: str) -> Any:
+    def compute(self: ScaledArray, *operands: Any) -> Any:
+        if not (_is_number(self) and all(_is_number(x) for x in operands if is_scaled(x))):
+            raise TypeError(f"A ScaledArray has no `{symbol}`. {_ADVICE}")
+        if name == "__round__":
+            return round(float(self), *operands)
+        wide = [_comparable(x, None) if is_scaled(x) else x for x in operands]
+        return getattr(_comparable(self, None), name)(*wide)
+
+    return compute
 
 
 for _name, _symbol in _REFUSED.items():
-    setattr(ScaledArray, _name, _refusal(_symbol))
+    setattr(ScaledArray, _name, _operator(_name, _symbol))
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
@@ -194,10 +213,8 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 def _flatten_with_keys(array: ScaledArray) -> tuple[tuple, float | None]:
-    data = (tree_util.GetAttrKey("data"), array.data)
-    if array.is_static:
-        return (data,), float(array.scale)
-    return (data, (tree_util.GetAttrKey("scale"), array.scale)), None
+    children, static_scale = _flatten(array)
+    return tuple(zip(map(tree_util.GetAttrKey, ("data", "scale")), children)), static_scale
 
 
 def _flatten(array: ScaledArray) -> tuple[tuple, float | None]:
@@ -237,19 +254,21 @@ def is_packed(leaf: Any) -> bool:
     return is_scaled(leaf) and not leaf.is_static and getattr(leaf.scale, "dtype", None) == PACKED
 
 
-def check_scaled(tree: Any, name: str = "tree", *, any_scale: bool = False) -> None:
+def check_scaled(tree: Any, name: str = "tree", *, for_values: bool = False) -> None:
     """Raise if a `ScaledArray` of a tree is invalid. The message names the leaf.
 
     The data must be a floating array. The scale must have a shape that fits, and must not be packed
-    for storage. A concrete scale must be a power of two, or 0 if the data is zero. `any_scale`
-    skips the checks of the scale's values, for `data * scale`, which is right for any scale.
+    for storage. A concrete scale must be a power of two, or 0 if the data is zero. `for_values`
+    allows packed scales, and 0 with any data, for `data * scale`, which they do not change.
     """
     for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
         if is_scaled(leaf):
             where = f"{name}{tree_util.keystr(path)}"
             _check_form(leaf, f"{where}.")
-            if not any_scale:
+            if not (for_values and is_packed(leaf)):
                 _check_powers(leaf, where)
+            if not for_values:
+                _check_zeros(leaf, where)
 
 
 def _check_form(x: ScaledArray, prefix: str = "") -> None:
@@ -271,7 +290,7 @@ def _check_form(x: ScaledArray, prefix: str = "") -> None:
 
 
 def _check_powers(x: ScaledArray, where: str) -> None:
-    """Raise if a concrete scale is not a power of two, or 0 with nonzero data."""
+    """Raise if a concrete scale is not a power of two or 0."""
     if is_packed(x):
         raise TypeError(
             f"`{where}` has a scale that is packed for storage ({PACKED}). Unpack the state "
@@ -279,9 +298,14 @@ def _check_powers(x: ScaledArray, where: str) -> None:
         )
     if not may_be_powers_of_two(x.scale):
         raise ValueError(
-            f"`{where}.scale` must be a power of two or 0, got {x.scale!r}. "
-            "`jsa.as_scaled_array(jsa.asarray(x))` is of the same value, with such a scale."
+            f"`{where}.scale` must be a power of two or 0, got {x.scale!r}. Has optax or "
+            "`jax.tree.map` computed on data and scale as two leaves? Put `@jsa.scalify` on the "
+            "whole step. If the scale is meant, take `jsa.scaled_array(x.data, x.scale)`."
         )
+
+
+def _check_zeros(x: ScaledArray, where: str) -> None:
+    """Raise if a concrete scale is 0 and the data is not."""
     if _is_known(x.scale) and _is_known(x.data) and np.any(np.asarray(x.scale) == 0):
         if _is_lost(x.data, along_leading_axes(np.asarray(x.scale), x.ndim)):
             raise ValueError(f"`{where}.scale` 0 needs data that is zero, got data that is not.")
@@ -303,7 +327,8 @@ def may_be_powers_of_two(scale: Any) -> bool:
     if not _is_known(scale):
         return True
     values = np.asarray(scale, np.float64)
-    return bool(np.all((values == 0) | (np.frexp(values)[0] == 0.5)))
+    is_zero = (values == 0) & ~np.signbit(values)
+    return bool(np.all(is_zero | (np.frexp(values)[0] == 0.5)))
 
 
 def along_leading_axes(scale: Any, ndim: int) -> Any:

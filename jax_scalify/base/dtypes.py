@@ -36,6 +36,22 @@ def as_floating(dtype: Any, name: str, *, real: bool = False) -> Any:
     return found
 
 
+def as_data_dtype(dtype: Any, name: str) -> Any:
+    """Return `dtype` as a dtype of a `ScaledArray`'s data.
+
+    Raises:
+        TypeError: if `dtype` is not a floating-point dtype, or if it is float8_e4m3, where
+            float8_e4m3fn is meant. The message calls it `name`.
+    """
+    found = as_floating(dtype, name)
+    if found == jnp.float8_e4m3:
+        raise TypeError(
+            f"`{name}` must not be float8_e4m3, the format of IEEE, which no GPU and no TPU "
+            "multiplies: `jnp.float8_e4m3fn` is the E4M3 that they have."
+        )
+    return found
+
+
 @functools.cache
 def is_narrow_float(dtype: Any) -> bool:
     """Return whether a dtype is a float of at most 8 bits. Casts to it saturate."""

@@ -311,5 +311,8 @@ def _warn_once(eqn: JaxprEqn, config: ScalifyConfig, message: str) -> None:
         return
     _warned.add(eqn.primitive.name)
     warnings.warn(
-        f"{message}: it is evaluated on dequantised values.", DequantisedWarning, stacklevel=2
+        f"{message}: it is evaluated on dequantised values. The result is right where the dtype "
+        "holds the values themselves, and its scale starts anew.",
+        DequantisedWarning,
+        stacklevel=2,
     )

@@ -48,8 +48,10 @@ def checked_array(x: Any, name: str = "x") -> Any:
     return jnp.asarray(x)
 
 
-def _checked_scale(scale: Any, x: Any) -> jax.Array:
-    array_lib.check_scale(scale, x)
+def _checked_scale(scale: Any, x: Any, name: str = "scale") -> jax.Array:
+    array_lib.check_scale(scale, x, name)
+    if not array_lib.may_be_powers_of_two(scale):
+        raise ValueError(f"`{name}` must be a power of two or 0, got {scale!r}.")
     return jnp.asarray(scale, current_config().scale_dtype)
 
 
@@ -75,10 +77,11 @@ def set_scaling(x: Any, scale: Any) -> Any:
     Args:
         x: array of a floating dtype, or a `ScaledArray`. Other arrays are returned unchanged.
         scale: finite and non-negative. Its shape is `()`, or the rank of `x` with each dim 1 or
-            equal, or a lower rank along the leading axes. It is rounded down to a power of two.
+            equal, or a lower rank along the leading axes. A traced scale is rounded down to a power
+            of two.
 
     Raises:
-        ValueError: if a concrete `scale` is negative, nan or infinite, or its shape does not fit.
+        ValueError: if a concrete `scale` is not a power of two or 0, or its shape does not fit.
 
     Example:
         >>> f = jsa.scalify(lambda x: jsa.set_scaling(x, 4.0))
@@ -98,7 +101,7 @@ def rebalance_scale(x: Any, factor: Any) -> Any:
     Outside, the result is `x`.
 
     Raises:
-        ValueError: if a concrete `factor` is negative, nan or infinite, or its shape does not fit.
+        ValueError: if a concrete `factor` is not a power of two or 0, or its shape does not fit.
 
     Example:
         >>> f = jsa.scalify(lambda x: jsa.rebalance_scale(x, 8.0))
@@ -110,7 +113,7 @@ def rebalance_scale(x: Any, factor: Any) -> Any:
     x = checked_array(x)
     if not dtypes.is_scalable(x.dtype):
         return x
-    return rebalance_scale_p.bind(x, _checked_scale(factor, x))
+    return rebalance_scale_p.bind(x, _checked_scale(factor, x, "factor"))
 
 
 def get_data_and_scale(x: Any) -> tuple[Any, Any]:
@@ -159,7 +162,7 @@ def stop_scaling(tree: Any, dtype: Any = None) -> Any:
             return leaf
         return stop_scaling_p.bind(x if dtype is None else x.astype(dtypes.of_leaf(x.dtype, dtype)))
 
-    array_lib.check_scaled(tree, any_scale=True)
+    array_lib.check_scaled(tree, for_values=True)
     return jax.tree.map(stop, tree, is_leaf=is_array_of_ours)
 
 

@@ -98,3 +98,15 @@ def test_paths_and_leaves_are_those_of_jax():
 def test_refusals(rules, error, message):
     with pytest.raises(error, match=message):
         jsa.as_scaled_array(PARAMS, **rules)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3", jnp.float8_e4m3])
+def test_the_e4m3_that_no_accelerator_has_is_refused(dtype):
+    x = jnp.ones(3)
+    for convert in (
+        lambda: jsa.as_scaled_array(x, scale="rms", dtype=dtype),
+        lambda: jsa.as_scaled_array(x, scale="rms", dtype=lambda path, leaf: dtype),
+        lambda: jsa.scaled_array(x, 2.0, dtype=dtype),
+    ):
+        with pytest.raises(TypeError, match="must not be float8_e4m3.*`jnp.float8_e4m3fn`"):
+            convert()

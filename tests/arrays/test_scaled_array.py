@@ -305,6 +305,36 @@ class TestRefusals:
             x.mean()
         assert not hasattr(x, "__jax_array__")
 
+    @pytest.mark.parametrize("static", [False, True])
+    @pytest.mark.parametrize("traced", [False, True])
+    @pytest.mark.parametrize(
+        "compute",
+        [
+            lambda x: x + 1,
+            lambda x: 1 - x,
+            lambda x: sum([x, x]),
+            lambda x: x / x,
+            lambda x: -x,
+            lambda x: abs(x),
+            lambda x: 2**x,
+            lambda x: jnp.float32(2) * x,
+            lambda x: jnp.isnan(x),
+            lambda x: jnp.exp(x),
+            lambda x: jnp.stack([x, x]),
+        ],
+    )
+    def test_a_number_is_computed_with_in_float32(self, compute, traced, static):
+        x = ScaledArray(jnp.float16(-1.5), 2.0**-20 if static else jnp.float32(2.0**-20))
+        out = (jax.jit(compute) if traced else compute)(x)
+        assert isinstance(out, jax.Array)
+        np.testing.assert_array_equal(out, compute(jnp.float32(-1.5 * 2.0**-20)))
+
+    def test_a_number_in_python(self):
+        x = ScaledArray(jnp.float16(1.125), jnp.float32(4))
+        assert (int(x), round(x), round(x, 1)) == (4, 4, 4.5)
+        with pytest.raises(TypeError, match=r"A ScaledArray has no `\+`"):
+            x + jsa.as_scaled_array(jnp.ones(2))
+
     def test_numpy_computes_on_values(self):
         x = jsa.as_scaled_array(jnp.full((2, 2), 3.0), 2.0)
         np.testing.assert_array_equal(np.ones((2, 2)) @ np.asarray(x), np.full((2, 2), 6.0))
@@ -458,8 +488,16 @@ class TestDoors:
         data = jnp.asarray([1.5, -2.0])
         for kind in (float, jnp.float32):
             x = ScaledArray(data, kind(scale))
-            for out in (jsa.asarray({"w": x})["w"], x.to_array(), np.asarray(x)):
+            for out in (x.to_array(), np.asarray(x)):
                 np.testing.assert_array_equal(out, data * np.float32(scale))
+
+    @pytest.mark.parametrize("look", [jsa.asarray, jsa.to_numbers, jsa.stop_scaling])
+    @pytest.mark.parametrize("scale", [*(s for s in SCALES if s), -0.0])
+    def test_a_scale_that_optax_has_updated_is_refused(self, scale, look):
+        x = ScaledArray(jnp.float32(1.5), jnp.float32(scale))
+        with pytest.raises(ValueError, match=r"`tree\['w'\].scale` .* Has optax or .* two leaves"):
+            look({"w": x})
+        assert "which is no power of two" in repr(x)
 
     def test_a_static_scale_is_looked_at_under_jit(self):
         with pytest.raises(ValueError, match=r"`args\[0\].scale` must be a power of two or 0"):
