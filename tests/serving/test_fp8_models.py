@@ -302,11 +302,12 @@ def test_attention_kernels_are_matrices_of_pytorch(tmp_path, axis):
         got = x.reshape(3, 8) @ (np.float32(weight) * scale).T + arrays[f"{name}.bias"]
         want = layer.apply({"params": jsa.asarray(small[name], jnp.float32)}, inputs[name])
         np.testing.assert_allclose(got, want.reshape(3, -1), rtol=1e-5, atol=1e-5)
-    again = load(path)
-    assert jax.tree.structure(again) == jax.tree.structure(small)
-    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(small), strict=True):
-        assert got.shape == want.shape and got.dtype == want.dtype
-        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+    export(small, tmp_path / "y", format="scaled", layout="torch")
+    for again in (load(path), load(path, small), load(tmp_path / "y")):
+        assert jax.tree.structure(again) == jax.tree.structure(small)
+        for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(small), strict=True):
+            assert got.shape == want.shape and got.dtype == want.dtype
+            assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 
 def test_the_card_names_modules(tmp_path):
