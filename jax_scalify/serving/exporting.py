@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata as versions
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,16 @@ from jax_scalify.base import dtypes
 from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
 from jax_scalify.serving import safetensors
 from jax_scalify.serving.blocks import block_tensors
-from jax_scalify.serving.names import LAYOUTS, Layout, Place, input_scale_name, path_of, place_of
+from jax_scalify.serving.kernels import contracted_axes, is_kernel, linear_kernels
+from jax_scalify.serving.names import (
+    LAYOUTS,
+    Layout,
+    Place,
+    input_scale_name,
+    module_of,
+    path_of,
+    place_of,
+)
 from jax_scalify.storage.names import is_key
 
 FORMATS = ("float32", "bfloat16", "float16", "fp8", "scaled")
@@ -37,21 +46,6 @@ CARD = "jax_scalify"  # the card's name in the file's metadata
 
 Select = Callable[[str, Any], bool]
 _STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-_KERNEL = re.compile(r"(^|/)(kernel|weight|w)$")
-_HEAD = re.compile(r"(^|/)(lm_?head|head|logits|embed\w*|\w*router|gate)/\w+$", re.IGNORECASE)
-
-
-def linear_kernels(path: str, leaf: Any) -> bool:
-    """Return whether a leaf is the weight of a linear layer that is neither head nor embedding.
-
-    It is of rank 2, its last name `kernel`, `weight` or `w`, and that before it no `head`,
-    `lm_head`, `logits`, `embed…`, `router` or `gate`.
-
-    Example:
-        >>> jsa.serving.linear_kernels("block_0/up/kernel", jnp.ones((4, 8)))
-        True
-    """
-    return leaf.ndim == 2 and bool(_KERNEL.search(path)) and not _HEAD.search(path)
 
 
 def to_fp8(params: Any, select: Select = linear_kernels) -> Any:
@@ -121,8 +115,11 @@ def export(
     ============================================  ================================================
 
     Names are paths joined with ".". With `layout="torch"` those of Flax's layers become PyTorch's:
-    a `kernel` is the `weight` of shape `(out, in)`, its scales `(out, 1)`. A file of FP8 weights
-    has, in its card, the `quantization_config` for the `config.json` of a Hugging Face model.
+    a `kernel` is the `weight` of shape `(out, in)`, its scales `(out, 1)`. Attention kernels become
+    matrices: `(in, heads, head_dim)` is `(heads * head_dim, in)`, and `(heads, head_dim, out)` is
+    `(out, heads * head_dim)`. The card has their shapes, and `load` restores them. A file of FP8
+    weights has, in its card, the `quantization_config` for the `config.json` of a Hugging Face
+    model.
 
     Args:
         params: any tree; what is no array (functions, strings) is left out.
@@ -180,9 +177,9 @@ def export(
     for (keys, leaf), old in zip(after, before, strict=True):
         if dtypes.leaf_dtype(leaf.data if is_array_of_ours(leaf) else leaf) is None:
             continue
-        place = place_of(path_of(keys), np.ndim(leaf), layout)
+        place = place_of(path_of(keys), np.shape(leaf), layout)
         if rename is not None:
-            place = Place(place.path, rename(place.name), place.axes)
+            place = dataclasses.replace(place, name=rename(place.name))
         found, entry = _tensor(leaf, old, place, format, dtypes.as_floating(dtype, "dtype"))
         if input_scales is not None and "strategy" in entry:
             found |= _input_scale(input_scales, place, entry)
@@ -199,7 +196,7 @@ def export(
         "tensors": tensors,
     }
     if format == "fp8":
-        ranks = {name: np.ndim(array) for name, array in arrays.items()}
+        ranks = {name: np.ndim(arrays[name]) for name in tensors}
         card["quantization_config"] = _quantization_config(tensors, ranks)
         if input_scales is not None:
             for group in card["quantization_config"]["config_groups"].values():
@@ -246,6 +243,11 @@ def _tensor(
     if kept and is_scaled(leaf):
         entry["scale"] = "static" if leaf.is_static else "dynamic"
         scale, entry["strategy"] = _scale(leaf, place, format)
+        if entry["strategy"] == "channel" and place.shape is not None:
+            entry["scale_shape"] = list(scale.shape)
+            scale = place.transposed(_of_every_output(scale, place))
+        elif entry["strategy"] == "channel":
+            scale = place.transposed(scale)
         scales[f"{place.name}_scale"] = scale
         if old is not leaf and format == "fp8":
             entry["saturated"] = int(jnp.sum(jnp.abs(_data(old)) > float(jnp.finfo(E4M3).max)))
@@ -265,6 +267,8 @@ def _tensor(
     entry["dtype"] = np.dtype(data.dtype).name
     if place.axes is not None:
         entry["axes"] = list(place.axes)
+    if place.shape is not None:
+        entry["merged"] = {"shape": list(place.shape), "outputs": place.outputs}
     return {place.name: place.transposed(data), **scales}, entry
 
 
@@ -302,34 +306,55 @@ def _scale(leaf: ScaledArray, place: Place, format: str) -> tuple[np.ndarray, st
     scale = np.where(scale == 0, np.float32(1), scale)  # some readers divide by it
     if scale.size == 1:
         return scale.reshape(1), "tensor"
-    output = 0 if place.path.endswith("weight") else scale.ndim - 1  # Equinox's are as PyTorch's
-    if scale.size != scale.shape[output]:
+    readings = contracted_axes(place.path, leaf.ndim)[: None if place.axes is None else 1]
+    if all(any(scale.shape[a] > 1 for a in axes) for axes in readings):
+        outputs = [a for a in range(leaf.ndim) if a not in readings[0]]
+        axis = outputs[0] if len(outputs) == 1 else tuple(outputs)
         raise ValueError(
             f"{place.path!r} has scales of shape {scale.shape}: readers of FP8 know one a tensor, "
-            f"or one for each output channel, as `as_scaled_array(asarray(x), 'rms', axis={output})"
+            f"or one for each output channel, as `as_scaled_array(asarray(x), 'rms', axis={axis})"
             "` makes them."
         )
-    return place.transposed(scale), "channel"
+    return scale, "channel"
+
+
+def _of_every_output(scale: np.ndarray, place: Place) -> np.ndarray:
+    """One scale for each output channel, of scales that several heads may share."""
+    axes, shape = place.axes or (), place.shape or ()
+    outputs = axes[: place.outputs]
+    return np.broadcast_to(scale, [n if a in outputs else 1 for a, n in enumerate(shape)])
 
 
 def _quantization_config(tensors: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, Any]:
-    """What compressed-tensors has to be told: which modules are FP8, and which linear ones not."""
-    strategies = {entry["strategy"] for entry in tensors.values() if "strategy" in entry}
-    others = [n for n, entry in tensors.items() if "strategy" not in entry and ranks[n] == 2]
+    """What compressed-tensors has to be told: which modules are FP8, and which linear ones not.
+
+    The targets are all linear layers, or names of modules: if there are several strategies, or if a
+    weight is no matrix.
+    """
+    modules: dict[str, list[str]] = {}
+    for name, entry in tensors.items():
+        if "strategy" in entry:
+            modules.setdefault(entry["strategy"], []).append(name)
+    narrow = {module_of(n) for names in modules.values() for n in names}
+    by_name = len(modules) > 1 or any(ranks[n] != 2 for names in modules.values() for n in names)
     groups = {}
-    for number, strategy in enumerate(sorted(strategies)):
-        names = [n for n, e in tensors.items() if e.get("strategy") == strategy]
+    for number, strategy in enumerate(sorted(modules)):
         groups[f"group_{number}"] = {
-            "targets": ["Linear"]
-            if len(strategies) == 1
-            else [n.rpartition(".")[0] for n in names],
+            "targets": _named(modules[strategy]) if by_name else ["Linear"],
             "weights": {**_STATIC, "strategy": strategy},
             "input_activations": None,
         }
+    floating = (name for name, entry in tensors.items() if "float" in entry["dtype"])
+    wide = _named(name for name in floating if is_kernel(tensors[name]["path"], ranks[name]))
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted(n.rpartition(".")[0] for n in others),
+        "ignore": [module for module in wide if module not in narrow],
     }
+
+
+def _named(tensors: Iterable[str]) -> list[str]:
+    """The modules of some weights, without the root, which has no name."""
+    return sorted({module_of(name) for name in tensors} - {""})

@@ -21,7 +21,7 @@ from jax_scalify.checkpoint import from_storable
 from jax_scalify.serving import safetensors
 from jax_scalify.serving.blocks import block_array
 from jax_scalify.serving.exporting import CARD
-from jax_scalify.serving.names import Place, input_scale_name, path_of
+from jax_scalify.serving.names import input_scale_name, path_of, place_in
 from jax_scalify.storage.names import name_of
 
 
@@ -82,8 +82,7 @@ def load(
     card = json.loads(metadata.get(CARD, "{}"))
     found: dict[str, Any] = {}
     for name, entry in card.get("tensors", {}).items():
-        axes = entry.get("axes")
-        place = Place(entry["path"], name, None if axes is None else tuple(axes))
+        place = place_in(entry, name)
         if "block" in entry:
             found[place.path] = block_array(entry, place, arrays)
             continue
@@ -96,6 +95,7 @@ def load(
                 scale = scale.reshape(())
             elif entry["strategy"] == "channel":
                 scale = place.restored(scale)
+                scale = scale[tuple(map(slice, entry.get("scale_shape", scale.shape)))]
             fixed = entry["scale"] == "static" and not scale.ndim
             data = ScaledArray(data, float(scale) if fixed else scale)
         found[place.path] = data

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import numpy as np
 from jax.tree_util import GetAttrKey
 
+from jax_scalify.serving.kernels import is_stacked, merged_outputs
 from jax_scalify.storage.names import name_of
 
 Layout = Literal["jax", "torch"]
@@ -38,6 +40,12 @@ def input_scale_name(name: str) -> str:
     return f"{module}.input_scale" if module else "input_scale"
 
 
+def module_of(name: str) -> str:
+    """Return the module of a weight: `up`, of `up.weight`; a leaf without a module is its own."""
+    module, _, last = name.rpartition(".")
+    return module if last in ("kernel", "weight", "w") else name
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a leaf is in a file.
@@ -46,36 +54,70 @@ class Place:
         path: of the leaf in its tree, joined with "/".
         name: of the tensor.
         axes: the order of the leaf's axes there; None for as they are.
+        shape: of the leaf in its tree, if some axes are merged in the file; None otherwise.
+        outputs: how many axes, the first in the file's order, are merged into output features. The
+            others are merged into input features.
     """
 
     path: str
     name: str
     axes: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+    outputs: int = 0
 
     def transposed(self, array: Any) -> Any:
         """The array as it lies in the file."""
-        return array if self.axes is None else array.transpose(self.axes)
+        array = array if self.axes is None else array.transpose(self.axes)
+        return array if self.shape is None else array.reshape(self._merged(array.shape))
 
     def restored(self, array: Any) -> Any:
-        """An array of the file as it lay in its tree."""
+        """An array of the file as it lay in its tree: the leaf, or its scales with as many dims."""
+        if self.shape is not None:
+            shape = tuple(self.shape[a] for a in self.axes or range(len(self.shape)))
+            is_scale = array.shape != self._merged(shape)  # (out, 1)
+            array = array.reshape(
+                tuple(1 if is_scale and i >= self.outputs else n for i, n in enumerate(shape))
+            )
         return array if self.axes is None else array.transpose(np.argsort(self.axes))
 
+    def _merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in the file, of one in the file's order of axes."""
+        groups = shape[: self.outputs], shape[self.outputs :]
+        return tuple(math.prod(group) for group in groups if group)
 
-def place_of(path: str, ndim: int, layout: str) -> Place:
-    """The place of a leaf with a path and a rank.
+
+def place_of(path: str, shape: tuple[int, ...], layout: str) -> Place:
+    """The place of a leaf with a path and a shape.
 
     Raises:
         ValueError: for a kernel whose axes could be any features.
     """
     *parents, last = path.split("/")
-    axes = None
+    axes, merged, ndim = None, None, len(shape)
     if layout == "torch":
-        if last == "kernel":
-            if ndim not in _TORCH_AXES:
+        if last in ("kernel", "bias"):
+            merged = merged_outputs(path, ndim)
+        if merged is not None and last == "kernel":
+            axes = (*range(ndim - merged, ndim), *range(ndim - merged))
+        elif last == "kernel":
+            if ndim not in _TORCH_AXES or is_stacked(path, shape):
                 raise ValueError(
                     f'{path!r} is a kernel of rank {ndim}: `layout="torch"` does not know which of '
                     "its axes are output features. Reshape it to two dims, or rename the leaf."
                 )
             axes = _TORCH_AXES[ndim]
         last = _TORCH_NAMES.get(last, last)
-    return Place(path, ".".join([*parents, last]) or "array", axes)
+    name = ".".join([*parents, last]) or "array"
+    return Place(path, name, axes, None if merged is None else shape, merged or 0)
+
+
+def place_in(entry: dict[str, Any], name: str) -> Place:
+    """The place that the card's entry of a tensor describes."""
+    axes, merged = entry.get("axes"), entry.get("merged")
+    return Place(
+        entry["path"],
+        name,
+        None if axes is None else tuple(axes),
+        None if merged is None else tuple(merged["shape"]),
+        0 if merged is None else merged["outputs"],
+    )
