@@ -199,6 +199,7 @@ parity-seeds: $(VENV)/.installed  ## models of parity, 128 seeds and more of eac
 	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 --seeds 32 --steps 25000 --variants float32 float16 fp8-hidden --modes dynamic frozen
 
 # The compilers of GPUs and TPUs, 6 GB, in an environment of their own; no such device is needed.
+# CUDA 12: the figures in docs/ were compiled with it.
 accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 and TPUs; docs/accelerators.md
 	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.accelerators --docs docs/accelerators.md
 
