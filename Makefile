@@ -85,10 +85,11 @@ test-full: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## every test on both v
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) --full
 	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) --full
 
-lint: $(VENV)/.installed  ## formatting, lint and types
+lint: $(VENV)/.installed  ## formatting, lint, types and the prose of the pages
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python scripts/check_prose.py
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
