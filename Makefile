@@ -25,6 +25,10 @@ MAIN_PYTHON := $(or $(NEW_PYTHON),$(OLD_PYTHON))
 VENV ?= .venv
 VENV_LOWEST ?= .venv-lowest
 VENV_ACCELERATORS ?= .venv-accelerators
+VENV_GPU ?= .venv-gpu
+# The demo takes a GPU if there is one. All else runs on the CPU, but for targets that empty this.
+DEMO_PLATFORMS := $(JAX_PLATFORMS)
+DEMO_VENV = $(if $(shell nvidia-smi -L 2>/dev/null),$(VENV_GPU),$(VENV))
 export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
@@ -38,10 +42,13 @@ EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 .PHONY: environments other-checks ci docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
 	scale-quality golden golden-accelerators float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradient-errors gradients optimizers soak tracking numerics umup fuzz fuzz-steps fuzz-lowest accelerators scale-out kept clean
 
-demo: $(VENV)/.installed  ## train a GPT in every precision: table and plot under runs/demo
-	@echo "A GPT learns English in nine precisions: about three minutes on two free CPU cores. Stopped, it goes on."
+demo:  ## train a GPT in every precision: table and plot under runs/demo
+	@echo "This makes the environment $(DEMO_VENV), which takes some minutes the first time."
+	@echo "Then a GPT learns English in nine precisions, on a GPU if there is one, into runs/demo:"
+	@echo "about three minutes on two free CPU cores. Stopped, it goes on."
+	@$(MAKE) --no-print-directory $(DEMO_VENV)/.installed
 	@mkdir -p runs/demo
-	$(VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo --resume
+	JAX_PLATFORMS=$(DEMO_PLATFORMS) $(DEMO_VENV)/bin/python -m examples.gpt --preset all --steps 100 --out runs/demo --resume
 
 # The tests on the newest JAX and, beside them, the targets $(1), so that no core waits for the last
 # tests of a run. What these print comes when all has ended.
@@ -78,10 +85,11 @@ test-full: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## every test on both v
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) --full
 	$(VENV_LOWEST)/bin/python -m pytest $(PYTEST_FLAGS) --full
 
-lint: $(VENV)/.installed  ## formatting, lint and types
+lint: $(VENV)/.installed  ## formatting, lint, types and the prose of the pages
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python scripts/check_prose.py
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
@@ -192,6 +200,7 @@ parity-seeds: $(VENV)/.installed  ## models of parity, 128 seeds and more of eac
 	JAX_PLATFORMS= $(PARITY_SEEDS) --models gpt4 --seeds 32 --steps 25000 --variants float32 float16 fp8-hidden --modes dynamic frozen
 
 # The compilers of GPUs and TPUs, 6 GB, in an environment of their own; no such device is needed.
+# CUDA 12: the figures in docs/ were compiled with it.
 accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 and TPUs; docs/accelerators.md
 	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.accelerators --docs docs/accelerators.md
 
@@ -238,5 +247,9 @@ $(VENV_LOWEST)/.installed: pyproject.toml
 $(VENV_ACCELERATORS)/.installed: pyproject.toml
 	$(call environment,$(MAIN_PYTHON),$(VENV_ACCELERATORS),-e '.[test]' 'jax[cuda12]' 'jax[tpu]' qwix)
 
+# Not $(VENV): the tests there must not find a plugin for GPUs.
+$(VENV_GPU)/.installed: pyproject.toml
+	$(call environment,$(MAIN_PYTHON),$(VENV_GPU),-e '.[examples]' 'jax[cuda13]')
+
 clean:
-	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_ACCELERATORS) .venv-nightly .jax_cache .pytest_cache .ruff_cache .hypothesis runs docs/_build
+	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_ACCELERATORS) $(VENV_GPU) .venv-nightly .jax_cache .pytest_cache .ruff_cache .hypothesis runs docs/_build

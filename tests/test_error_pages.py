@@ -32,6 +32,7 @@ def raised_by(code, namespace):
 
 def test_the_page_quotes_what_is_raised(monkeypatch, tmp_path):
     pytest.importorskip("optax")
+    pytest.importorskip("equinox")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_warned", set())
     assert len(EXAMPLES) == PAGE.count("```text") > 25

@@ -124,10 +124,11 @@ jsa.numerics.plot_scales(history, "scales.png")
 
 The second argument selects values by name. `tracked.names(*args)` lists the names: `args[0]['w']`
 for an argument, `backward/block_0/mlp:dot_general` for a value of the backward pass. A string
-selects the value of this name. If there is none, it selects all names that contain the string, and
-all names that it matches as a pattern with `*` and `?`. The two strings above select all weights
-and the matmuls of the backward pass. Instead of strings, you may pass a function that takes a name
-and returns whether to select it. By default, all floating-point arguments are selected.
+selects the value of this name. If no value has this name, it selects all names that contain the
+string and all names that it matches as a pattern with `*` and `?`. The two strings above
+select all weights and the matmuls of the backward pass. Instead of strings, you may pass a function
+that takes a name and returns whether to select it. By default, all floating-point arguments are
+selected.
 
 ## The training step of a GPT
 
@@ -341,7 +342,7 @@ def page(reports: dict[str, Report], steps: int) -> str:
             counts = dict(count=len(alone), rest=len(rest), bad=len(lossy), share=SHARE)
             parts += [WITHOUT_PARTNER.format(**counts), by_line(alone)]
             parts += [LOSSY.format(share=SHARE), by_line(lossy)] if lossy else []
-    parts += ["### What is not fixed, and why\n", NOT_FIXED]
+    parts += ["### Losses that remain, and why\n", NOT_FIXED]
     return "\n".join(parts)
 
 

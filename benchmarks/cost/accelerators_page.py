@@ -57,7 +57,7 @@ Columns:
   launch, and hardly any memory traffic;
 - *temporary*: temporary memory, as a ratio;
 - *compile*: processor time of the compiler, as a ratio;
-- *FP8 matmuls*: how many matmuls run in FP8. A TPU's program does not tell, so it counts none;
+- *FP8 matmuls*: how many matmuls run in FP8. A TPU's program does not tell, so its count is 0;
 - *GB moved*: the bytes, in GB.
 
 In a table of what travels, a cell has for each dtype the megabytes per step and, in brackets, the

@@ -162,7 +162,7 @@ def missing_plugin(target: Target) -> str | None:
         return None if _is_installed("libtpu") else "pip install 'jax[tpu]'"
     if any(_is_installed(name) for name in _GPU_PLUGINS):
         return None
-    return "pip install 'jax[cuda12]'"
+    return "pip install 'jax[cuda13]'"
 
 
 def _is_installed(name: str) -> bool:

@@ -82,7 +82,7 @@ def test_targets():
 @pytest.mark.parametrize("name", ["h100", "v5p:2x2x1"])
 def test_what_to_install(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    extra = "cuda12" if name == "h100" else "tpu"
+    extra = "cuda13" if name == "h100" else "tpu"
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'jax\[{extra}\]'"):
         compile_report(layer, X, X, target=name)
 
