@@ -299,11 +299,15 @@ def _is_known(x: Any) -> bool:
 
 
 def may_be_powers_of_two(scale: Any) -> bool:
-    """Return whether a number or array has only powers of two and 0; True if it is unreadable."""
+    """Return whether a number or array has only powers of two and 0; True if it is unreadable.
+
+    A 0 with a sign is not one: scale programs read the bits of a scale.
+    """
     if not _is_known(scale):
         return True
     values = np.asarray(scale, np.float64)
-    return bool(np.all((values == 0) | (np.frexp(values)[0] == 0.5)))
+    zero = (values == 0) & ~np.signbit(values)
+    return bool(np.all(zero | (np.frexp(values)[0] == 0.5)))
 
 
 def along_leading_axes(scale: Any, ndim: int) -> Any:

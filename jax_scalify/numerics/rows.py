@@ -31,6 +31,8 @@ class Row:
         measure: statistics of its data, over all runs.
         underflow: elements that are zero, and would not be if its equation were computed in
             float64; 0 for inputs, and for dtypes of at least 32 bits.
+        nonfinite_at: place of its first nan or infinity in the order of computation, over all runs;
+            None if it has none.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Row:
     runs: int
     measure: Measure
     underflow: int = 0
+    nonfinite_at: int | None = None
 
     @property
     def size(self) -> int:
@@ -109,6 +112,7 @@ class Row:
             "zeros": m.zeros,
             "nans": m.nans,
             "infs": m.infs,
+            "nonfinite_at": self.nonfinite_at,
             "underflow": self.underflow,
             "subnormal": self.fit().subnormal,
             "overflow": self.fit().overflow,
@@ -118,11 +122,11 @@ class Row:
 
 
 def exponent_range(scale: Any) -> tuple[int, int] | None:
-    """Return lowest and highest exponent of some scales; (0, 0) if all are zero."""
+    """Return lowest and highest exponent of some scales; (0, 0) if none is positive and finite."""
     if scale is None:
         return None
     values = np.asarray(scale, np.float64)
-    values = values[values > 0]
+    values = values[(values > 0) & np.isfinite(values)]
     if not values.size:
         return 0, 0
     exponents = np.log2(values)

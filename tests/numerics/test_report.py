@@ -261,6 +261,36 @@ def test_names_of_the_state():
     assert {row.name for row in seen.filter("args[0]['m*']*")} == {"args[0]['momentum'][0]"}
 
 
+def test_the_first_nan_of_a_loop_comes_first():
+    """It is made by the second equation of the body. The first one has it in the next iteration."""
+
+    def body(h, x):
+        h = jnp.sin(h * 2)
+        return jnp.log(x) * h, None
+
+    x = jnp.array([[1.0], [-1.0], [1.0]])
+    seen = report(lambda h: lax.scan(body, h, x)[0])(jnp.ones(1))
+    found = [row.primitive for row in seen.rows if row.nonfinite]
+    assert found == ["mul", "sin", "log", "mul"]
+    assert [row.primitive for row in seen.sort("size").sort().rows[:4]] == [
+        *["log", "mul", "mul", "sin"]
+    ]
+    assert [row.nonfinite_at for row in seen.sort().rows[:2]] == [8, 9]
+
+
+@pytest.mark.parametrize("scale", [-2.0, math.nan, math.inf, -0.0, 3.0])
+def test_a_scale_that_is_no_power_of_two_is_refused_by_the_name_of_its_leaf(scale):
+    bad = jsa.ScaledArray(jnp.zeros(3, jnp.float16), jnp.float32(scale))
+    twice = jsa.scalify(lambda state: state["w"] * 2)
+    for fun in (twice, jax.jit(twice)):
+        with pytest.raises(ValueError, match=r"`args\[0\]\['w'\].scale` must be a power of two"):
+            report(fun)({"w": bad})
+    with pytest.raises(ValueError, match=r"`kwargs\['state'\]\['w'\].scale` must be a power"):
+        report(twice)(state={"w": bad})
+    with pytest.raises(ValueError, match=r"`args\[0\]\['w'\].scale` must be a power of two"):
+        twice({"w": bad})
+
+
 def test_filter_sort_and_group():
     seen = report(update, formats=FORMATS)(W * 1e-6, X)
     assert len(seen.filter(dtype="float16")) == 0 and len(seen.filter(dtype=jnp.float32)) == len(
