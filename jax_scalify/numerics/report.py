@@ -285,7 +285,8 @@ class _Collector:
         for i, (result, scale) in enumerate(zip(step.results, step.result_scales, strict=True)):
             if dtypes.is_scalable(result.dtype):
                 name = scopes_of(step.path, primitive, phase, leaves[i])
-                place = dict(name=name, phase=phase, primitive=primitive, line=step.line)
+                place = dict(name=name, phase=phase, primitive=primitive)
+                place |= dict(line=step.line, function=step.function)
                 self._add((step.path, id(step.eqn), i), place, result, scale, _lost(step, i))
         return leaves
 

@@ -25,6 +25,7 @@ class Row:
         phase: "input", "forward", "backward" or "update".
         primitive: that made it; "argument" for an input.
         line: of the user's code: `file:line (function)`; empty for an input.
+        function: of `jax.nn`, that it is computed in, such as "silu"; empty if it is not.
         shape, dtype: of the value.
         scale: lowest and highest exponent of its scales; None for a plain value.
         runs: how often it was computed: by loops, and by calls of one jitted function.
@@ -46,6 +47,7 @@ class Row:
     measure: Measure
     underflow: int = 0
     nonfinite_at: int | None = None
+    function: str = ""
 
     @property
     def size(self) -> int:
@@ -101,6 +103,7 @@ class Row:
             "phase": self.phase,
             "primitive": self.primitive,
             "line": self.line,
+            "function": self.function,
             "shape": list(self.shape),
             "dtype": self.dtype,
             "scale": None if self.scale is None else list(self.scale),

@@ -368,6 +368,50 @@ def test_suggestions_for_scales_that_are_off():
     assert "should be 2^-16" in first and "dynamic_rescale" in first and "args[0]" in first
 
 
+@pytest.mark.parametrize("scalify", [jsa.scalify, lambda f: f])
+@pytest.mark.parametrize("name", ["silu", "gelu", "glu", "mish"])
+def test_a_row_inside_jax_nn_has_the_line_of_the_call(name, scalify):
+    """JAX traces `silu` and `glu` under their own `jit`, with no line of the user's."""
+
+    def fun(x):
+        y = x * 2
+        y = getattr(jax.nn, name)(y)
+        return jnp.sum(y * y)
+
+    call = fun.__code__.co_firstlineno + 2
+    x = jsa.as_scaled_array(jnp.float16(X)) if scalify is jsa.scalify else X
+    rows = report(scalify(jax.grad(fun)))(x).rows
+    assert all(row.line for row in rows if row.phase != "input")
+    inside = [row for row in rows if row.function]
+    assert {row.phase for row in inside} == {"forward", "backward"}
+    assert all(f"test_report.py:{call} " in row.line for row in inside)
+    assert name in {row.function for row in inside}
+    others = [row for row in rows if not row.function and row.phase != "input"]
+    assert others and all(f"test_report.py:{call} " not in row.line for row in others)
+    assert report(fun)(X).rows[-1].as_dict()["function"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("silu", "or use jsa.nn.silu for jax.nn.silu"),
+        ("hard_tanh", "or give a function that calls jax.nn.hard_tanh a rule (jsa.custom_scale)"),
+    ],
+)
+def test_nothing_inside_jax_nn_is_to_be_edited(name, instead):
+    w = jsa.as_scaled_array(W * 1e-4, dtype="float16")
+    x = jnp.float16(X * 1e-2)
+    step = jsa.scalify(jax.grad(lambda w: jnp.sum(getattr(jax.nn, name)(x @ w))))
+    found = suggest(report(step)(w))
+    inside = [s for s in found if f"inside jax.nn.{name} at test_report.py:" in s]
+    forward = [s for s in inside if s.startswith("forward pass")]
+    assert forward and all("jsa.ops.dynamic_rescale_l2 on its argument" in s for s in forward)
+    assert all(instead in s and "rebalance_scale" not in s for s in forward)
+    backward = [s for s in inside if s.startswith("backward pass")]
+    assert all("jsa.ops.dynamic_rescale_l2_grad on its result" in s for s in backward)
+    assert any("dot_general at test_report.py" in s and "rebalance_scale" in s for s in found)
+
+
 def test_a_cause_is_said_once():
     """Of a plain step whose values all want a scale the worst is described, the others named."""
     small = W * np.float32(2.0**-40)
