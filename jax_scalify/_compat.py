@@ -57,7 +57,7 @@ def equation_context(eqn: jex_core.JaxprEqn) -> Iterator[None]:
     Profiles, XLA metadata and error messages then name the user's code, not ours.
     """
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    _entered.equations = (*_enclosing(), eqn)
+    _entered.equations = (*enclosing(), eqn)
     try:
         with (
             source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
@@ -65,13 +65,14 @@ def equation_context(eqn: jex_core.JaxprEqn) -> Iterator[None]:
         ):
             yield
     finally:
-        _entered.equations = _enclosing()[:-1]
+        _entered.equations = enclosing()[:-1]
 
 
 _entered = threading.local()
 
 
-def _enclosing() -> tuple[jex_core.JaxprEqn, ...]:
+def enclosing() -> tuple[jex_core.JaxprEqn, ...]:
+    """Return the equations that are interpreted now, outermost first."""
     return getattr(_entered, "equations", ())
 
 
@@ -81,7 +82,7 @@ def source_line(eqn: jex_core.JaxprEqn) -> str:
     An equation of a library function that JAX had traced before names no line of the user's; the
     call of that function does, or, of a library function that was itself scalified, this call.
     """
-    for candidate in (eqn, *reversed(_enclosing())):
+    for candidate in (eqn, *reversed(enclosing())):
         line = source_info_util.summarize(candidate.source_info)
         if line:
             return line
@@ -91,12 +92,14 @@ def source_line(eqn: jex_core.JaxprEqn) -> str:
 _LAYERS = tuple(f"{os.sep}{n}{os.sep}" for n in ("flax", "equinox", "haiku", "penzai", "optax"))
 
 
-def own_line(eqn: jex_core.JaxprEqn) -> str:
+def own_line(*equations: jex_core.JaxprEqn) -> str:
     """Return `file:line (function)` of the model, above the library that its layers come from.
 
-    Empty if an equation names none, as one of a library function that JAX had traced before.
+    The first equation that names one counts. An equation of a library function that JAX had traced
+    before names none; the call of that function does. Empty if no equation names one.
     """
-    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    tracebacks = (eqn.source_info.traceback for eqn in equations)
+    frames = (f for t in tracebacks for f in source_info_util.user_frames(t))
     own = next((f for f in frames if not any(name in f.file_name for name in _LAYERS)), None)
     return f"{own.file_name}:{own.start_line} ({own.function_name})" if own else ""
 
@@ -135,7 +138,7 @@ def is_forward_pass() -> bool:
 
     What it lies in counts: inside of a loop or `shard_map` names begin anew.
     """
-    path = "/".join(map(name_stack, _enclosing()))
+    path = "/".join(map(name_stack, enclosing()))
     return "jvp(" in path and "transpose(" not in path
 
 
@@ -330,11 +333,8 @@ def hi_jaxprs(params: dict[str, Any]) -> list[Any]:
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """The axes of a mesh along which an array or type is known to differ, inside `shard_map`."""
-    return frozenset(_type_of(x).manual_axis_type.varying)
-
-
-def _type_of(x: Any) -> Any:
-    return x if hasattr(x, "manual_axis_type") else jax.typeof(x)
+    kind = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
+    return frozenset(kind.manual_axis_type.varying)
 
 
 def as_varying(x: Any, axes: frozenset[Any]) -> Any:

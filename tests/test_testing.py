@@ -24,8 +24,9 @@ def triple(x):
 @pytest.fixture(autouse=True)
 def forget_the_rule():
     yield
-    registry._rules.pop(triple_p, None)
-    registry._infos.pop("triple", None)
+    for primitive in (triple_p, row_sums_p):
+        registry._rules.pop(primitive, None)
+        registry._infos.pop(primitive.name, None)
 
 
 def test_a_rule_in_three_lines():
@@ -67,6 +68,48 @@ def test_a_bad_rule_is_named(message):
 def test_a_missing_rule_is_an_error():
     with pytest.raises(jsa.MissingRuleError, match="triple"):
         check_scale_rule(triple, X, ways=("eager",))
+
+
+row_sums_p = opaque_primitive("row_sums", lambda x: jnp.sum(x, -1))
+
+
+def _with_a_rule(rule, kind):
+    """A function that sums over the last axis, with a scale rule of an operand."""
+    if kind == "primitive":
+        jsa.register_scale_rule(row_sums_p)(lambda ctx, x: rule(x))
+        return row_sums_p.bind
+
+    @jsa.custom_scale
+    def row_sums(x):
+        return jnp.sum(x, -1)
+
+    row_sums.defscale(rule)
+    return row_sums
+
+
+@pytest.mark.parametrize("kind", ["custom_scale", "primitive"])
+def test_a_rule_that_adds_data_at_several_scales_is_told_the_remedy(kind):
+    total = _with_a_rule(lambda x: ScaledArray(jnp.sum(x.data, -1), x.scale), kind)
+    with pytest.raises(TypeError) as caught:
+        check_scale_rule(total, X, ways=WAYS)
+    message = str(caught.value)
+    assert "must return a scale of shape () or one that fits [2], got [2, 1]" in message
+    assert "bring the operand to one scale first: `data, scale = jsa.get_data_and_scale(x)`" in (
+        message
+    )
+    assert any("jit, scales ['1 (2, 1)']" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", ["custom_scale", "primitive"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_rule_that_reduces_brings_its_operand_to_one_scale(kind, dtype):
+    def rule(x):
+        data, scale = jsa.get_data_and_scale(x)
+        assert scale.shape == () and data.dtype == dtype
+        return ScaledArray(jnp.sum(data, -1), scale)
+
+    total = _with_a_rule(rule, kind)
+    check_scale_rule(total, X.astype(dtype), ways=WAYS)
 
 
 def test_what_cannot_be_checked_is_refused():

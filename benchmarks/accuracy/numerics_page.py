@@ -96,7 +96,7 @@ its range, a histogram of its exponents, and what a format would lose of it:
 ```python
 args = params, opt_state, batch
 seen = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(*args)
-print(seen)  # the worst first
+print(seen)  # values with nan or inf, then those that lose most
 print(seen.underflowing("float16"))  # what float16 would make zero
 print(jsa.numerics.suggest(seen))  # what to do about it, the most important first
 seen.to_html("report.html")  # every value, to be sorted and searched

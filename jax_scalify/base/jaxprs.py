@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat
@@ -14,6 +16,7 @@ _CALLS = frozenset(
     """jit pjit closed_call core_call call custom_jvp_call custom_vjp_call custom_scale remat2
     checkpoint eval_jaxpr composite""".split()
 )
+_OF_JAX_NN = inspect.getfile(inspect.unwrap(jax.nn.relu))
 
 
 def is_var(atom: Any) -> bool:
@@ -45,6 +48,20 @@ def nested_equations(
         yield eqn, around
         for sub in sub_jaxprs(eqn.params):
             yield from nested_equations(sub, (*around, eqn))
+
+
+def function_of_jax_nn(*equations: jex_core.JaxprEqn) -> str:
+    """Return the function of `jax.nn` that the innermost equation is a part of; empty if none.
+
+    The equations are one in another, the outermost first. In `jax.nn.glu`, which calls
+    `jax.nn.sigmoid`, each equation is a part of "glu".
+    """
+    for eqn in equations:
+        frames = getattr(eqn.source_info.traceback, "frames", ())
+        called = [f.function_name for f in frames if f.file_name == _OF_JAX_NN]
+        if called and hasattr(jax.nn, called[-1]):
+            return called[-1]
+    return ""
 
 
 def live_equations(jaxpr: Any) -> list[Any]:

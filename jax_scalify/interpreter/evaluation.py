@@ -29,6 +29,7 @@ from jax_scalify.interpreter.homes import with_home
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import (
     RuleContext,
+    check_scale_shape,
     describe,
     find_rule,
     gives_values,
@@ -236,6 +237,8 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
     for o, var in zip(outputs, eqn.outvars, strict=True):
         if not isinstance(o, Plain):
             if isinstance(o, ScaledArray):
+                if not isinstance(o, Operand) and np.shape(o.data) == var.aval.shape:
+                    check_scale_shape(describe(eqn, inputs), o.scale, var.aval.shape)
                 o = in_reach(Operand.of(_with_symbolic_scale(eqn, o, inputs, table)))
                 o = with_home(eqn, inputs, o)
             o = value_of(o, facts=facts, depth=chains.depth(eqn, inputs, o))

@@ -16,7 +16,8 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from jax_scalify.base.jaxprs import sub_jaxprs
+from jax_scalify import _compat
+from jax_scalify.base.jaxprs import function_of_jax_nn, sub_jaxprs
 from jax_scalify.interpreter.corrections import rounds
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.value import Value
@@ -51,6 +52,8 @@ class Observed:
             follows its array.
         makers: for each variable of the same jaxpr, the equation that computes it.
         names: the names of the equation's results in a calibration.
+        line: where the user's code makes it: its own line, or that of a call around it.
+        function: of `jax.nn`, that it is a part of; empty if it is a part of none.
     """
 
     eqn: Any
@@ -58,6 +61,8 @@ class Observed:
     scaled: tuple[bool, ...]
     makers: Mapping[Any, Any]
     names: tuple[str, ...] = ()
+    line: str = ""
+    function: str = ""
 
     @property
     def is_rounding(self) -> bool:
@@ -109,7 +114,10 @@ def observed(
     if inside or not results:
         return list(outputs)
     pairs = [_pair(outputs[i], table) for i in results] + [_pair(v, table) for v in inputs]
-    info = Observed(eqn, results, tuple(scale is not None for _, scale in pairs), makers, names)
+    scaled = tuple(scale is not None for _, scale in pairs)
+    around = _compat.enclosing()  # with the equation itself
+    line, function = _compat.own_line(*reversed(around)), function_of_jax_nn(*around)
+    info = Observed(eqn, results, scaled, makers, names, line, function)
     arrays = [jnp.asarray(a) for pair in pairs for a in pair if a is not None]
     values = list(outputs)
     for i, data in zip(results, observe_p.bind(*arrays, observed=info), strict=True):

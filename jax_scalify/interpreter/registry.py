@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Primitive
 
 from jax_scalify import _compat
@@ -284,6 +285,21 @@ def describe(eqn: JaxprEqn, inputs: list[Value] | tuple[Value, ...]) -> str:
         for v in inputs
     )
     return f"primitive `{eqn.primitive.name}` of ({operands}) at {_compat.source_line(eqn)}"
+
+
+def check_scale_shape(rule: str, scale: Any, shape: Sequence[int]) -> None:
+    """Raise if the scale that a rule returned does not fit the shape of its result."""
+    found = np.shape(scale)
+    # An array of a lower rank lies along the leading axes. A `Scale` has the full rank.
+    ranks = (0, len(shape)) if isinstance(scale, Scale) else range(len(shape) + 1)
+    if len(found) in ranks and all(s in (1, n) for s, n in zip(found, shape, strict=False)):
+        return
+    raise TypeError(
+        f"The scale rule of {rule} must return a scale of shape () or one that fits {list(shape)}, "
+        f"got {list(found)}. An operand may have one scale for each index of an axis. If the rule "
+        "reduces or moves this axis, bring the operand to one scale first: "
+        "`data, scale = jsa.get_data_and_scale(x)`."
+    )
 
 
 _warned: set[str] = set()

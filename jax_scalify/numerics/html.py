@@ -19,6 +19,7 @@ _LIGHT = """
 _DARK = """
 :root { color-scheme: light dark; }
 body.jsa-report { margin: 8px; background: var(--page); }
+body.jsa-report div { max-height: 95vh; }
 @media (prefers-color-scheme: dark) {
   .jsa-report { --page: #16181b; --ink: #e2e2e2; --line: #34383d; --bar: #7fbde6; --zero: #ff9a4d;
     --out: #4a4e54; --subnormal: #2a2e33; }
@@ -32,20 +33,22 @@ _STYLE = """
 .jsa-report td.number { text-align: right; }
 .jsa-report th { position: sticky; top: 0; z-index: 2; background: var(--page);
   border-bottom: 2px solid var(--ink); }
-.jsa-report td.name { position: sticky; left: 0; z-index: 1; background: var(--page); }
+.jsa-report td.name { position: sticky; left: 0; z-index: 1; background: var(--page);
+  min-width: 14em; max-width: 20em; white-space: normal; overflow-wrap: anywhere; }
+.jsa-report tr.nonfinite td.name { font-weight: 600; color: var(--zero); }
+.jsa-report div { overflow: auto; }
 .jsa-report button { font: inherit; font-weight: 600; border: 0; background: none; padding: 2px 0;
   color: inherit; cursor: pointer; }
 .jsa-report th[aria-sort=ascending] button::after { content: " \\2191"; }
 .jsa-report th[aria-sort=descending] button::after { content: " \\2193"; }
-.jsa-report svg { display: block; width: 240px; height: 16px; }
+.jsa-report svg { display: block; width: 180px; height: 16px; }
 .jsa-report path { fill: var(--bar); }
 .jsa-report path.zero { fill: var(--zero); }
 .jsa-report p { max-width: min(60em, calc(100vw - 32px)); }
 .jsa-report h1 { font-size: 1.6em; overflow-wrap: anywhere; }
 @media (max-width: 700px) {
   .jsa-report :is(th.order, td.order) { display: none; }
-  .jsa-report td.name { min-width: 36vw; max-width: 36vw; white-space: normal;
-    overflow-wrap: anywhere; }
+  .jsa-report td.name { min-width: 36vw; max-width: 36vw; }
   .jsa-report svg { width: 44vw; }
 }
 """
@@ -117,7 +120,7 @@ def page(
 <p>Bars: the exponents of the elements, their heights the roots of the shares; orange at the left
 end: zeros. {_shading(formats)} Of a scaled value it is the data that is shown. Column
 &ldquo;#&rdquo;: the order of computation; at first the worst come first. A click on a title sorts.
-{escape(text.LOST.capitalize())}.</p>
+{escape(text.LOST.capitalize())}. {escape(text.NONFINITE)}.</p>
 <p><label>Search <input id="search" type="search"></label>
 <label>Pass <select id="phase"><option value="">all</option>{options}</select></label>
 <span id="count"></span></p>
@@ -158,12 +161,13 @@ def _table(
         number = [f'<td class="order number">{order[id(row)]}</td>'] if order else []
         name, *others = _cells(row, formats)
         cells = [*number, name, _bars(row, first, last), *others]
-        lines.append(f'<tr data-phase="{escape(row.phase)}">{"".join(cells)}</tr>')
+        kind = ' class="nonfinite"' if row.nonfinite else ""
+        lines.append(f'<tr{kind} data-phase="{escape(row.phase)}">{"".join(cells)}</tr>')
     style = _STYLE + _background(limits[0], first, last)
     body = "\n".join(lines)
     return (
-        f"<style>{style}</style><table>\n<thead><tr>{head}</tr></thead>\n"
-        f"<tbody>\n{body}\n</tbody>\n</table>"
+        f"<style>{style}</style><div><table>\n<thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody>\n</table></div>"
     )
 
 
@@ -182,9 +186,11 @@ def _cells(row: Row, formats: Sequence[str]) -> list[str]:
     cells = []
     for i, written in enumerate(texts):
         key = f' class="number" data-value="{_number(keys[i])}"' if i in keys else ""
-        key = ' class="name"' if i == 0 else key
         title = f' title="{escape(row.line)}"' if i == 3 and row.line else ""
-        cells.append(f"<td{key}{title}>{escape(written)}</td>")
+        inside = escape(written)
+        if i == 0:  # lines break between the parts of a name, and not after the mark
+            key, inside = ' class="name"', inside.replace("/", "/<wbr>").replace("! ", "!&nbsp;", 1)
+        cells.append(f"<td{key}{title}>{inside}</td>")
     return cells
 
 

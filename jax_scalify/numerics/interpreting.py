@@ -15,7 +15,14 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat
 from jax_scalify.arrays.nnx_objects import PureCall
 from jax_scalify.arrays.scaled_array import is_scaled
-from jax_scalify.base.jaxprs import applied, evaluate, makers, scan_operands, while_operands
+from jax_scalify.base.jaxprs import (
+    applied,
+    evaluate,
+    function_of_jax_nn,
+    makers,
+    scan_operands,
+    while_operands,
+)
 from jax_scalify.interpreter import observing
 from jax_scalify.interpreter.observing import Observed, observe_p
 from jax_scalify.interpreter.tracing import argument_name, flat_function
@@ -37,6 +44,7 @@ class Step:
         eqn: of the user's function.
         path: its scopes, with the transforms and calls around it.
         line: where the user's code makes it: `file:line (function)`.
+        function: of `jax.nn`, that it is a part of; empty if it is a part of none.
         operands, results: their values; data, if they are scaled.
         operand_scales, result_scales: arrays, or None for a value without a scale.
         tags: of the operands.
@@ -47,6 +55,7 @@ class Step:
     eqn: Any
     path: str
     line: str
+    function: str
     operands: list[Any]
     results: list[Any]
     operand_scales: list[Any]
@@ -129,6 +138,7 @@ class Runner:
         *,
         inside: bool = False,
         line: str = "",
+        function: str = "",
         iterations: tuple[int, ...] = (),
     ) -> list[Tagged]:
         """Run a closed jaxpr.
@@ -139,14 +149,19 @@ class Runner:
             path: scopes around it.
             inside: whether it computes with data and scales: only `observe` is of interest.
             line: of the call, for equations that name none of the user's.
+            function: of `jax.nn`, that calls it.
             iterations: of the loops around it.
         """
         made_by = makers(getattr(closed, "jaxpr", closed))
 
         def equation(eqn: Any, found: list[Tagged]) -> list[Tagged]:
             inner = f"{path}/{_compat.name_stack(eqn)}".strip("/")
-            own_line = _compat.own_line(eqn) or line
-            around = dict(inside=inside, line=own_line, iterations=iterations)
+            around = dict(
+                inside=inside,
+                line=_compat.own_line(eqn) or line,
+                function=function or function_of_jax_nn(eqn),
+                iterations=iterations,
+            )
             return self._equation(eqn, found, inner, around, made_by)
 
         return evaluate(
@@ -191,6 +206,7 @@ class Runner:
             eqn=eqn,
             path=path,
             line=around["line"],
+            function=around["function"],
             operands=values,
             results=results,
             operand_scales=none[: len(values)],
@@ -213,7 +229,8 @@ class Runner:
         step = Step(
             eqn=observed.eqn,
             path=path,
-            line=_compat.own_line(observed.eqn) or around["line"],
+            line=observed.line or around["line"],
+            function=around["function"] or observed.function,
             operands=[data.value for data, _ in given],
             results=[data.value for data, _ in results],
             operand_scales=[None if scale is None else scale.value for _, scale in given],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify.arrays.nnx_objects import pure_call
+from jax_scalify.arrays.scaled_array import check_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import sub_jaxprs
 from jax_scalify.numerics import html, text
@@ -27,7 +29,7 @@ _SHOWN = 40
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """What `report` has seen; printed, a table, the worst rows first.
+    """What `report` has seen; printed, a table: rows with nan or inf, then the worst ones.
 
     Attributes:
         rows: in the order in which values were computed, arguments first.
@@ -82,7 +84,10 @@ class Report:
         return self._of(filter(keep, self.rows))
 
     def sort(self, key: str | Callable[[Row], Any] = "badness", *, reverse: bool = False) -> Report:
-        """Return the rows sorted by an attribute, or by a function; by default the worst first."""
+        """Return the rows sorted by an attribute, or by a function; by default the worst first.
+
+        The worst are those with nan or infinity, in the order in which these were computed.
+        """
         if key == "badness":
             return self.sort(self._order, reverse=reverse)
         of = key if callable(key) else lambda row: getattr(row, key)
@@ -91,9 +96,11 @@ class Report:
     def _of(self, rows: Iterable[Row]) -> Report:
         return dataclasses.replace(self, rows=tuple(rows))
 
-    def _order(self, row: Row) -> tuple[bool, float]:
-        """Arrays before numbers, unless these are not finite."""
-        return row.size == 1 and not row.nonfinite, -row.badness(self.formats)
+    def _order(self, row: Row) -> tuple[int, float, float]:
+        """Rows that are not finite, as they were computed; then arrays before numbers."""
+        if row.nonfinite:
+            return 0, math.inf if row.nonfinite_at is None else row.nonfinite_at, 0
+        return 1, row.size == 1, -row.badness(self.formats)
 
     def group(self, depth: int | None = None) -> dict[str, Report]:
         """Return a report for each module: for names that agree, in their first `depth` scopes."""
@@ -133,6 +140,8 @@ class Report:
         lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip() for cells in table]
         if len(self.rows) > len(shown):
             lines.append(f"... and {len(self.rows) - len(shown)} more")
+        if any(row.nonfinite for row in shown):
+            lines.append(text.NONFINITE)
         lines.append(text.LOST)
         return "\n".join([*lines, self.summary])
 
@@ -151,8 +160,9 @@ class Report:
     def to_html(self, file: str | Path | None = None) -> str:
         """Return a page with all rows, to be sorted and searched, and write it if a file is given.
 
-        It needs nothing else: no network, no library. A row's exponents are drawn as bars. It is
-        dark where the browser is, and can be read on a phone.
+        Rows with nan or inf come first, in the order of computation, and are marked. The page needs
+        nothing else: no network, no library. A row's exponents are drawn as bars. It is dark where
+        the browser is, and can be read on a phone.
         """
         shown = self.sort().rows
         page = html.page(self.rows, shown, self.formats, self.summary, self.function)
@@ -208,6 +218,7 @@ def report(
     Raises:
         TypeError: if `fun` is not callable, or `formats` has something else than real floating
             dtypes.
+        ValueError: when called, if an argument has a scale that is not a power of two or 0.
 
     Example:
         >>> x = jnp.array([1.0, 2.0**-20, 2.0**-30])
@@ -222,6 +233,8 @@ def report(
 
     @jax.debug_nans(False)  # a report is of values that are nan, too
     def run(*args: Any, **kwargs: Any) -> Report:
+        check_scaled(args, "args")
+        check_scaled(kwargs, "kwargs")
         call = pure_call(fun, args, kwargs)
         closed, arrays, names = trace(call)
         collector = _Collector(measured, everything)
@@ -250,6 +263,7 @@ class _Collector:
         self._formats = formats
         self._everything = everything
         self._rows: dict[Any, Row] = {}
+        self._count = 0  # of measured values
         self._phases = Phases()
 
     def rows(self) -> tuple[Row, ...]:
@@ -271,21 +285,25 @@ class _Collector:
         for i, (result, scale) in enumerate(zip(step.results, step.result_scales, strict=True)):
             if dtypes.is_scalable(result.dtype):
                 name = scopes_of(step.path, primitive, phase, leaves[i])
-                place = dict(name=name, phase=phase, primitive=primitive, line=step.line)
+                place = dict(name=name, phase=phase, primitive=primitive)
+                place |= dict(line=step.line, function=step.function)
                 self._add((step.path, id(step.eqn), i), place, result, scale, _lost(step, i))
         return leaves
 
     def _add(
         self, key: Any, place: dict[str, str], data: Any, scale: Any, underflow: int = 0
     ) -> None:
+        self._count += 1
+        found = measure(data, self._formats)
         row = Row(
             **place,
             shape=tuple(data.shape),
             dtype=jnp.dtype(data.dtype).name,
             scale=exponent_range(scale),
             runs=1,
-            measure=measure(data, self._formats),
+            measure=found,
             underflow=underflow,
+            nonfinite_at=self._count if found.nans or found.infs else None,
         )
         before = self._rows.get(key)
         if before is not None:
@@ -296,6 +314,7 @@ class _Collector:
                 runs=before.runs + 1,
                 measure=before.measure + row.measure,
                 underflow=before.underflow + underflow,
+                nonfinite_at=before.nonfinite_at or row.nonfinite_at,
             )
         self._rows[key] = row
 

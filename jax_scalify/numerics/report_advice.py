@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_scalify import nn
 from jax_scalify.numerics.host_statistics import as_formats
 from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row
@@ -33,7 +34,9 @@ def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
     What a scalified optimizer computes in more bits than those of `dtype` is left out: it is stored
     in few, and seen then. Tensors of one module, pass and line are taken together, and so are
     places of one cause: of those that have no scale, say, the worst is described, and the others
-    are named behind it. Numbers that are not finite come first, then what loses most.
+    are named behind it. Numbers that are not finite come first, in the order of computation, then
+    what loses most. Nobody edits a function of `jax.nn`: for a value inside one, the advice is on
+    its argument or its result, or names the function of `jsa.nn`.
 
     Args:
         report: what `report` returned.
@@ -64,7 +67,8 @@ def suggest(report: Report, dtype: Any = None, *, limit: int = 20) -> list[str]:
     for row in report.rows:
         is_bad = max(row.shares(name)) > _SHARE and not _is_wide_on_purpose(row, name)
         if row.nonfinite or is_bad:
-            groups.setdefault((row.name, row.phase, row.line, row.nonfinite > 0), []).append(row)
+            place = row.name, row.phase, row.line, row.function, row.nonfinite > 0
+            groups.setdefault(place, []).append(row)
     if not groups:
         return [f"Nothing is lost in {name or 'the dtypes that values have'}: no value needs care."]
     worst = sorted((_worst(rows, name) for rows in groups.values()), key=lambda r: _order(r, name))
@@ -106,8 +110,10 @@ def _named(rows: Sequence[Row]) -> str:
     return "; ".join(named)
 
 
-def _order(row: Row, dtype: str | None) -> tuple:
-    return row.nonfinite == 0, row.size == 1, -row.badness([dtype] if dtype else ())
+def _order(row: Row, dtype: str | None) -> tuple[float, ...]:
+    if row.nonfinite:
+        return 0, row.nonfinite_at or math.inf
+    return 1, row.size == 1, -row.badness([dtype] if dtype else ())
 
 
 def _worst(rows: Sequence[Row], dtype: str | None) -> Row:
@@ -118,6 +124,7 @@ def _place(row: Row) -> str:
     place = f"{row.phase} pass" if row.phase != "input" else "input"
     place += f" of `{row.name}`" if row.name else ""
     place += f", {row.primitive}" if row.phase != "input" else ""
+    place += f" inside jax.nn.{row.function}" if row.function else ""
     return place + (f" at {row.line.rpartition('/')[2].partition(' ')[0]}" if row.line else "")
 
 
@@ -154,16 +161,20 @@ def _remedy(row: Row, dtype: str | None) -> str:
                 "Nothing is left of it: jsa.scalify gives it a scale, with its state from "
                 "jsa.as_scaled_array."
             )
+        made_of = f"the argument of jax.nn.{row.function}" if row.function else "what it is made of"
         return (
-            "Nothing is left of it that tells its scale: rescale what it is made of; a report of "
-            "the same step with float32 data shows its range."
+            f"Nothing is left of it that tells its scale: rescale {made_of}; a report of the same "
+            "step with float32 data shows its range."
         )
     low, high = min(row.measure.histogram), max(row.measure.histogram)
     away = math.isfinite(row.log2_rms) and abs(row.log2_rms) > _OCTAVES
     if (under + subnormal > _SHARE and over > _SHARE) or not away:
+        wider = "Keep it in a dtype of wider range, or split what it is made of."
+        if row.function:
+            wider = f"Give jax.nn.{row.function} an argument in a dtype of wider range."
         return (
             f"Its elements span {high - low + 1} octaves, and its RMS is where it should be: no "
-            "scale helps. Keep it in a dtype of wider range, or split what it is made of."
+            f"scale helps. {wider}"
         )
     to = round(row.log2_rms)
     if row.scale is None:
@@ -176,8 +187,19 @@ def _remedy(row: Row, dtype: str | None) -> str:
         return f"{where} jsa.dynamic_rescale of the state, or jsa.optim for an optimizer's state."
     if row.phase == "input":
         return f"{where} jsa.dynamic_rescale between steps, or jsa.as_scaled_array with 'rms'."
+    if row.function:
+        way = "_l2_grad on its result" if row.phase == "backward" else "_l2 on its argument"
+        return f"{where} jsa.ops.dynamic_rescale{way}{_instead(row)}."
     if row.phase == "backward":
         return f"{where} jsa.ops.dynamic_rescale_l2_grad on the value that it is the gradient of."
     rule = _BETTER.get(row.primitive)
     better = f", or use {rule}" if rule else ", or give its function a rule (jsa.custom_scale)"
     return f"{where} jsa.rebalance_scale(x, 2.0**{to}) there{better}."
+
+
+def _instead(row: Row) -> str:
+    """What to use in the place of the function of `jax.nn` that a row lies in."""
+    name = row.function
+    if name in nn.__all__:
+        return f", or use jsa.nn.{name} for jax.nn.{name}"
+    return f", or give a function that calls jax.nn.{name} a rule (jsa.custom_scale)"

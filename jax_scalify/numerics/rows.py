@@ -25,12 +25,15 @@ class Row:
         phase: "input", "forward", "backward" or "update".
         primitive: that made it; "argument" for an input.
         line: of the user's code: `file:line (function)`; empty for an input.
+        function: of `jax.nn`, that it is computed in, such as "silu"; empty if it is not.
         shape, dtype: of the value.
         scale: lowest and highest exponent of its scales; None for a plain value.
         runs: how often it was computed: by loops, and by calls of one jitted function.
         measure: statistics of its data, over all runs.
         underflow: elements that are zero, and would not be if its equation were computed in
             float64; 0 for inputs, and for dtypes of at least 32 bits.
+        nonfinite_at: place of its first nan or infinity in the order of computation, over all runs;
+            None if it has none.
     """
 
     name: str
@@ -43,6 +46,8 @@ class Row:
     runs: int
     measure: Measure
     underflow: int = 0
+    nonfinite_at: int | None = None
+    function: str = ""
 
     @property
     def size(self) -> int:
@@ -98,6 +103,7 @@ class Row:
             "phase": self.phase,
             "primitive": self.primitive,
             "line": self.line,
+            "function": self.function,
             "shape": list(self.shape),
             "dtype": self.dtype,
             "scale": None if self.scale is None else list(self.scale),
@@ -109,6 +115,7 @@ class Row:
             "zeros": m.zeros,
             "nans": m.nans,
             "infs": m.infs,
+            "nonfinite_at": self.nonfinite_at,
             "underflow": self.underflow,
             "subnormal": self.fit().subnormal,
             "overflow": self.fit().overflow,
@@ -118,11 +125,11 @@ class Row:
 
 
 def exponent_range(scale: Any) -> tuple[int, int] | None:
-    """Return lowest and highest exponent of some scales; (0, 0) if all are zero."""
+    """Return lowest and highest exponent of some scales; (0, 0) if none is positive and finite."""
     if scale is None:
         return None
     values = np.asarray(scale, np.float64)
-    values = values[values > 0]
+    values = values[(values > 0) & np.isfinite(values)]
     if not values.size:
         return 0, 0
     exponents = np.log2(values)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jax_scalify.numerics.rows import Row
 
+NONFINITE = "!: nan or inf; these rows come first, in the order of computation"
 LOST = "lost: to zero / subnormal / at or beyond the largest finite value"
 
 
@@ -19,7 +20,7 @@ def cells(row: Row, formats: Sequence[str]) -> list[str]:
     """Return what a row has in each column."""
     line = row.line.rpartition("/")[2].partition(" ")[0]
     return [
-        row.name or "-",
+        f"! {row.name or '-'}" if row.nonfinite else row.name or "-",
         row.phase,
         row.primitive,
         line,

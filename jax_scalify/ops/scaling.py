@@ -21,6 +21,7 @@ from jax_scalify.base.statistics import check_statistic
 from jax_scalify.base.stochastic_rounding import random_bits
 from jax_scalify.blocks.array import is_array_of_ours
 from jax_scalify.config import current_config
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.primitives.definitions import (
     cast_p,
     dynamic_rescale_p,
@@ -32,6 +33,8 @@ from jax_scalify.primitives.definitions import (
     stochastic_cast_p,
     stop_scaling_p,
 )
+from jax_scalify.rules.shared.along_axes import uniform_over
+from jax_scalify.scales.algebra import Scale
 from jax_scalify.transform import scalify
 
 
@@ -119,7 +122,8 @@ def rebalance_scale(x: Any, factor: Any) -> Any:
 def get_data_and_scale(x: Any) -> tuple[Any, Any]:
     """Return `(data, scale)` of a value as plain arrays; outside of `scalify`, `(x, 1)`.
 
-    Inside `scalify`, a scale with axes is first made uniform, so `scale` has shape `()`.
+    Inside `scalify`, a scale with axes is first made uniform, so `scale` has shape `()`. A scale
+    rule can do this to its operands. `scale` is then the `scale` of an operand, and not an array.
 
     Example:
         >>> def f(x):
@@ -129,6 +133,8 @@ def get_data_and_scale(x: Any) -> tuple[Any, Any]:
         1.5
     """
     if isinstance(x, ScaledArray):
+        if isinstance(x.scale, Scale):  # an operand of a rule
+            x = uniform_over(Operand.of(x))
         return x.data, x.scale
     x = checked_array(x)
     dtype = current_config().scale_dtype

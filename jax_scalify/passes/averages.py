@@ -60,8 +60,8 @@ def _averages(jaxpr: Any, around: tuple[Any, ...] = ()) -> Iterator[_Average]:
             step = _smaller_factor(eqn, made_by) if is_of_optax else _step(eqn, made_by, jaxpr)
             eps = float(jnp.finfo(dtype).eps)
             if is_of_optax if step is None else step <= (64 * eps if is_of_optax else eps):
-                lines = filter(None, map(_compat.own_line, (eqn, *reversed(around))))
-                line = next(lines, "") or _compat.calling_line() or "an unknown line"
+                line = _compat.own_line(eqn, *reversed(around))
+                line = line or _compat.calling_line() or "an unknown line"
                 yield _Average(dtype, step, is_of_optax, line)
         for sub in sub_jaxprs(eqn.params):
             yield from _averages(sub, (*around, eqn))

@@ -28,9 +28,11 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
     A rule takes the arguments of the function. Each floating array is a `ScaledArray` whose data
     has the array's shape and dtype, and other arguments are unchanged. A scale is a power of two
     that supports `*`, `/`, integer `**` and `.maximum(other)`; `jnp.asarray(x.scale)` is its array,
-    and `x.to_array(jnp.float32)` is the plain value. A rule returns the function's results, with a
-    `ScaledArray` of the same shape and dtype for each floating array. A Python float as its scale
-    makes a static scale. A rule should not choose a scale by looking at data.
+    and `x.to_array(jnp.float32)` is the plain value. A scale may have axes: a rule that reduces or
+    moves an axis first brings its operand to one scale, with `jsa.get_data_and_scale(x)`. A rule
+    returns the function's results, with a `ScaledArray` of the same shape and dtype for each
+    floating array. A Python float as its scale makes a static scale. A rule should not choose a
+    scale by looking at data.
 
     Args:
         fun: a function of arrays, or pytrees of arrays. Rules get its arguments, with defaults, but

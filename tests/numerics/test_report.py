@@ -261,6 +261,36 @@ def test_names_of_the_state():
     assert {row.name for row in seen.filter("args[0]['m*']*")} == {"args[0]['momentum'][0]"}
 
 
+def test_the_first_nan_of_a_loop_comes_first():
+    """It is made by the second equation of the body. The first one has it in the next iteration."""
+
+    def body(h, x):
+        h = jnp.sin(h * 2)
+        return jnp.log(x) * h, None
+
+    x = jnp.array([[1.0], [-1.0], [1.0]])
+    seen = report(lambda h: lax.scan(body, h, x)[0])(jnp.ones(1))
+    found = [row.primitive for row in seen.rows if row.nonfinite]
+    assert found == ["mul", "sin", "log", "mul"]
+    assert [row.primitive for row in seen.sort("size").sort().rows[:4]] == [
+        *["log", "mul", "mul", "sin"]
+    ]
+    assert [row.nonfinite_at for row in seen.sort().rows[:2]] == [8, 9]
+
+
+@pytest.mark.parametrize("scale", [-2.0, math.nan, math.inf, -0.0, 3.0])
+def test_a_scale_that_is_no_power_of_two_is_refused_by_the_name_of_its_leaf(scale):
+    bad = jsa.ScaledArray(jnp.zeros(3, jnp.float16), jnp.float32(scale))
+    twice = jsa.scalify(lambda state: state["w"] * 2)
+    for fun in (twice, jax.jit(twice)):
+        with pytest.raises(ValueError, match=r"`args\[0\]\['w'\].scale` must be a power of two"):
+            report(fun)({"w": bad})
+    with pytest.raises(ValueError, match=r"`kwargs\['state'\]\['w'\].scale` must be a power"):
+        report(twice)(state={"w": bad})
+    with pytest.raises(ValueError, match=r"`args\[0\]\['w'\].scale` must be a power of two"):
+        twice({"w": bad})
+
+
 def test_filter_sort_and_group():
     seen = report(update, formats=FORMATS)(W * 1e-6, X)
     assert len(seen.filter(dtype="float16")) == 0 and len(seen.filter(dtype=jnp.float32)) == len(
@@ -336,6 +366,50 @@ def test_suggestions_for_scales_that_are_off():
     off = jsa.ScaledArray(jnp.float16(W * 2.0**-16), jnp.float32(1.0))
     (first, *_) = suggest(report(jsa.scalify(lambda w: w * 2))(off))
     assert "should be 2^-16" in first and "dynamic_rescale" in first and "args[0]" in first
+
+
+@pytest.mark.parametrize("scalify", [jsa.scalify, lambda f: f])
+@pytest.mark.parametrize("name", ["silu", "gelu", "glu", "mish"])
+def test_a_row_inside_jax_nn_has_the_line_of_the_call(name, scalify):
+    """JAX traces `silu` and `glu` under their own `jit`, with no line of the user's."""
+
+    def fun(x):
+        y = x * 2
+        y = getattr(jax.nn, name)(y)
+        return jnp.sum(y * y)
+
+    call = fun.__code__.co_firstlineno + 2
+    x = jsa.as_scaled_array(jnp.float16(X)) if scalify is jsa.scalify else X
+    rows = report(scalify(jax.grad(fun)))(x).rows
+    assert all(row.line for row in rows if row.phase != "input")
+    inside = [row for row in rows if row.function]
+    assert {row.phase for row in inside} == {"forward", "backward"}
+    assert all(f"test_report.py:{call} " in row.line for row in inside)
+    assert name in {row.function for row in inside}
+    others = [row for row in rows if not row.function and row.phase != "input"]
+    assert others and all(f"test_report.py:{call} " not in row.line for row in others)
+    assert report(fun)(X).rows[-1].as_dict()["function"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("silu", "or use jsa.nn.silu for jax.nn.silu"),
+        ("hard_tanh", "or give a function that calls jax.nn.hard_tanh a rule (jsa.custom_scale)"),
+    ],
+)
+def test_nothing_inside_jax_nn_is_to_be_edited(name, instead):
+    w = jsa.as_scaled_array(W * 1e-4, dtype="float16")
+    x = jnp.float16(X * 1e-2)
+    step = jsa.scalify(jax.grad(lambda w: jnp.sum(getattr(jax.nn, name)(x @ w))))
+    found = suggest(report(step)(w))
+    inside = [s for s in found if f"inside jax.nn.{name} at test_report.py:" in s]
+    forward = [s for s in inside if s.startswith("forward pass")]
+    assert forward and all("jsa.ops.dynamic_rescale_l2 on its argument" in s for s in forward)
+    assert all(instead in s and "rebalance_scale" not in s for s in forward)
+    backward = [s for s in inside if s.startswith("backward pass")]
+    assert all("jsa.ops.dynamic_rescale_l2_grad on its result" in s for s in backward)
+    assert any("dot_general at test_report.py" in s and "rebalance_scale" in s for s in found)
 
 
 def test_a_cause_is_said_once():

@@ -21,7 +21,7 @@ from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row
 
 EVIL = "<script>alert('&\"')</script>"
-VOID = {"meta", "input", "path", "br"}
+VOID = {"meta", "input", "path", "br", "wbr"}
 
 
 def row(name="block", phase="forward", line="", data=(1.0, 2.0), scale=None):
@@ -93,6 +93,26 @@ def test_rows_come_worst_first_and_know_their_place():
     assert [cells[0] for cells in page.cells[1:]] == ["2", "3", "1"]
 
 
+def test_rows_that_are_not_finite_come_first_in_the_order_of_computation():
+    rows = (
+        row("worse", data=[0.0, 2.0**-30]),
+        row("first", data=[1.0, 1.0, 1.0, math.nan]),
+        row("fine"),
+        row("second", data=[math.inf, math.nan]),
+        row("number", data=math.inf),
+    )
+    report = Report(rows, ("float16",))
+    page = Parser(report.to_html())
+    marked = ["!\xa0first", "!\xa0second", "!\xa0number"]
+    assert [cells[1] for cells in page.cells[1:]] == [*marked, "worse", "fine"]
+    assert page.attributes.count(("class", "nonfinite")) == 3
+    lines = str(report).splitlines()
+    names = ["! first", "! second", "! number", "worse", "fine"]
+    assert [re.split("  +", line)[0] for line in lines[1:6]] == names
+    assert lines[6].startswith("!: nan or inf")
+    assert "!" not in str(Report(rows[:1]))
+
+
 def test_everything_is_escaped():
     rows = (row(EVIL, line=f"{EVIL}.py:1 (f)"), row("a['b']"))
     for text in (Report(rows).to_html(), Report(rows)._repr_html_()):
@@ -140,6 +160,11 @@ for (const frame of document.querySelectorAll("iframe")) frame.onload = () => {
   const button = title => [...page.querySelectorAll("button")].find(b => b.textContent === title);
   const out = [frame.width, bars.left >= 0 && bars.right <= frame.width && bars.width > 100];
   out.push(page.querySelector("p").getBoundingClientRect().right <= frame.width);
+  const box = page.querySelector("div");
+  out.push(page.documentElement.scrollWidth <= frame.width && box.scrollWidth >= box.clientWidth);
+  out.push(box.getBoundingClientRect().right <= frame.width);
+  const name = page.querySelector("td.name").getBoundingClientRect();
+  out.push(name.width < frame.width / 2 && bars.left >= name.right - 1);
   for (const title of ["name", "largest", "largest"]) { button(title).click(); out.push(names()); }
   out.push(frame.contentWindow.getComputedStyle(page.body).backgroundColor);
   document.body.append(Object.assign(document.createElement("pre"), {textContent: out.join(",")}));
@@ -177,7 +202,7 @@ def test_bars_are_in_view_and_titles_sort(scheme, tmp_path):
     color = "rgb(255, 255, 255)" if scheme == "light" else "rgb(22, 24, 27)"
     order = [" ".join(name + letter for letter in letters) for letters in ("abc", "cba", "abc")]
     found = re.findall("<pre>(.*?)</pre>", done.stdout)
-    assert sorted(found) == [",".join([w, "true", "true", *order, color]) for w in ("1300", "400")]
+    assert sorted(found) == [",".join([w, *["true"] * 5, *order, color]) for w in ("1300", "400")]
 
 
 def test_table_for_a_notebook():

@@ -23,7 +23,7 @@ from jax_scalify.base.jaxprs import evaluate
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.interpreter.operand import Facts, Operand
-from jax_scalify.interpreter.registry import RuleContext, register_body_rule
+from jax_scalify.interpreter.registry import RuleContext, check_scale_shape, register_body_rule
 from jax_scalify.interpreter.rescaling import in_reach, within_range
 from jax_scalify.interpreter.value import Value, value_of
 from jax_scalify.primitives.custom_scale import AppliedRule, custom_scale_p
@@ -110,14 +110,7 @@ def _check_types(applied: AppliedRule, results: Sequence[Any], avals: Sequence[A
             )
         if not scaled:
             continue
-        scale = np.shape(x.scale)
-        # An array of a lower rank lies along the leading axes. A `Scale` has the full rank.
-        ranks = (0, len(shape)) if isinstance(x.scale, Scale) else range(len(shape) + 1)
-        if len(scale) not in ranks or any(s not in (1, n) for s, n in zip(scale, shape)):
-            raise TypeError(
-                f"The scale rule of `{applied.name}` must return a scale of shape () or one that "
-                f"fits {list(shape)}, got {list(scale)}."
-            )
+        check_scale_shape(f"`{applied.name}`", x.scale, shape)
         if not isinstance(x.scale, Scale) and not may_be_powers_of_two(x.scale):
             raise ValueError(
                 f"The scale rule of `{applied.name}` must return a scale that is a power of two or "
