@@ -21,7 +21,7 @@ from jax_scalify.numerics.report import Report
 from jax_scalify.numerics.rows import Row
 
 EVIL = "<script>alert('&\"')</script>"
-VOID = {"meta", "input", "path", "br"}
+VOID = {"meta", "wbr", "input", "path", "br"}
 
 
 def row(name="block", phase="forward", line="", data=(1.0, 2.0), scale=None):
