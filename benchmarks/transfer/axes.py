@@ -121,5 +121,5 @@ def plot(cells: Results, axes: Sequence[str], path: Path) -> None:
     for ax in grid[-1]:
         ax.set_xlabel("log2 of the learning rate")
     for row in grid:
-        row[0].set_ylabel("held-out loss")
+        row[0].set_ylabel("held-out loss, nats per byte")
     figure.savefig(path, dpi=144)
