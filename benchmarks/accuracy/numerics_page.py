@@ -104,8 +104,8 @@ blocks of width 64) after {steps} training steps, on JAX {version}. It compares 
 
 Two tensors of the two steps are *partners* if they have the same pass, module, primitive, line of
 the model and shape, and if both steps have equally many tensors of this kind. The pictures show the
-tensors that have a partner, one per row, the first computed at the top. Numbers on dark grey become
-zero in float16. Numbers on light grey keep some of their bits.
+tensors that have a partner, one per row, the first computed at the top. Numbers on the first
+grey from the left become zero in float16. Numbers on the second grey keep some of their bits.
 
 ## The plain step, in float32
 
@@ -161,6 +161,8 @@ noise is lost.
 The other tensors in the table of E5M2 lose the tails of wide distributions. In a step with FP8
 matmuls, E5M2 only has to hold the cotangents of linear layers. The cotangent of queries, keys and
 values (`Attention:43`, `concatenate`) is one of them. The cotangents inside attention are not.
+
+Next: [Recipes](recipes.md) shows code to copy, from logging to export.
 """
 
 

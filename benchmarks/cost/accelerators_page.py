@@ -176,6 +176,7 @@ def markdown(tables: Iterator[tuple[str, tuple, Rows]], limits: Rows, picture: s
         parts.append(f"\n## {title}\n\n{_table(header, rows)}")
     if limits:
         parts.append(f"{LIMITS}\n{_table(LIMIT_HEADER, limits)}")
+    parts.append("\nNext: [FP8](fp8.md) shows how to run the matmuls in FP8.\n")
     return "".join(parts)
 
 

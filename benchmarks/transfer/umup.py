@@ -210,7 +210,7 @@ def plot_sweep(cells: Results, settings: Sequence[Setting], path: Path) -> None:
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, len(RATES), sharey=True, squeeze=False)[0]
-    colours = colormaps["viridis"](np.linspace(0.05, 0.85, len(settings)))
+    colours = colormaps["viridis"](np.linspace(0.05, 0.7, len(settings)))
     for ax, name in zip(axes, RATES, strict=True):
         for setting, colour in zip(settings, colours, strict=True):
             losses = losses_of(cells, name, setting)
