@@ -254,10 +254,11 @@ def by_line(rows: Sequence[Row]) -> str:
     """Return a list of rows, a line for each line of the model."""
     lines: dict[str, collections.Counter] = {}
     for row in rows:
-        place = re.sub(r".*/", "", row.line) or "functions of JAX and of `jsa.nn`"
+        line = re.sub(r".*/", "", row.line)
+        place = f"`{line}`" if line else "functions of JAX and of `jsa.nn`"
         lines.setdefault(place, collections.Counter())[row.primitive] += 1
     texts = []
-    for place, counts in sorted(lines.items()):
+    for place, counts in sorted(lines.items(), key=lambda item: item[0].strip("`")):
         kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
         texts.append(f"- {place}: {kinds}\n")
     return "".join(texts)
