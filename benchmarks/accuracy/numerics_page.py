@@ -141,8 +141,8 @@ blocks of width 64) after {steps} training steps, on JAX {version}. It compares 
 
 Two tensors of the two steps are *partners* if they have the same pass, module, primitive, line of
 the model and shape, and if both steps have equally many tensors of this kind. The pictures show the
-tensors that have a partner, one per row, the first computed at the top. Numbers on dark grey become
-zero in float16. Numbers on light grey keep some of their bits.
+tensors that have a partner, one per row, the first computed at the top. Numbers on the first
+grey from the left become zero in float16. Numbers on the second grey keep some of their bits.
 
 ## The plain step, in float32
 
@@ -198,6 +198,8 @@ noise is lost.
 The other tensors in the table of E5M2 lose the tails of wide distributions. In a step with FP8
 matmuls, E5M2 only has to hold the cotangents of linear layers. The cotangent of queries, keys and
 values (`Attention:43`, `concatenate`) is one of them. The cotangents inside attention are not.
+
+Next: [Recipes](recipes.md) shows code to copy, from logging to export.
 """
 
 
@@ -289,10 +291,11 @@ def by_line(rows: Sequence[Row]) -> str:
     """Return a list of rows, a line for each line of the model."""
     lines: dict[str, collections.Counter] = {}
     for row in rows:
-        place = re.sub(r".*/", "", row.line) or "functions of JAX and of `jsa.nn`"
+        line = re.sub(r".*/", "", row.line)
+        place = f"`{line}`" if line else "functions of JAX and of `jsa.nn`"
         lines.setdefault(place, collections.Counter())[row.primitive] += 1
     texts = []
-    for place, counts in sorted(lines.items()):
+    for place, counts in sorted(lines.items(), key=lambda item: item[0].strip("`")):
         kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
         texts.append(f"- {place}: {kinds}\n")
     return "".join(texts)

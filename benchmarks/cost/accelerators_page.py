@@ -176,6 +176,7 @@ def markdown(tables: Iterator[tuple[str, tuple, Rows]], limits: Rows, picture: s
         parts.append(f"\n## {title}\n\n{_table(header, rows)}")
     if limits:
         parts.append(f"{LIMITS}\n{_table(LIMIT_HEADER, limits)}")
+    parts.append("\nNext: [FP8](fp8.md) shows how to run the matmuls in FP8.\n")
     return "".join(parts)
 
 
@@ -197,6 +198,11 @@ def draw(results: Results, path: Path) -> None:
     figure = Figure(figsize=(8, 0.9 + 1.9 * len(devices)), layout="constrained")
     axes = figure.subplots(len(devices), len(columns), squeeze=False)
     colours = {"float16-dynamic": "#4477aa", "fp8-dynamic": "#cc6677", "fp8-frozen": "#228833"}
+    labels = {
+        "float16-dynamic": "float16-dynamic: float16, dynamic scales",
+        "fp8-dynamic": "fp8-dynamic: the same with FP8 matmuls",
+        "fp8-frozen": "fp8-frozen: static scales only",
+    }
     for line, device in zip(axes, devices):
         models = [m for m in MODELS if f"{device}/{m}/plain" in results]
         for ax, (title, read) in zip(line, columns):
@@ -207,9 +213,11 @@ def draw(results: Results, path: Path) -> None:
                 ]
                 heights = [read(cell) / read(base) if cell else 0 for base, cell in cells]
                 places = [k + 0.27 * (i - 1) for k in range(len(models))]
-                bars = ax.bar(places, heights, width=0.25, color=colour, label=variant)
-                ax.bar_label(bars, fmt="%.2f", fontsize=7.5, rotation=90, padding=2)
-            ax.axhline(1, color="black", linewidth=0.8)
+                bars = ax.bar(places, heights, width=0.25, color=colour, label=labels[variant])
+                texts = ax.bar_label(bars, fmt="%.2f", fontsize=7.5, rotation=90, padding=2)
+                for text in texts:  # legible where it meets the line at 1
+                    text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+            ax.axhline(1, color="black", linewidth=0.8, zorder=0)
             ax.set_xticks(range(len(models)), models, fontsize=8)
             ax.tick_params(axis="y", labelsize=8)
             ax.set_xlim(-0.5, len(MODELS) - 0.5)

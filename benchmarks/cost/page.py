@@ -57,6 +57,10 @@ time. Most rows were compiled once, so their quartiles are equal. Steps were tim
 process. Ratios are those of medians. `benchmarks/cost/steps.py` says more.
 """
 
+NEXT = """
+Next: [Frozen scales](optimizers.md#frozen-scales) shows how to make all scales of a state static.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -160,5 +164,6 @@ def write_page(path: Path, results: Path) -> None:
         parts.append(f"\n## JAX {version}\n")
         tables = make_tables(version, {key: cell["result"] for key, cell in cells.items()})
         parts.extend(table.for_page() for table in tables)
+    parts.append(NEXT)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(parts))

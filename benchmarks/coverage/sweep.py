@@ -295,6 +295,7 @@ def page() -> str:
         if remaining
         else "None.\n"
     )
+    parts.append("\nNext: [Writing a scale rule](rules.md) shows how to add a rule.\n")
     return "".join(parts)
 
 

@@ -101,11 +101,11 @@ def plot(cells: Results, axes: Sequence[str], path: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2 + 3 * len(axes), 5), layout="constrained")
+    figure = Figure(figsize=(2 + 2 * len(axes), 5), layout="constrained")
     grid = figure.subplots(len(STARTS), len(axes), sharex="row", sharey=True, squeeze=False)
     for (i, name), (j, axis) in itertools.product(enumerate(STARTS), enumerate(axes)):
         ax, settings = grid[i][j], AXES[axis]
-        colours = colormaps["viridis"](np.linspace(0.05, 0.85, len(settings)))
+        colours = colormaps["viridis"](np.linspace(0.05, 0.7, len(settings)))
         for setting, colour in zip(settings, colours, strict=True):
             losses = losses_of(cells, name, setting)
             label = f"{axis} {getattr(setting, axis)}"
@@ -117,9 +117,9 @@ def plot(cells: Results, axes: Sequence[str], path: Path) -> None:
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_title(f"{TITLES[name]}: {axis}", fontsize=10)
         if not i:
-            ax.legend(frameon=False, fontsize=7)
+            ax.legend(frameon=False, fontsize=8)
     for ax in grid[-1]:
         ax.set_xlabel("log2 of the learning rate")
     for row in grid:
-        row[0].set_ylabel("held-out loss")
+        row[0].set_ylabel("held-out loss, nats per byte")
     figure.savefig(path, dpi=144)

@@ -97,7 +97,7 @@ def sweep(run: Run, names: Iterable[str], settings: Sequence[Setting]) -> Result
 
 def sweep_table(cells: Results, name: str, settings: Sequence[Setting]) -> Table:
     """Losses by learning rate and width, the best of each width marked."""
-    table = Table(box=box.SIMPLE, title=f"{TITLES[name]}: held-out loss, nats a byte")
+    table = Table(box=box.SIMPLE, title=f"{TITLES[name]}: held-out loss, nats per byte")
     table.add_column("learning rate", justify="right")
     for setting in settings:
         table.add_column(f"width {setting.width}", justify="right")
@@ -210,7 +210,7 @@ def plot_sweep(cells: Results, settings: Sequence[Setting], path: Path) -> None:
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, len(RATES), sharey=True, squeeze=False)[0]
-    colours = colormaps["viridis"](np.linspace(0.05, 0.85, len(settings)))
+    colours = colormaps["viridis"](np.linspace(0.05, 0.7, len(settings)))
     for ax, name in zip(axes, RATES, strict=True):
         for setting, colour in zip(settings, colours, strict=True):
             losses = losses_of(cells, name, setting)
@@ -229,7 +229,7 @@ def plot_sweep(cells: Results, settings: Sequence[Setting], path: Path) -> None:
         ax.spines[["top", "right"]].set_visible(False)
     lowest = min(best(cells, name, setting)[1] for name in RATES for setting in settings)
     axes[0].set_ylim(lowest - 0.05, lowest + 1.2)
-    axes[0].set_ylabel("held-out loss, nats a byte")
+    axes[0].set_ylabel("held-out loss, nats per byte")
     axes[0].legend(frameon=False)
     figure.savefig(path, dpi=144)
 
@@ -241,13 +241,18 @@ def plot_rms(cell: dict, path: Path) -> None:
     figure = Figure(figsize=(10, 3.0), layout="constrained")
     axes = figure.subplots(1, len(cell["start"]), sharex=True)
     for ax, kind in zip(axes, cell["start"], strict=True):
-        for moment, colour in (("start", "#0072B2"), ("end", "#D55E00")):
+        for moment, colour, label in (
+            ("start", "#0072B2", "at the start"),
+            ("end", "#D55E00", "after training"),
+        ):
             logs = list(logs_of(cell[moment][kind]).values())
-            ax.hist(logs, np.arange(-5, 5, 0.25), color=colour, alpha=0.6, label=moment)
+            ax.hist(logs, np.arange(-5, 5, 0.25), color=colour, alpha=0.6, label=label)
         ax.set_title(kind, fontsize=10)
         ax.set_xlabel("log2 RMS")
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
+    axes[0].set_ylabel("number of tensors")
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=144)
 
 

@@ -81,6 +81,28 @@ class LinkNames(SphinxTransform):
             link += literal
 
 
+class WrapMessages(SphinxTransform):
+    """Printed sentences wrap on the site. Printed tables, with spaces between columns, do not."""
+
+    default_priority = 5
+
+    def apply(self, **kwargs: Any) -> None:
+        for block in self.document.findall(nodes.literal_block):
+            lines = [line.strip() for line in block.astext().splitlines()]
+            if block.get("language") == "text" and not any("  " in line for line in lines):
+                block["classes"].append("message")
+
+
+class OpenPictures(SphinxTransform):
+    """A picture is as wide as the text, and leads to its file: on a phone its labels are small."""
+
+    default_priority = 5
+
+    def apply(self, **kwargs: Any) -> None:
+        for image in self.document.findall(nodes.image):
+            image.setdefault("width", "100%")  # for `html_scaled_image_link`
+
+
 def split_shared(
     app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
@@ -98,10 +120,12 @@ def short_signature(
 ) -> tuple[str, Any] | None:
     """Show the value of a private constant; of a Flax module, names only: its fields have types.
 
-    An enumeration is not called: it has none.
+    An enumeration is not called, nor the context that a rule is given: they have none.
     """
-    if what == "class" and issubclass(value, enum.Enum):
+    if what == "class" and (issubclass(value, enum.Enum) or value.__name__ == "RuleContext"):
         return "", ""
+    if what == "class" and signature and "<factory>" in signature:  # Sphinx cannot parse that
+        return signature.replace("<factory>", "..."), returned
     if what == "function" and signature:
         names = vars(sys.modules[value.__module__])
         return re.sub(r"(?<== )_[A-Z]+\b", lambda m: repr(names[m[0]]), signature), returned
@@ -127,6 +151,8 @@ def setup(app: Any) -> dict[str, bool]:
     """Tell Sphinx of all this."""
     app.add_directive("api", Api)
     app.add_transform(LinkNames)
+    app.add_transform(WrapMessages)
+    app.add_transform(OpenPictures)
     app.connect("source-read", to_pages)
     app.connect("autodoc-process-docstring", split_shared, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", short_signature)

@@ -96,6 +96,18 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def meaning(preset: str) -> str:
+    """Return a preset with the dtypes of weights, Adam's moments and matmuls."""
+    known = PRESETS[preset]
+    dtypes = describe(known)
+    text = f"{preset}: {dtypes['weights']}, {dtypes['moments']}, {dtypes['matmuls']}"
+    if not known.scaled:
+        return f"{text}; no scales"
+    if known.rescale_gradients:
+        return f"{text}; gradients rescaled"
+    return f"{text}; norms' gradients rescaled" if known.rescale_norm_gradient else text
+
+
 def gap(loss: float, reference: float | None) -> str:
     """Return how far `loss` is above or below the reference, in %."""
     if reference is None or not math.isfinite(loss):
@@ -153,11 +165,11 @@ def plot_losses(metrics: Mapping[str, Sequence[dict]], path: Path, *, title: str
     reference = curves.get("fp32")
     compare = reference is not None and len(curves) > 1
 
-    figure = Figure(figsize=(11 if compare else 6.5, 4.5), layout="constrained")
+    figure = Figure(figsize=(11 if compare else 6.5, 5.2), layout="constrained")
     axes = figure.subplots(1, 2 if compare else 1, squeeze=False)[0]
     for preset, (step, loss) in curves.items():
         color, style = STYLES[preset]
-        line = {"color": color, "linestyle": style, "linewidth": 1.6, "label": preset}
+        line = {"color": color, "linestyle": style, "linewidth": 1.6, "label": meaning(preset)}
         step_shown, shown = _smooth(step, loss, window)
         wide = {"linewidth": 6, "alpha": 0.25} if compare and preset == "fp32" else {}
         axes[0].plot(step_shown, shown, **line | wide)  # seen below those that lie on it
@@ -183,7 +195,14 @@ def plot_losses(metrics: Mapping[str, Sequence[dict]], path: Path, *, title: str
         ax.grid(color="#dddddd", linewidth=0.6)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        title="preset: dtypes of weights, Adam's moments and matmuls",
+        loc="outside lower center",
+        ncols=3 if compare else 1,
+        fontsize=8,
+        frameon=False,
+    )
     smoothed = f", running mean over {window} steps" if window > 1 else ""
     figure.suptitle(title + smoothed)
     figure.savefig(path, dpi=150)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -28,25 +29,29 @@ body.jsa-report div { max-height: 95vh; }
 _STYLE = """
 .jsa-report { font: 13px/1.4 system-ui, sans-serif; color: var(--ink); }
 .jsa-report table { border-collapse: collapse; background: var(--page); color: var(--ink); }
-.jsa-report :is(th, td) { padding: 1px 8px; text-align: left; white-space: nowrap; }
+.jsa-report :is(th, td) { padding: 1px 6px; text-align: left; white-space: nowrap; }
 .jsa-report td { border-top: 1px solid var(--line); font-variant-numeric: tabular-nums; }
 .jsa-report td.number { text-align: right; }
 .jsa-report th { position: sticky; top: 0; z-index: 2; background: var(--page);
-  border-bottom: 2px solid var(--ink); }
+  border-bottom: 2px solid var(--ink); white-space: normal; vertical-align: bottom; }
 .jsa-report td.name { position: sticky; left: 0; z-index: 1; background: var(--page);
-  min-width: 14em; max-width: 20em; white-space: normal; overflow-wrap: anywhere; }
+  min-width: 8em; max-width: 20em; white-space: normal; overflow-wrap: anywhere; }
 .jsa-report tr.nonfinite td.name { font-weight: 600; color: var(--zero); }
 .jsa-report div { overflow: auto; }
 .jsa-report button { font: inherit; font-weight: 600; border: 0; background: none; padding: 2px 0;
-  color: inherit; cursor: pointer; }
+  color: inherit; cursor: pointer; text-align: inherit; }
 .jsa-report th[aria-sort=ascending] button::after { content: " \\2191"; }
 .jsa-report th[aria-sort=descending] button::after { content: " \\2193"; }
-.jsa-report svg { display: block; width: 180px; height: 16px; }
+.jsa-report svg { display: block; width: clamp(110px, 12vw, 240px); height: 16px; }
 .jsa-report path { fill: var(--bar); }
 .jsa-report path.zero { fill: var(--zero); }
 .jsa-report p { max-width: min(60em, calc(100vw - 32px)); }
 .jsa-report h1 { font-size: 1.6em; overflow-wrap: anywhere; }
+@media (max-width: 1500px) {
+  .jsa-report table { font-size: 12px; }
+}
 @media (max-width: 700px) {
+  .jsa-report table { font-size: inherit; }
   .jsa-report :is(th.order, td.order) { display: none; }
   .jsa-report td.name { min-width: 36vw; max-width: 36vw; }
   .jsa-report svg { width: 44vw; }
@@ -155,7 +160,7 @@ def _table(
     tag = "button" if order else "span"
     head = '<th class="order"><button>#</button></th>' if order else ""
     for title in (name, "exponents", *others):  # the bars are to be seen on a narrow screen
-        head += f"<th><{tag}>{escape(title)}</{tag}></th>"
+        head += f"<th><{tag}>{_breakable(title)}</{tag}></th>"
     lines = []
     for row in shown:
         number = [f'<td class="order number">{order[id(row)]}</td>'] if order else []
@@ -188,10 +193,15 @@ def _cells(row: Row, formats: Sequence[str]) -> list[str]:
         key = f' class="number" data-value="{_number(keys[i])}"' if i in keys else ""
         title = f' title="{escape(row.line)}"' if i == 3 and row.line else ""
         inside = escape(written)
-        if i == 0:  # lines break between the parts of a name, and not after the mark
-            key, inside = ' class="name"', inside.replace("/", "/<wbr>").replace("! ", "!&nbsp;", 1)
+        if i == 0:  # a line does not end after the mark of a non-finite row
+            key, inside = ' class="name"', _breakable(written).replace("! ", "!&nbsp;", 1)
         cells.append(f"<td{key}{title}>{inside}</td>")
     return cells
+
+
+def _breakable(name: str) -> str:
+    """A name that may go on in a second line after each of its words."""
+    return re.sub(r"(?<=[/_.])", "<wbr>", escape(name))
 
 
 def _number(value: float) -> str:

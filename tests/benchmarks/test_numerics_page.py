@@ -88,7 +88,7 @@ def test_page_names_what_is_fixed_and_what_is_not():
     fixed, bad = text.index("**Fixed:**"), text.index("**Not fixed:**")
     assert bad < text.index("| `head/Model:7` | mul | backward | 1 | 50% | 50% |") < fixed
     assert text.index("| `block_*/Model:7` | mul | backward | 3 | 50% | 0% |") > fixed
-    assert "- model.py:7 (Model.__call__): 1 mul" in text
+    assert "- `model.py:7 (Model.__call__)`: 1 mul" in text
 
 
 def test_pictures_show_the_pairs(tmp_path):
