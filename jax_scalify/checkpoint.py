@@ -84,8 +84,9 @@ def save(
     Raises:
         FileExistsError: if `path` exists; with `overwrite`, if it is not a checkpoint.
         ImportError: if orbax is not installed.
-        TypeError, ValueError: as `to_storable` raises them. With `check_finite`, ValueError if a
-            leaf is not finite, with a list of these leaves. Nothing is written.
+        TypeError: as `to_storable` raises it.
+        ValueError: as `to_storable` raises it; with `check_finite`, if a leaf is not finite. The
+            message lists these leaves. Nothing is written.
 
     Example:
         >>> import tempfile

@@ -49,6 +49,8 @@ NO_EXAMPLE = {
     "skip_router",
     "checkpoint": "restore",
 }
+# Errors that are not documented as "Error: if ...", and why.
+OTHER_ERRORS = {"serving.export": "the message names the leaf, which the entries say first"}
 
 
 def _value(page, name):
@@ -105,6 +107,37 @@ def test_every_public_name_has_a_docstring(page):
     module = importlib.import_module(MODULES[page])
     assert module.__doc__
     assert [name for name in module.__all__ if not _docstring(page, name)] == []
+
+
+def _raises(docstring):
+    """The entries below `Raises:`, each in one line."""
+    below = re.search(r"^Raises:\n((?:    .*\n?|\n)+)", docstring, re.M)
+    entries = re.findall(r"^    (\S.*(?:\n {5,}.*)*)", below[1], re.M) if below else []
+    return [re.sub(r"\s+", " ", entry) for entry in entries]
+
+
+@pytest.mark.parametrize("page", MODULES)
+def test_errors_are_documented_as_conditions(page):
+    """The form is "TypeError: if ...", "TypeError: when called, if ..." or "as `f` raises it"."""
+    found = []
+    for name in _listed(page):
+        value = _value(page, name)
+        members = vars(value).items() if inspect.isclass(value) else ()
+        documented = {name: _docstring(page, name)}
+        documented |= {
+            f"{name}.{member}": inspect.getdoc(function)
+            for member, function in members
+            if not member.startswith("_") and inspect.isfunction(function)
+        }
+        for place, docstring in documented.items():
+            if f"{page}.{place}" not in OTHER_ERRORS:
+                wrong = [
+                    entry
+                    for entry in _raises(docstring or "")
+                    if not re.match(r"\w+: (([\w` ]+, )?if |as `[\w.]+` raises it\b)", entry)
+                ]
+                found += [f"{place}: {entry}" for entry in wrong]
+    assert found == []
 
 
 @pytest.mark.parametrize("page", MODULES)

@@ -51,7 +51,7 @@ class BlockFormat:
             `scalify`, where data is of unit size already.
 
     Raises:
-        ValueError: for another name, or an option that the format does not have.
+        ValueError: if the name is unknown, or the format does not have an option that is given.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, 2023; "up": Mishra et al., Recipes for
     Pre-training LLMs with MXFP8, arXiv 2506.08027; NVFP4 and square blocks: NVIDIA, Pretraining

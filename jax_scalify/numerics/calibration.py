@@ -44,7 +44,7 @@ def check_unshared(state: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Calibration:
-    """What `calibrate` has measured; printed, a table, what loses most first.
+    """Hold what `calibrate` has measured. Printed, it is a table: what loses most comes first.
 
     `jsa.scalify(step, calibration=c)` corrects the scales of values whose data would leave the band
     of its dtype, `freeze` gives the state its static scales, and `guard` tells when to calibrate
@@ -96,7 +96,7 @@ class Calibration:
         return {name: m.correction for name, m in self.values.items() if m.correction}
 
     def corrections(self, closed: Any, arguments: Sequence[str]) -> Corrections | None:
-        """What `scalify` corrects in a traced function.
+        """Return what `scalify` corrects in a traced function, or None if that is nothing.
 
         Raises:
             ValueError: if less than half of the values that were calibrated are in the function.
@@ -109,7 +109,7 @@ class Calibration:
         return equations.corrections(self.exponents, named=is_observing())
 
     def scale_of(self, argument: str) -> int | None:
-        """The exponent of the scale that a leaf of the state was calibrated with, if it has one."""
+        """Return the exponent of the scale that a leaf was calibrated with, if it has a scale."""
         m = self.state.get(argument)
         return None if m is None else m.scale
 
@@ -141,7 +141,7 @@ class Calibration:
             state: that of the step, with concrete arrays; its scales may be dynamic or static.
 
         Raises:
-            TypeError: for a traced scale.
+            TypeError: if a scale is traced.
             ValueError: if it has other leaves than the state that was calibrated, or one that the
                 calibrated scale would make infinite; if NNX objects in it share a variable.
         """

@@ -64,7 +64,8 @@ def check_fp8(
     Raises:
         TypeError: if `fun` is not callable, or an argument of a function that is not jitted is
             neither an array nor a number nor a callable.
-        ValueError: for a `target` that is not known; with `error`, naming the matmuls.
+        ValueError: if `target` is unknown; with `error`, if a matmul of FP8 operands is not an FP8
+            kernel. The message lists these matmuls.
         ModuleNotFoundError: if the compiler of the target is not installed.
 
     Example:

@@ -129,8 +129,8 @@ def compile_report(
         A report; `print` shows it, `to_json` is for programs.
 
     Raises:
-        TypeError: as `check_fp8`.
-        ValueError: for a `target` that is not known, or has too few devices.
+        TypeError: as `check_fp8` raises it.
+        ValueError: if `target` is unknown, or has too few devices.
         ModuleNotFoundError: if the compiler of the target is not installed, saying what to install.
         RuntimeError: if it fails.
 

@@ -51,10 +51,10 @@ def plot_histogram(
         title: above the picture.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: if matplotlib is not installed.
         TypeError: if `report` is no `Report`, or `formats` has no dtypes.
-        ValueError: for an unknown phase, exponents that are not in order, or if no tensor is left
-            to be drawn.
+        ValueError: if a phase is unknown, if exponents are not in order, or if no tensor is left to
+            be drawn.
 
     Source: Blake et al., "Unit Scaling", 2023, figures 1 and A.4.
 
@@ -114,7 +114,7 @@ def plot_scales(
         title: above the picture.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: if matplotlib is not installed.
         TypeError: if `history` has something else than records.
         ValueError: if `history` or `names` is empty, or has no tensor of such a name.
 

@@ -66,7 +66,7 @@ class Report:
             where: a predicate on rows.
 
         Raises:
-            ValueError: for an unknown phase.
+            ValueError: if `phase` is unknown.
         """
         if phase is not None and phase not in PHASES:
             raise ValueError(f"`phase` must be one of {', '.join(PHASES)}, got {phase!r}.")
@@ -177,7 +177,7 @@ class Report:
         """Return a `pandas.DataFrame` with a row for each value.
 
         Raises:
-            ImportError: without pandas.
+            ImportError: if pandas is not installed.
         """
         try:
             import pandas  # pyright: ignore[reportMissingImports]

@@ -20,7 +20,8 @@ def check_finite(tree: Any, name: str, after: str) -> None:
     The counts of all leaves are fetched at once.
 
     Raises:
-        ValueError: listing every leaf that is not finite, with the numbers of its elements.
+        ValueError: if a leaf is not finite. The message lists all such leaves, with the numbers of
+            their elements.
     """
     counts = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):

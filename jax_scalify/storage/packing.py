@@ -33,8 +33,8 @@ def pack_scales(tree: Any) -> Any:
 
     Raises:
         TypeError: if a scaled leaf is traced or abstract.
-        ValueError: naming the leaf, for a scale that is nan, infinite, negative or no power of
-            two, or below 2**-126 where the data is not zero.
+        ValueError: if a scale is nan, infinite, negative or no power of two, or below 2**-126 where
+            the data is not zero. The message names the leaf.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 5.4.1.
 
@@ -57,7 +57,7 @@ def unpack_scales(tree: Any, scale_dtype: Any = None) -> Any:
     Raises:
         TypeError: if a scaled leaf is traced or abstract, or `scale_dtype` cannot hold the
             exponents of float32.
-        ValueError: naming the leaf, for a scale that is nan.
+        ValueError: if a scale is nan. The message names the leaf.
     """
     dtype = check_scale_dtype(scale_dtype)
     return tree_util.tree_map_with_path(

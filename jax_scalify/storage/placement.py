@@ -27,8 +27,8 @@ def check_shardings(tree: Any) -> Any:
         tree: a state with `ScaledArray` leaves, of arrays or of shapes that have shardings.
 
     Raises:
-        ValueError: listing every leaf whose scale is placed otherwise than its data, or has another
-            value in another process, and what to do.
+        ValueError: if a scale is placed otherwise than its data, or has another value in another
+            process. The message lists every such leaf, and says what to do.
 
     Example:
         >>> state = {"w": jsa.as_scaled_array(jnp.ones((4, 2)))}
