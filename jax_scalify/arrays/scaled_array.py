@@ -254,17 +254,21 @@ def is_packed(leaf: Any) -> bool:
     return is_scaled(leaf) and not leaf.is_static and getattr(leaf.scale, "dtype", None) == PACKED
 
 
-def check_scaled(tree: Any, name: str = "tree", *, for_values: bool = False) -> None:
+def check_scaled(
+    tree: Any, name: str = "tree", *, for_values: bool = False, any_scale: bool = False
+) -> None:
     """Raise if a `ScaledArray` of a tree is invalid. The message names the leaf.
 
     The data must be a floating array. The scale must have a shape that fits, and must not be packed
     for storage. A concrete scale must be a power of two, or 0 if the data is zero. `for_values`
-    allows packed scales, and 0 with any data, for `data * scale`, which they do not change.
+    allows packed scales, and 0 with any data; `any_scale` skips all checks of a scale's values.
     """
     for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
         if is_scaled(leaf):
             where = f"{name}{tree_util.keystr(path)}"
             _check_form(leaf, f"{where}.")
+            if any_scale:
+                continue
             if not (for_values and is_packed(leaf)):
                 _check_powers(leaf, where)
             if not for_values:
@@ -324,7 +328,8 @@ def _is_known(x: Any) -> bool:
 
 def may_be_powers_of_two(scale: Any) -> bool:
     """Return whether a number or array has only powers of two and 0; True if it is unreadable."""
-    if not _is_known(scale):
+    is_symbolic = hasattr(scale, "shape") and not hasattr(scale, "dtype")
+    if is_symbolic or not _is_known(scale):
         return True
     values = np.asarray(scale, np.float64)
     is_zero = (values == 0) & ~np.signbit(values)

@@ -51,10 +51,8 @@ def checked_array(x: Any, name: str = "x") -> Any:
     return jnp.asarray(x)
 
 
-def _checked_scale(scale: Any, x: Any, name: str = "scale") -> jax.Array:
-    array_lib.check_scale(scale, x, name)
-    if not array_lib.may_be_powers_of_two(scale):
-        raise ValueError(f"`{name}` must be a power of two or 0, got {scale!r}.")
+def _checked_scale(scale: Any, x: Any) -> jax.Array:
+    array_lib.check_scale(scale, x)
     return jnp.asarray(scale, current_config().scale_dtype)
 
 
@@ -80,11 +78,10 @@ def set_scaling(x: Any, scale: Any) -> Any:
     Args:
         x: array of a floating dtype, or a `ScaledArray`. Other arrays are returned unchanged.
         scale: finite and non-negative. Its shape is `()`, or the rank of `x` with each dim 1 or
-            equal, or a lower rank along the leading axes. A traced scale is rounded down to a power
-            of two.
+            equal, or a lower rank along the leading axes. It is rounded down to a power of two.
 
     Raises:
-        ValueError: if a concrete `scale` is not a power of two or 0, or its shape does not fit.
+        ValueError: if a concrete `scale` is negative, nan or infinite, or its shape does not fit.
 
     Example:
         >>> f = jsa.scalify(lambda x: jsa.set_scaling(x, 4.0))
@@ -104,7 +101,7 @@ def rebalance_scale(x: Any, factor: Any) -> Any:
     Outside, the result is `x`.
 
     Raises:
-        ValueError: if a concrete `factor` is not a power of two or 0, or its shape does not fit.
+        ValueError: if a concrete `factor` is negative, nan or infinite, or its shape does not fit.
 
     Example:
         >>> f = jsa.scalify(lambda x: jsa.rebalance_scale(x, 8.0))
@@ -116,7 +113,7 @@ def rebalance_scale(x: Any, factor: Any) -> Any:
     x = checked_array(x)
     if not dtypes.is_scalable(x.dtype):
         return x
-    return rebalance_scale_p.bind(x, _checked_scale(factor, x, "factor"))
+    return rebalance_scale_p.bind(x, _checked_scale(factor, x))
 
 
 def get_data_and_scale(x: Any) -> tuple[Any, Any]:
