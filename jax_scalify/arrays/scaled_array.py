@@ -267,11 +267,9 @@ def check_scaled(
         if is_scaled(leaf):
             where = f"{name}{tree_util.keystr(path)}"
             _check_form(leaf, f"{where}.")
-            if any_scale:
-                continue
-            if not (for_values and is_packed(leaf)):
+            if not (any_scale or for_values and is_packed(leaf)):
                 _check_powers(leaf, where)
-            if not for_values:
+            if not (any_scale or for_values):
                 _check_zeros(leaf, where)
 
 
