@@ -124,13 +124,16 @@ def short_signature(
     """
     if what == "class" and (issubclass(value, enum.Enum) or value.__name__ == "RuleContext"):
         return "", ""
-    if what == "class" and signature and "<factory>" in signature:  # Sphinx cannot parse that
-        return signature.replace("<factory>", "..."), returned
     if what == "function" and signature:
         names = vars(sys.modules[value.__module__])
         return re.sub(r"(?<== )_[A-Z]+\b", lambda m: repr(names[m[0]]), signature), returned
-    if what != "class" or not any(c.__module__.startswith("flax.") for c in value.__mro__):
+    if what != "class":
         return None
+    if not any(c.__module__.startswith("flax.") for c in value.__mro__):
+        if not signature or "<" not in signature:
+            return None
+        signature = signature.replace("<factory>", "...")  # Sphinx cannot parse such defaults
+        return re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1", signature), returned
     shown = []
     for parameter in inspect.signature(value).parameters.values():
         if parameter.name not in ("parent", "name"):
@@ -139,6 +142,15 @@ def short_signature(
             shown.append(parameter.replace(annotation=parameter.empty, default=default))
     text = str(inspect.Signature(shown)).replace("Ellipsis", "...")
     return text, ""
+
+
+def one_next(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Leave the theme's buttons where they lead to the page that the line "Next:" names."""
+    paragraphs = doctree.findall(nodes.paragraph) if doctree else ()
+    lines = [p for p in paragraphs if p.astext().startswith("Next: ")]
+    links = [link["refuri"] for p in lines for link in p.findall(nodes.reference)]
+    if links and (not context["next"] or context["next"]["link"] not in links):
+        context.update(prev=None, next=None)
 
 
 def to_pages(app: Any, docname: str, source: list[str]) -> None:
@@ -154,6 +166,7 @@ def setup(app: Any) -> dict[str, bool]:
     app.add_transform(WrapMessages)
     app.add_transform(OpenPictures)
     app.connect("source-read", to_pages)
+    app.connect("html-page-context", one_next)
     app.connect("autodoc-process-docstring", split_shared, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", short_signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

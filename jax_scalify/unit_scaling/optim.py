@@ -1,7 +1,7 @@
 """Optimizers of u-µP: the learning rate of each parameter goes by its role.
 
 Needs optax: `from jax_scalify.unit_scaling import optim`. One learning rate serves all widths and
-depths; updates are multiplied by a factor of their parameter's role,
+depths; updates are multiplied by a factor of their parameter's role::
 
     role         Adam, SGD    SGD, readout constrained
     weight       1/√fan_in    1
