@@ -200,7 +200,7 @@ def to_storable(state: Any, *, pack: bool = True) -> dict[str, Any]:
         w/data float32 (2,)
         w/scale float8_e8m0fnu ()
     """
-    check_scaled(state, "state", any_scale=True)
+    check_scaled(state, "state", scales="any")
     stored = {}
     for name, leaf in flatten(storage.pack_scales(state) if pack else state).items():
         if _compat.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):

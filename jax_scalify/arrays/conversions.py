@@ -290,12 +290,15 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
             `data * scale` may be outside of the range of float16. Complex leaves keep their dtype
             unless `dtype` is complex.
 
+    Raises:
+        ValueError: if a concrete scale is not a power of two or 0.
+
     Example:
         >>> x = ScaledArray(jnp.array([40000.0], jnp.float16), jnp.float32(2.0**-25))
         >>> print(asarray(x, jnp.float32))
         [0.00119209]
     """
-    check_scaled(tree, for_values=True)
+    check_scaled(tree, scales="powers")
 
     def convert(leaf: Any, path: tuple) -> Any:
         is_ours = is_array_of_ours(leaf)
@@ -320,6 +323,7 @@ def to_numbers(tree: Any) -> Any:
 
     Raises:
         TypeError: if a leaf is traced, since it has no value under `jit`. The message names it.
+        ValueError: if a scale is not a power of two or 0.
 
     Example:
         >>> import json
@@ -328,7 +332,7 @@ def to_numbers(tree: Any) -> Any:
         >>> print(json.dumps(jsa.to_numbers(metrics), default=np.ndarray.tolist))
         {"classes": [1.0, 1.0], "loss": 0.5, "step": 3}
     """
-    check_scaled(tree, for_values=True)
+    check_scaled(tree, scales="powers")
 
     def check(leaf: Any, path: tuple) -> Any:
         if any(map(_compat.is_traced, jax.tree.leaves(leaf))):

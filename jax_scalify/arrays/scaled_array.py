@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ _OPERATORS = {
     **{"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"},
     **{"@": "matmul", "**": "pow", "divmod": "divmod"},
 }
-_REFUSED = {
+_ARITHMETIC = {
     **{f"__{name}__": symbol for symbol, name in _OPERATORS.items()},
     **{f"__r{name}__": symbol for symbol, name in _OPERATORS.items()},
     **{"__neg__": "-", "__pos__": "+", "__abs__": "abs", "__round__": "round"},
@@ -176,7 +176,7 @@ def _operator(name: str, symbol: str) -> Any:
     return compute
 
 
-for _name, _symbol in _REFUSED.items():
+for _name, _symbol in _ARITHMETIC.items():
     setattr(ScaledArray, _name, _operator(_name, _symbol))
 
 
@@ -255,21 +255,21 @@ def is_packed(leaf: Any) -> bool:
 
 
 def check_scaled(
-    tree: Any, name: str = "tree", *, for_values: bool = False, any_scale: bool = False
+    tree: Any, name: str = "tree", scales: Literal["usable", "powers", "any"] = "usable"
 ) -> None:
     """Raise if a `ScaledArray` of a tree is invalid. The message names the leaf.
 
-    The data must be a floating array. The scale must have a shape that fits, and must not be packed
-    for storage. A concrete scale must be a power of two, or 0 if the data is zero. `for_values`
-    allows packed scales, and 0 with any data; `any_scale` skips all checks of a scale's values.
+    The data must be a floating array, and the scale must have a shape that fits. "usable" scales
+    are not packed for storage and, if concrete, powers of two, or 0 if the data is zero. "powers"
+    may be packed, and 0 with any data, for `data * scale`. Values of "any" scales are not checked.
     """
     for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
         if is_scaled(leaf):
             where = f"{name}{tree_util.keystr(path)}"
             _check_form(leaf, f"{where}.")
-            if not (any_scale or for_values and is_packed(leaf)):
+            if scales == "usable" or (scales == "powers" and not is_packed(leaf)):
                 _check_powers(leaf, where)
-            if not (any_scale or for_values):
+            if scales == "usable":
                 _check_zeros(leaf, where)
 
 

@@ -149,6 +149,9 @@ def stop_scaling(tree: Any, dtype: Any = None) -> Any:
         dtype: dtype of the results; by default each leaf's own. `data * scale` is computed in at
             least float32 and cast once. Complex leaves keep their dtype unless `dtype` is complex.
 
+    Raises:
+        ValueError: if a concrete scale is not a power of two or 0.
+
     Example:
         >>> f = jsa.scalify(lambda x: jsa.stop_scaling(x, jnp.float32))
         >>> print(f(jsa.as_scaled_array(jnp.float16(6.0))))
@@ -165,7 +168,7 @@ def stop_scaling(tree: Any, dtype: Any = None) -> Any:
             return leaf
         return stop_scaling_p.bind(x if dtype is None else x.astype(dtypes.of_leaf(x.dtype, dtype)))
 
-    array_lib.check_scaled(tree, for_values=True)
+    array_lib.check_scaled(tree, scales="powers")
     return jax.tree.map(stop, tree, is_leaf=is_array_of_ours)
 
 

@@ -166,11 +166,11 @@ class _Graph:
         made: list[Item] = []
         common = any(x.is_common or x.stack is not None for x in operands)
         made += [Item(depth, var.aval, common, eqn, operands, made) for var in eqn.outvars]
-        place = _place(operands)
-        if not _may_be_stacked(eqn) or place is _SEVERAL:
+        places = {x.place for x in operands if x.stack is not None}
+        if not _may_be_stacked(eqn) or len(places) > 1:
             return made
         [item] = made
-        if place is None:
+        if not places:
             item.number = self._number(eqn, operands)
             key = _key(eqn, eqn.params, operands)
             return made if key is None else [self._alone.setdefault(key, item)]
@@ -185,8 +185,8 @@ class _Graph:
             return made  # `(s0 + s1) + s2`
         shapes = next(x.stack.shapes for x in operands if x.stack is not None)
         stack = self._stacks.setdefault(key, Stack(depth, is_full, shapes))
-        item.place, item.stack, item.operands = place, stack, operands
-        return [stack.members.setdefault(place, item)]
+        [item.place], item.stack, item.operands = places, stack, operands
+        return [stack.members.setdefault(item.place, item)]
 
     def _number(self, eqn: Any, operands: Sequence[Item]) -> Item | None:
         """Return the 0-d item that all elements of the result are, if it is not 0-d itself."""
@@ -202,15 +202,6 @@ class _Graph:
         made = Item(1 + max(x.depth for x in numbers), aval, False, eqn, numbers)
         made.results = [made]
         return self._alone.setdefault(key, made)
-
-
-_SEVERAL = object()
-
-
-def _place(operands: Sequence[Item]) -> Any:
-    """Return the place of the operands that are in stacks; None without any, or `_SEVERAL`."""
-    places = {x.place for x in operands if x.stack is not None}
-    return _SEVERAL if len(places) > 1 else next(iter(places), None)
 
 
 def _key(eqn: Any, params: dict[str, Any], operands: Sequence[Item]) -> Any:

@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_scalify import _compat
 from jax_scalify.base.eager import compiled
 from jax_scalify.base.jaxprs import is_var
-from jax_scalify.base.pins import pin_p
+from jax_scalify.base.pins import elements, pin_p
 from jax_scalify.base.pow2 import MAX_EXPONENT, exponent, exponent_layout
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
@@ -205,7 +205,7 @@ class _Round:
         for count, level in enumerate(self.levels, 1):
             exponents = jnp.concatenate([exponents, level(exponents, style)])
             exponents = exponents if count % style.levels else lax.optimization_barrier(exponents)
-        singles = style.elements(_to_float(self.values(exponents, style), self.dtype))
+        singles = elements(_to_float(self.values(exponents, style), self.dtype))
         return singles if self.size is None else [*singles, exponents]
 
     @functools.cached_property
@@ -223,21 +223,10 @@ class _Style:
             since then for each of its elements.
         sums: how exponents are added and compared. "rows" reduces along an axis, "columns" adds
             one column after the other, and "matrix" multiplies by a matrix, without a gather.
-        shared: whether the position that a kernel reads is an operand of the kernel. Kernels that
-            differ only in the position are then compiled once.
     """
 
     levels: int
     sums: str
-    shared: bool = False
-
-    def elements(self, values: Any) -> list[Any]:
-        """Return the elements of a vector as 0-d arrays."""
-        if not self.shared:
-            return [lax.index_in_dim(values, i, keepdims=False) for i in range(values.size)]
-        values = lax.optimization_barrier(values)
-        places = lax.optimization_barrier([np.uint32(i) for i in range(values.size)])
-        return [lax.squeeze(lax.dynamic_slice(values, (i,), (1,)), (0,)) for i in places]
 
 
 round_p = jex_core.Primitive("scale_round")
@@ -257,7 +246,7 @@ def _lowered(style: _Style) -> Any:
 
 # XLA fuses no reduction into another kernel on GPUs, where each kernel is a launch. It compiles a
 # gather to many kernels on TPUs. On CPUs, compile time dominates.
-ON_CPU = _Style(levels=1, sums="rows", shared=True)
+ON_CPU = _Style(levels=1, sums="rows")
 ON_GPU = _Style(levels=2, sums="columns")
 ON_TPU = _Style(levels=1, sums="matrix")
 mlir.register_lowering(round_p, _lowered(ON_GPU))
