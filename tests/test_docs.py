@@ -49,8 +49,6 @@ NO_EXAMPLE = {
     "skip_router",
     "checkpoint": "restore",
 }
-# Errors that are not documented as "Error: if ...", and why.
-OTHER_ERRORS = {"serving.export": "the message names the leaf, which the entries say first"}
 
 
 def _value(page, name):
@@ -130,13 +128,11 @@ def test_errors_are_documented_as_conditions(page):
             if not member.startswith("_") and inspect.isfunction(function)
         }
         for place, docstring in documented.items():
-            if f"{page}.{place}" not in OTHER_ERRORS:
-                wrong = [
-                    entry
-                    for entry in _raises(docstring or "")
-                    if not re.match(r"\w+: (([\w` ]+, )?if |as `[\w.]+` raises it\b)", entry)
-                ]
-                found += [f"{place}: {entry}" for entry in wrong]
+            found += [
+                f"{place}: {entry}"
+                for entry in _raises(docstring or "")
+                if not re.match(r"\w+: (([\w` ]+, )?if |as `[\w.]+` raises it\b)", entry)
+            ]
     assert found == []
 
 

@@ -51,9 +51,22 @@ def checked_array(x: Any, name: str = "x") -> Any:
     return jnp.asarray(x)
 
 
-def _checked_scale(scale: Any, x: Any) -> jax.Array:
-    array_lib.check_scale(scale, x)
+def _checked_scale(scale: Any, x: Any, name: str) -> jax.Array:
+    """Return a scale as an array of the dtype of scales."""
+    array_lib.check_scale(scale, x, name)
     return jnp.asarray(scale, current_config().scale_dtype)
+
+
+def _check_written(scale: Any, name: str) -> None:
+    """Raise if a scale that is written as a number is not a power of two."""
+    if isinstance(scale, jax.Array) or dtypes.leaf_dtype(scale) is None:
+        return
+    values = np.asarray(scale)
+    if np.all(np.isfinite(values)) and not np.all(np.isin(np.frexp(np.abs(values))[0], (0.0, 0.5))):
+        raise ValueError(
+            f"`{name}` must be a power of two, got {scale!r}. (One that is computed, a `jax.Array`, "
+            "is rounded down.)"
+        )
 
 
 def cast(x: jax.Array, dtype: Any, key: Any = None) -> jax.Array:
@@ -77,43 +90,47 @@ def set_scaling(x: Any, scale: Any) -> Any:
 
     Args:
         x: array of a floating dtype, or a `ScaledArray`. Other arrays are returned unchanged.
-        scale: finite and non-negative. Its shape is `()`, or the rank of `x` with each dim 1 or
-            equal, or a lower rank along the leading axes. It is rounded down to a power of two.
+        scale: power of two; a `jax.Array` is rounded down to one. Its shape is `()`, or the rank of
+            `x` with each dim 1 or equal, or a lower rank along the leading axes.
 
     Raises:
-        ValueError: if a concrete `scale` is negative, nan or infinite, or its shape does not fit.
+        ValueError: if a number is not a power of two; if a concrete `scale` is negative, nan or
+            infinite; or if its shape does not fit.
 
     Example:
         >>> f = jsa.scalify(lambda x: jsa.set_scaling(x, 4.0))
         >>> print(f(jsa.as_scaled_array(jnp.float32(2.0))).data)
         0.5
     """
+    _check_written(scale, "scale")
     if isinstance(x, ScaledArray):
         return _outside(set_scaling, x, scale)
     x = checked_array(x)
-    return set_scaling_p.bind(x, _checked_scale(scale, x)) if dtypes.is_scalable(x.dtype) else x
+    return set_scaling_p.bind(x, _checked_scale(scale, x, "scale")) if dtypes.is_scalable(x.dtype) else x
 
 
 def rebalance_scale(x: Any, factor: Any) -> Any:
     """Multiply the scale of a value by a power of two, and divide its data by it.
 
-    Inside `scalify`, the result is `(data / factor, scale * factor)`. A factor of 0 counts as 1.
-    Outside, the result is `x`.
+    Inside `scalify`, the result is `(data / factor, scale * factor)`. A factor of 0 counts as 1. A
+    `jax.Array` is rounded down to a power of two. Outside, the result is `x`.
 
     Raises:
-        ValueError: if a concrete `factor` is negative, nan or infinite, or its shape does not fit.
+        ValueError: if a number is not a power of two; if a concrete `factor` is negative, nan or
+            infinite; or if its shape does not fit.
 
     Example:
         >>> f = jsa.scalify(lambda x: jsa.rebalance_scale(x, 8.0))
         >>> print(f(jsa.as_scaled_array(jnp.ones(3))).scale)
         8.0
     """
+    _check_written(factor, "factor")
     if isinstance(x, ScaledArray):
         return _outside(rebalance_scale, x, factor)
     x = checked_array(x)
     if not dtypes.is_scalable(x.dtype):
         return x
-    return rebalance_scale_p.bind(x, _checked_scale(factor, x))
+    return rebalance_scale_p.bind(x, _checked_scale(factor, x, "factor"))
 
 
 def get_data_and_scale(x: Any) -> tuple[Any, Any]:

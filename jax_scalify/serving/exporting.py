@@ -141,10 +141,11 @@ def export(
 
     Raises:
         FileExistsError: if there is a file at `path`.
-        TypeError: naming a leaf that is traced, a key, or of a dtype that the format has not.
-        ValueError: for an unknown format or layout; naming a leaf that float16 does not hold, whose
-            scales a reader of FP8 does not know, or that has no input scale where others have
-            one; for two leaves of one name.
+        TypeError: if a leaf, which the message names, is traced, a key, or of a dtype that the
+            format has not.
+        ValueError: if the format or layout is unknown; if float16 does not hold a leaf; if a reader
+            of FP8 does not know its scales; if it has no input scale where others have one; or if
+            two leaves have one name.
 
     Source: safetensors, https://huggingface.co/docs/safetensors; compressed-tensors,
     https://github.com/vllm-project/compressed-tensors.

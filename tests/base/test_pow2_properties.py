@@ -469,7 +469,8 @@ def scaled_call(function, *args):
 def test_scales_that_are_asked_for_keep_the_value(dtype, draw):
     values = jnp.asarray(draw(ordinary_numbers(dtype, 60)))
     before, after = draw(exponents(-6, 6, [()])), draw(exponents(-6, 6))
-    asked = powers(after) * draw(st.floats(1, 2, width=32, exclude_max=True))  # is rounded down
+    asked = powers(after) * draw(st.floats(1, 2, width=32, exclude_max=True))
+    asked = jnp.asarray(asked)  # is rounded down
     for scale, call in (
         (powers(before), scaled_call),
         (2.0 ** int(before), scaled_call.__wrapped__),

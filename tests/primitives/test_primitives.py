@@ -94,7 +94,9 @@ def test_can_be_exported():
 
 
 class TestScales:
-    @pytest.mark.parametrize(("asked", "got"), [(8.0, 8), (6.0, 4), (0.3, 0.25)])
+    @pytest.mark.parametrize(
+        ("asked", "got"), [(8.0, 8), (jnp.float32(6.0), 4), (jnp.float32(0.3), 0.25)]
+    )
     def test_set_scaling(self, asked, got):
         out = jsa.scalify(lambda x: jsa.set_scaling(x, asked))(scaled(X, 2.0))
         assert float(out.scale) == got
@@ -133,6 +135,13 @@ class TestScales:
         for function in (jsa.set_scaling, jsa.rebalance_scale):
             with pytest.raises(ValueError, match="must be finite and not negative"):
                 function(jnp.asarray(X), bad)
+
+    @pytest.mark.parametrize("bad", [3.0, 3, np.float32(0.3), np.array([2.0, 3.0, 4.0])])
+    def test_numbers_that_are_no_powers_of_two(self, bad):
+        for function, name in ((jsa.set_scaling, "scale"), (jsa.rebalance_scale, "factor")):
+            for x in (jnp.asarray(X), scaled(X, 2.0)):
+                with pytest.raises(ValueError, match=f"`{name}` must be a power of two, got"):
+                    function(x, bad)
 
     def test_a_shape_that_does_not_fit(self):
         with pytest.raises(ValueError, match="does not fit data of shape"):
