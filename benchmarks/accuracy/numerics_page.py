@@ -56,7 +56,7 @@ that it names another scale, or [scales per channel](limits.md#one-scale-for-a-w
 moments that underflow with `jsa.optim.apply_updates` and `jsa.optim.low_precision` \
 ([optimizers](limits.md#optimizers)). |
 | the loss gets worse with frozen scales | `calibration.guard(state)` | \
-[Calibrate again](start.md#without-statistics) from the current state. |
+[Calibrate again](start.md#static-scales-for-long-runs) from the current state. |
 | the loss in FP8 is higher than expected | `check_fp8(update, *args)` | Keep the embedding, the \
 head and the router in 16 bits, or [use FP8 in the backward pass only](\
 fp8.md#if-the-loss-is-worse-in-fp8). |
