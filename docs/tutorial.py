@@ -120,7 +120,7 @@ def evaluate(name, loss_fn, params, opt_state):
     loss = jax.jit(jsa.scalify(loss_fn))(params, *held_out)
     size = sum(x.nbytes for x in jax.tree.leaves((params, opt_state)))
     count = sum(x.size for x in jax.tree.leaves(start))
-    print(f"{name}: {float(loss):.4f}, {size / count:.2f} bytes a parameter")
+    print(f"{name}: {float(loss):.4f}, {size / count:.2f} bytes per parameter")
 
 
 wide = jsa.optim.low_precision(optimizer, jnp.float32)  # 2
