@@ -39,12 +39,28 @@ INTRO = """\
 # Looking at the numbers
 
 This page shows how to find the tensor, the line or the matmul that makes a training step go wrong.
-In the examples, `update` is the jitted and scalified step of [the first page](index.md), `args` are
-its arguments, and `seen` is a [report](#a-report-of-a-step) of it.
+In the examples, `update` is the step below. A step with an optimizer works in the same way:
+
+```python
+import jax
+import jax.numpy as jnp
+
+import jax_scalify as jsa
+
+
+def loss_fn(params, x):
+    return jnp.square(jnp.tanh(x @ params["w"])).mean()
+
+
+update = jax.jit(jsa.scalify(jax.value_and_grad(loss_fn)))
+data = jax.random.normal(jax.random.key(0), (3, 1024, 256), jnp.float16)
+plain = {{"w": jax.random.normal(jax.random.key(1), (256, 256)) / 16}}
+args = jsa.as_scaled_array(plain, scale="rms", dtype=jnp.float16), data[0]
+```
 
 ## Which tool
 
-Tools without a module are functions of `jsa.numerics`.
+Tools without a module are functions of `jsa.numerics`; `seen` is a [report](#a-report-of-a-step).
 
 | symptom | tool | remedy |
 | --- | --- | --- |
@@ -52,13 +68,13 @@ Tools without a module are functions of `jsa.numerics`.
 skip steps whose gradient [exploded](limits.md#exploding-gradients). |
 | the loss is finite, but results differ from float32 | `suggest(seen)` | Give the tensor \
 that it names another scale, or [scales per channel](limits.md#one-scale-for-a-whole-array). |
-| the loss stops falling late in training | `track(update)`, `plot_scales` | Store weights and \
-moments that underflow with `jsa.optim.apply_updates` and `jsa.optim.low_precision` \
-([optimizers](limits.md#optimizers)). |
+| the loss stops falling late in training | `track(update)`, `plot_scales` | Add updates with \
+`jsa.optim.apply_updates`, and store moments with `jsa.optim.low_precision` \
+([optimizers](optimizers.md)). |
 | the loss gets worse with frozen scales | `calibration.guard(state)` | \
 [Calibrate again](start.md#static-scales-for-long-runs) from the current state. |
-| the loss in FP8 is higher than expected | `check_fp8(update, *args)` | Keep the embedding, the \
-head and the router in 16 bits, or [use FP8 in the backward pass only](\
+| the loss in FP8 is higher than expected | `check_fp8(update, *args)` | Check that the embedding, \
+the head and the router are in 16 bits, or [use FP8 in the backward pass only](\
 fp8.md#if-the-loss-is-worse-in-fp8). |
 | FP8 is no faster | `check_fp8(update, *args)` on the GPU, column `kernel` | Change the \
 matmuls that fell back so that they meet the \
@@ -66,7 +82,7 @@ matmuls that fell back so that they meet the \
 | the step saves no memory | `check_fp8(update, *args)`, operands `f32` | Cast the batch, position \
 table or embedding that [is still float32](frameworks.md#is-it-float16). |
 | elements at the largest number: data saturates | `print(seen)`, the third number of \
-`lost` | Call `jsa.dynamic_rescale` on the value, or \
+[`lost`](#a-report-of-a-step) | Call `jsa.dynamic_rescale` on the value, or \
 [calibrate the step](limits.md#stored-float16-saturates-or-is-infinite). |
 | gradients are zero | `seen.filter(phase="backward")` | Take the derivative \
 [inside `scalify`](limits.md#derivatives), or rescale the cotangent that underflows with \
@@ -79,14 +95,11 @@ with [`jsa.match_scales`](errors.md#new-differs-from-like-so-that-it-compiles-ag
 | a warning appears | the line in the message | Look the message up in \
 [errors and warnings](errors.md), which says what causes it and what to do. |
 
-- `report`, `find_nonfinite` and `track` run the step. They take the function and return a function
-  of its arguments: `report(update)(*args)`.
-- `check_fp8` and `compile_report` run nothing. They trace and compile, and take the arguments
-  directly: `check_fp8(update, *args)`. With `target="h100"` they compile for a GPU that need not be
-  there ([on GPUs and TPUs](accelerators.md)).
+- `report`, `find_nonfinite` and `track` run the step: they return a function that is called with
+  its arguments. `check_fp8` and `compile_report` only compile it, and take the arguments directly.
+  With `target="h100"` they compile for a GPU that need not be there.
 - `find_nonfinite` returns the line that makes the first nan or infinity, its operands and a remedy,
-  or None if everything is finite. Pass the last arguments that were finite: save them, or repeat
-  the step that went wrong.
+  or None. Pass the last arguments that were finite.
 
 ## A report of a step
 
@@ -94,18 +107,47 @@ with [`jsa.match_scales`](errors.md#new-differs-from-like-so-that-it-compiles-ag
 its range, a histogram of its exponents, and what a format would lose of it:
 
 ```python
-args = params, opt_state, batch
-seen = jsa.numerics.report(update, formats=["float16", "float8_e5m2"])(*args)
-print(seen)  # values with nan or inf, then those that lose most
-print(seen.underflowing("float16"))  # what float16 would make zero
-print(jsa.numerics.suggest(seen))  # what to do about it, the most important first
+seen = jsa.numerics.report(update, formats=["float8_e5m2"])(*args)
+print(seen.filter(phase="backward"))
+```
+
+```text
+name  pass      primitive    line            shape       dtype    scale  log2 rms  smallest  \
+largest  lost      in float8_e5m2
+-     backward  dot_general  numerics.md:14  [256,256]   float16  -13    -0.1      2.3e-06   \
+3.9e+00  0/<.1/0%  <.1/<.1/0%
+-     backward  mul          numerics.md:14  [1024,256]  float16  -18    0.3       2.4e-06   \
+2.0e+00  0/<.1/0%  <.1/<.1/0%
+-     backward  mul          numerics.md:14  [1024,256]  float16  -18    -0.9      2.4e-06   \
+7.7e-01  0/<.1/0%  <.1/<.1/0%
+lost: to zero / subnormal / at or beyond the largest finite value
+3 values, 3 scaled, 0 with nan or inf; more than 1% lost, subnormal or at the limit: 0 in their \
+own dtype, 0 in float8_e5m2.
+```
+
+`scale` is the exponent of the scale; `log2 rms` and the columns after it are for the data.
+`suggest` says what to do, the most important first. Here it looks at the gradient without scales:
+
+```python
+wide = jsa.numerics.report(jax.grad(loss_fn), formats=["float16"])(plain, data[0])
+print(jsa.numerics.suggest(wide)[0])
+```
+
+```text
+backward pass, mul at numerics.md:14: in float16 100% of the elements are subnormal (RMS 2^-19). \
+It needs a scale of 2^-19: jsa.scalify gives it one, with its state from jsa.as_scaled_array. The \
+same at forward pass, reduce_sum at numerics.md:14 (2^17).
+```
+
+```python
+print(seen)  # every value: those with nan or inf, then those that lose most
+print(seen.underflowing("float8_e5m2"))  # what E5M2 would make zero
 seen.to_html("report.html")  # every value, to be sorted and searched
 jsa.numerics.plot_histogram(seen, "report.png")
 ```
 
 The step may be jitted or not, and scalified or not. `report` computes its equations one by one and
-brings every value to the host, so it is much slower than the step. Use it now and then, and `track`
-during training.
+brings every value to the host, so it is slow. Use `track` during training.
 
 ## Many steps
 
@@ -113,10 +155,10 @@ during training.
 selected values, otherwise None:
 
 ```python
-tracked = jsa.numerics.track(update, ["args[0]", "backward/*dot_general*"], every=100)
+tracked = jsa.numerics.track(update, ["args[0]*", "backward/*dot_general*"], every=2)
 history = []
 for step, batch in enumerate(data):
-    (params, opt_state, loss), record = tracked(params, opt_state, batch)
+    (loss, grads), record = tracked(args[0], batch)
     if record is not None:
         history.append(record.as_dict(step))  # numbers: log them, or write them as JSON
 jsa.numerics.plot_scales(history, "scales.png")
@@ -124,25 +166,25 @@ jsa.numerics.plot_scales(history, "scales.png")
 
 The second argument selects values by name. `tracked.names(*args)` lists the names: `args[0]['w']`
 for an argument, `backward/block_0/mlp:dot_general` for a value of the backward pass. A string
-selects the value of this name. If no value has this name, it selects all names that contain the
-string and all names that it matches as a pattern with `*` and `?`. The two strings above
-select all weights and the matmuls of the backward pass. Instead of strings, you may pass a function
-that takes a name and returns whether to select it. By default, all floating-point arguments are
-selected.
+selects by exact name, else by substring or pattern (`*`, `?`). The two strings above select all
+weights and the matmuls of the backward pass. You may also pass a function from a name to a bool. By
+default, all floating-point arguments are selected.
+
+`track` compiles a second program for the steps that have a record. The other steps run `update`.
 
 ## The training step of a GPT
 
-`make numerics` writes this page. It reports on the GPT of the example (size `tiny`: 4
-blocks of width 64) after {steps} training steps, on JAX {version}. It compares two steps:
+The rest of this page is written by `make numerics`. It reports on the GPT of the example (size
+`tiny`: 4 blocks of width 64) after {steps} training steps, on JAX {version}. It compares two steps:
 
 - The *plain* step computes in float32.
 - The *scalified* step is the same step through `scalify`, with weights, activations, gradients and
   moments in float16 and no loss scaling.
 
-Two tensors of the two steps are *partners* if they have the same pass, module, primitive, line of
-the model and shape, and if both steps have equally many tensors of this kind. The pictures show the
-tensors that have a partner, one per row, the first computed at the top. Numbers on the first
-grey from the left become zero in float16. Numbers on the second grey keep some of their bits.
+The page compares *partners*: tensors that both steps compute in the same place (pass, module, line,
+primitive and shape), and equally often. The pictures show the tensors that have a partner, one per
+row, the first computed at the top. In the dark grey, numbers are zero in float16; in the light
+grey, they are subnormal and have fewer bits. The column 0 at the left counts exact zeros.
 
 ## The plain step, in float32
 
@@ -166,9 +208,9 @@ their module and the line of the model, so `block_*/Attention:43` is line 43, in
 each block. A cell has the smallest and the largest share among these tensors:
 
 - *Plain* is the share of the elements of the plain step's tensor that the format would make zero.
-- *Scalified* is the share of the elements of its partner that are zero in the format, minus the
+- *Scalified* is the share of the elements of its partner that are zero in the format, without the
   elements that are zero in the plain step. For float16, in which the scalified step really
-  computes, it is at least the share that the tensor's own equation has flushed.
+  computes, this also counts zeros that come from earlier equations.
 - A tensor is *fixed* if the scalified share is below {share:.0%}.
 
 The tables include the optimizer's stored state. They leave out what the optimizer computes between
@@ -176,16 +218,15 @@ gradients and new weights, because both steps compute it in float32.
 """
 
 WITHOUT_PARTNER = """\
-{count} values of the plain step's forward and backward pass that would underflow have no partner.
-Most of them are inside functions with their own rule (LayerNorm, GELU, softmax, the loss), which
-the scalified step computes as a whole, with float32 inside. The rest cannot be told apart from
-these. {rest} values exist only in the scalified step, including the results of these rules; {bad}
-of them lose more than {share:.0%}. The list has the values of the plain step without a partner. For
-each line of the model, it counts them by primitive:
+{count} of the tensors that would underflow have no partner. Most are inside functions with their
+own rule (LayerNorm, GELU, softmax, the loss), which the scalified step computes as a whole, with
+float32 inside. {rest} values exist only in the scalified step; {bad} of them lose more than
+{share:.0%}. The tensors without a partner, by line of the model:
 """
 
 LOSSY = """\
-The values of the scalified step that lose more than {share:.0%}:
+The values of the scalified step that lose more than {share:.0%}
+(`custom_scale`: a function with its own rule):
 """
 
 NOT_FIXED = """\
@@ -193,7 +234,7 @@ NOT_FIXED = """\
 `Attention:43` is its gradient. The bias of the keys adds the same number to all scores of a
 query, so it does not change the softmax. Its gradient is zero in exact arithmetic, and rounding
 noise otherwise. The keys' part has a third of the elements, the 33% of the tables, and only its
-noise is lost.
+noise is lost. How much of it is lost differs between blocks, so a line may be in both tables.
 
 The other tensors in the table of E5M2 lose the tails of wide distributions. In a step with FP8
 matmuls, E5M2 only has to hold the cotangents of linear layers. The cotangent of queries, keys and
@@ -335,7 +376,7 @@ def page(reports: dict[str, Report], steps: int) -> str:
         parts.append(
             f"### {dtype}\n\n{len(under)} of {len(pairs)} tensors of the plain step would lose "
             f"more than {SHARE:.0%} to zero.\n{len(both)} of them have a partner: {len(fixed)} are "
-            f"fixed, {len(bad)} are not.\n"
+            f"fixed, {len(bad)} are not. The other {len(alone)} are below the tables.\n"
         )
         if bad:
             parts += ["**Not fixed:**\n", table(bad, dtype)]
@@ -345,7 +386,7 @@ def page(reports: dict[str, Report], steps: int) -> str:
             counts = dict(count=len(alone), rest=len(rest), bad=len(lossy), share=SHARE)
             parts += [WITHOUT_PARTNER.format(**counts), by_line(alone)]
             parts += [LOSSY.format(share=SHARE), by_line(lossy)] if lossy else []
-    parts += ["### Losses that remain, and why\n", NOT_FIXED]
+    parts += ["### What is still lost, and why\n", NOT_FIXED]
     return "\n".join(parts)
 
 
