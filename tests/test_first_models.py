@@ -263,25 +263,24 @@ def _told(cell, mode):
 
 
 CELLS = [(a, n, f) for a in ARCHITECTURES for n in NORMS for f in ACTIVATIONS]
-# An LSTM of squared ReLUs: h is a square of a sum of squares, whose gradients, products of h, lie
-# far above their scales and grow. A gradient of w2 leaves float16: with batch norm at step 97,
-# calibrated at step 82, and sooner without a norm, where the loss rises above that of no model at
-# all (docs/limits.md). Plain float16 has 2.028 and 2.754.
-GROWS = {("LSTM", norm, "squared relu") for norm in ("batch norm", "no norm")}
-PARAMETERS = [
-    pytest.param(c, marks=[pytest.mark.xfail(strict=True)] if c in GROWS else []) for c in CELLS
+# An LSTM of squared ReLUs without a norm: the gradient of w2 grows by 2**11 from step 10, when it is
+# calibrated, to step 96, where it leaves float16 (docs/limits.md). With float32 the loss is above
+# that of no model at all by then. Dynamic and frozen scales have eight times the room.
+GROWS = ("LSTM", "no norm", "squared relu")
+CALIBRATED = [
+    pytest.param(c, marks=[pytest.mark.xfail(strict=True)] if c == GROWS else []) for c in CELLS
 ]
 
 
 # To calibrate takes as long as the rest of a cell.
 @pytest.mark.sampled(40)
-@pytest.mark.parametrize("cell", PARAMETERS, ids=", ".join)
+@pytest.mark.parametrize("cell", CELLS, ids=", ".join)
 def test_a_first_model_trains(cell):
     _check(cell, MODES[:3])
 
 
 @pytest.mark.sampled(160)
-@pytest.mark.parametrize("cell", PARAMETERS, ids=", ".join)
+@pytest.mark.parametrize("cell", CALIBRATED, ids=", ".join)
 def test_a_calibrated_first_model_trains(cell):
     _check(cell, MODES[3:])
 

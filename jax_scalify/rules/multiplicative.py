@@ -21,8 +21,9 @@ from jax_scalify.scales.multiplying import multiply
 # The largest `2 * |y|` of `x**y` that has a power law. Models have no larger powers, and their
 # scales would leave the range of every dtype.
 _LARGEST_POWER = 64
-# Small elements have large reciprocals: data of 2**-5 gives 2**15 in `x**-3`, close to the largest
-# float16. The scale of a negative power is therefore 2**3 times larger.
+# The scale of a power is 2**3 times that of its law in float16 and FP8. Powers spread their data:
+# the square of normal numbers with an RMS from 1 to 2 has one from 1.7 to 7, squares of sums of
+# squares still more, and data of 2**-5 gives 2**15 in `x**-3`, close to the largest float16.
 _ROOM = 3
 
 
@@ -90,16 +91,20 @@ def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
     return bind_product(ctx, (lhs, rhs), scale, params)
 
 
+def _room(ctx: RuleContext) -> Scale:
+    return Scale(_ROOM if dtypes.has_short_range(ctx.out_dtype) else 0)
+
+
 @register_scale_rule(lax.square_p, elements="new", elementwise=True, nonnegative="always", degree=2)
 def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale**2`."""
-    return bind_product(ctx, (x,), x.scale**2, params)
+    """`scale = scale**2`; in float16 and FP8, `8 * scale**2`."""
+    return bind_product(ctx, (x,), x.scale**2, params, _room(ctx))
 
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
 def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
-    """`scale = scale**y`; for negative `y` in float16 and FP8, `8 * scale**y`."""
-    room = Scale(_ROOM if y < 0 and dtypes.has_short_range(ctx.out_dtype) else 0)
+    """`scale = scale**y`; in float16 and FP8, `8 * scale**y`."""
+    room = ONE if y in (0, 1) else _room(ctx)
     return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, room)
 
 
