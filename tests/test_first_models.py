@@ -263,9 +263,9 @@ def _told(cell, mode):
 
 
 CELLS = [(a, n, f) for a in ARCHITECTURES for n in NORMS for f in ACTIVATIONS]
-# An LSTM of squared ReLUs without a norm: the gradient of w2 grows by 2**11 from step 10, when it is
-# calibrated, to step 96, where it leaves float16 (docs/limits.md). With float32 the loss is above
-# that of no model at all by then. Dynamic and frozen scales have eight times the room.
+# An LSTM of squared ReLUs without a norm: the gradient of w2 grows by 2**11 from step 10, when it
+# is calibrated, to step 96, where it leaves float16 (docs/limits.md). By then the loss in float32
+# is above that of no model at all. Dynamic and frozen scales have eight times the room.
 GROWS = ("LSTM", "no norm", "squared relu")
 CALIBRATED = [
     pytest.param(c, marks=[pytest.mark.xfail(strict=True)] if c == GROWS else []) for c in CELLS

@@ -64,8 +64,8 @@ def _check_written(scale: Any, name: str) -> None:
     values = np.asarray(scale)
     if np.all(np.isfinite(values)) and not np.all(np.isin(np.frexp(np.abs(values))[0], (0.0, 0.5))):
         raise ValueError(
-            f"`{name}` must be a power of two, got {scale!r}. (One that is computed, a `jax.Array`, "
-            "is rounded down.)"
+            f"`{name}` must be a power of two, got {scale!r}. (One that is computed, a "
+            "`jax.Array`, is rounded down.)"
         )
 
 
@@ -106,7 +106,9 @@ def set_scaling(x: Any, scale: Any) -> Any:
     if isinstance(x, ScaledArray):
         return _outside(set_scaling, x, scale)
     x = checked_array(x)
-    return set_scaling_p.bind(x, _checked_scale(scale, x, "scale")) if dtypes.is_scalable(x.dtype) else x
+    if not dtypes.is_scalable(x.dtype):
+        return x
+    return set_scaling_p.bind(x, _checked_scale(scale, x, "scale"))
 
 
 def rebalance_scale(x: Any, factor: Any) -> Any:
