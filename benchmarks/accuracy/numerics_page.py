@@ -121,8 +121,8 @@ largest  lost      in float8_e5m2
 -     backward  mul          numerics.md:14  [1024,256]  float16  -18    -0.9      2.4e-06   \
 7.7e-01  0/<.1/0%  <.1/<.1/0%
 lost: to zero / subnormal / at or beyond the largest finite value
-3 values, 3 scaled, 0 with nan or inf; more than 1% lost, subnormal or at the limit: 0 in their \
-own dtype, 0 in float8_e5m2.
+3 values, 3 scaled, 0 with nan or inf. Values with more than 1% of the elements lost, subnormal or \
+at the limit: 0 in their own dtype, 0 in float8_e5m2.
 ```
 
 `scale` is the exponent of the scale; `log2 rms` and the columns after it are for the data.

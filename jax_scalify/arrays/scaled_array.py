@@ -320,14 +320,14 @@ def _is_lost(data: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _is_known(x: Any) -> bool:
-    """Return whether values can be read: neither traced nor on devices of other processes."""
-    return not _compat.is_traced(x) and getattr(x, "is_fully_addressable", True)
+    """Return whether it is an array or number, not traced nor on devices of other processes."""
+    is_array = isinstance(x, (int, float, np.generic, np.ndarray, jax.Array))
+    return is_array and not _compat.is_traced(x) and getattr(x, "is_fully_addressable", True)
 
 
 def may_be_powers_of_two(scale: Any) -> bool:
     """Return whether a number or array has only powers of two and 0; True if it is unreadable."""
-    is_symbolic = hasattr(scale, "shape") and not hasattr(scale, "dtype")
-    if is_symbolic or not _is_known(scale):
+    if not _is_known(scale):
         return True
     values = np.asarray(scale, np.float64)
     is_zero = (values == 0) & ~np.signbit(values)

@@ -15,6 +15,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.numerics import nonfinite_advice
 from jax_scalify.numerics.host_statistics import Measure, measure
 from jax_scalify.numerics.interpreting import Runner, Step, Tagged, trace
+from jax_scalify.numerics.naming import Phases
 from jax_scalify.numerics.rows import exponent_range
 from jax_scalify.numerics.scopes import clean_name
 from jax_scalify.numerics.text import exponents_text, shape_text
@@ -60,7 +61,7 @@ class Nonfinite:
         primitive: of the equation that makes it; of the first that reads it, if it was given.
         line: of the user's code: `file:line (function)`.
         name: module path or name scopes, joined with "/".
-        phase: "forward" or "backward"; the update counts as forward.
+        phase: "forward", "backward" or "update", which comes after the backward pass.
         iterations: of the loops around the equation, outermost first.
         shape, dtype: of the result.
         count: of its elements that are not finite.
@@ -97,7 +98,7 @@ class Nonfinite:
         turn = ", ".join(map(str, self.iterations))
         where += f", iteration {turn} of the loop" if turn else ""
         lines = [
-            f"{what} `{self.primitive}`{where} ({self.phase} pass)",
+            f"{what} `{self.primitive}`{where} ({self.phase}{'' if self.phase == 'update' else ' pass'})",
             f"  at {self.line or 'an unknown line'}",
             f"  result: {self.dtype}{shape_text(self.shape)}, {self.count} elements not finite",
             *(f"  operand: {operand}" for operand in self.operands),
@@ -186,6 +187,7 @@ class _Event:
 
     Attributes:
         number: in the order of execution.
+        phase: "forward", "backward" or "update".
         step: the equation; None if all that is wrong with it came from other equations.
         nan, inf: what its results have.
         sources: its operands that are not finite.
@@ -193,6 +195,7 @@ class _Event:
     """
 
     number: int
+    phase: str
     step: Step | None
     nan: bool
     inf: bool
@@ -225,8 +228,10 @@ class _Watcher:
 
     def __init__(self):
         self.events: list[_Event] = []
+        self._phases = Phases()
 
     def __call__(self, step: Step) -> list[_Event | None]:
+        phase = self._phases.of(step.path)
         kinds = [_nonfinite(result) for result in step.results]
         if not any(map(any, kinds)):
             return [None] * len(kinds)
@@ -239,7 +244,7 @@ class _Watcher:
         makes_nan = nan and not any(s.nan for s in sources)
         passes_on = bool(sources) and all(isinstance(s.origin, _Event) for s in sources)
         keep = step if makes_nan or not passes_on else None
-        event = _Event(len(self.events), keep, nan, inf, sources)
+        event = _Event(len(self.events), phase, keep, nan, inf, sources)
         self.events.append(event)
         return [event if any(kind) else None for kind in kinds]
 
@@ -294,7 +299,7 @@ def _describe(event: _Event, source: _Source | None, reaches_result: bool) -> No
         primitive=primitive,
         line=step.line,
         name=clean_name(f"{step.path}/{primitive}"),
-        phase="backward" if "transpose(" in step.path else "forward",
+        phase=event.phase,
         iterations=step.iterations,
         shape=tuple(result.shape),
         dtype=jnp.dtype(result.dtype).name,

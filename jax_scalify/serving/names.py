@@ -100,7 +100,12 @@ def place_of(path: str, shape: tuple[int, ...], layout: str) -> Place:
         if merged is not None and last == "kernel":
             axes = (*range(ndim - merged, ndim), *range(ndim - merged))
         elif last == "kernel":
-            if ndim not in _TORCH_AXES or is_stacked(path, shape):
+            if is_stacked(path, shape):
+                raise ValueError(
+                    f'{path!r} holds a stack of kernels, and `layout="torch"` has one array for '
+                    "each. Unstack the layers: one subtree of parameters for each."
+                )
+            if ndim not in _TORCH_AXES:
                 raise ValueError(
                     f'{path!r} is a kernel of rank {ndim}: `layout="torch"` does not know which of '
                     "its axes are output features. Reshape it to two dims, or rename the leaf."

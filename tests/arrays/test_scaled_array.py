@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
@@ -738,3 +739,10 @@ def test_infinite_complex_numbers(scale):
     np.testing.assert_array_equal(
         jsa.asarray(jsa.scalify(transformed)(r)), transformed(jsa.asarray(r))
     )
+
+
+@pytest.mark.parametrize("scale", [jax.ShapeDtypeStruct((), jnp.float32), None, P(), object()])
+def test_the_repr_of_what_trees_may_hold(scale):
+    """A tree of shapes, of shardings or of results of a function has no scales to look at."""
+    assert "no power of two" not in repr(ScaledArray(None, scale))
+    assert repr(jax.eval_shape(lambda x: x, jsa.as_scaled_array(jnp.ones(3))))

@@ -159,6 +159,13 @@ def test_a_step_with_an_optimizer():
     found = find_nonfinite(jax.jit(update))(w, optimizer.init(w), np.zeros((4, 8), np.float32))
     assert "test_nonfinite.py" in found.line and found.phase in ("forward", "backward")
 
+    def overflow(w, state, x):
+        grads = jax.grad(lambda w: jnp.sum(x @ w))(w)
+        return optax.apply_updates(w, jax.tree.map(jnp.log, grads))
+
+    found = find_nonfinite(overflow)(w, None, np.zeros((4, 8), np.float32))
+    assert found.phase == "update" and "`log`" in str(found) and "(update)" in str(found)
+
 
 def masked_softmax(x, mask):
     return jax.nn.softmax(jnp.where(mask, x, -jnp.inf), -1)

@@ -339,5 +339,5 @@ def test_what_has_no_matrix_of_pytorch(tmp_path):
     with pytest.raises(ValueError, match=r"'query/kernel' has scales .* axis=\(1, 2\)\)` makes"):
         export({"query": {"kernel": kernel}}, tmp_path / "x", format="fp8", layout="torch")
     stacked = {"layers": {"attn": {"query": {"kernel": jnp.ones((3, 8, 2, 4))}}}}
-    with pytest.raises(ValueError, match="'layers/attn/query/kernel' is a kernel of rank 4"):
+    with pytest.raises(ValueError, match="'layers/attn/query/kernel' holds a stack of kernels"):
         export(stacked, tmp_path / "x", layout="torch")
