@@ -97,8 +97,9 @@ class Nonfinite:
         where = f" in {self.name}" if self.name else ""
         turn = ", ".join(map(str, self.iterations))
         where += f", iteration {turn} of the loop" if turn else ""
+        phase = self.phase if self.phase == "update" else f"{self.phase} pass"
         lines = [
-            f"{what} `{self.primitive}`{where} ({self.phase}{'' if self.phase == 'update' else ' pass'})",
+            f"{what} `{self.primitive}`{where} ({phase})",
             f"  at {self.line or 'an unknown line'}",
             f"  result: {self.dtype}{shape_text(self.shape)}, {self.count} elements not finite",
             *(f"  operand: {operand}" for operand in self.operands),

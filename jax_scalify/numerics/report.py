@@ -129,8 +129,8 @@ class Report:
         nonfinite = sum(row.nonfinite > 0 for row in self.rows)
         scaled = sum(row.scale is not None for row in self.rows)
         return (
-            f"{len(self.rows)} values, {scaled} scaled, {nonfinite} with nan or inf. Values with more "
-            f"than 1% of the elements lost, subnormal or at the limit: {', '.join(texts)}."
+            f"{len(self.rows)} values, {scaled} scaled, {nonfinite} with nan or inf. Values with "
+            f"more than 1% of the elements lost, subnormal or at the limit: {', '.join(texts)}."
         )
 
     def __str__(self) -> str:
