@@ -216,28 +216,30 @@ def tables(results: pages.Results) -> Iterator[tuple[str, tuple, pages.Rows]]:
                 base = f"{name}/layer/{'bfloat16' if kind == 'fp8' else kind}/plain"
                 keys = {f"{kind}, {v}": f"{name}/layer/{kind}/{v}" for v in LAYER_VARIANTS}
                 rows += pages.rows_of(results, base, keys)
-            title = f"{name}: a layer, to the plain one of its dtype (FP8: to bfloat16)"
+            title = f"{name}: one layer, against the same dtype without scales (FP8: bfloat16)"
             yield title, pages.HEADER, rows
         base = f"{name}/layer/bfloat16/plain"
         if any(f"{name}/others/{variant}" in results for variant in OTHERS) and base in results:
             keys = {variant: f"{name}/others/{variant}" for variant in OTHERS}
             keys |= {title: f"{name}/layer/fp8/{variant}" for variant, title in OURS.items()}
-            title = f"{name}: the layer with FP8 matmuls, ours and others, to bfloat16"
+            title = f"{name}: one layer, our FP8 matmuls and others, against bfloat16"
             yield title, pages.HEADER, pages.rows_of(results, base, keys)
         keys = {kind: f"{name}/linear/{kind}" for kind in LINEAR}
         if keys["bfloat16"] in results:
-            title = f"{name}: the three matmuls of a linear layer in block formats, to bfloat16"
+            title = (
+                f"{name}: the three matmuls of a linear layer in block formats, against bfloat16"
+            )
             yield title, *pages.kernel_rows(results, keys["bfloat16"], keys)
         for model in MODELS:
             base, keys = f"{name}/{model}/plain", {v: f"{name}/{model}/{v}" for v in STEPS}
             if base not in results:
                 continue
             title = (
-                f"{name}: a training step of {model}, to bfloat16 with float32 weights and AdamW"
+                f"{name}: training step of {model}, against bfloat16 with float32 weights and AdamW"
             )
             yield title, pages.HEADER, pages.rows_of(results, base, keys)
             if any(results[key]["collectives"] for key in keys.values() if key in results):
-                yield f"{name}: what travels, MB ({model})", *pages.collective_rows(results, keys)
+                yield f"{name}: collectives, MB ({model})", *pages.collective_rows(results, keys)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

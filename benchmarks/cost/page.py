@@ -20,32 +20,32 @@ NAMES = {
 INTRO = """\
 # What it costs
 
-This page is written by `make bench-cost`. Each model is trained with several versions of its
-training step, on two CPU cores:
+What `scalify` adds to the compile time, program size, step time and memory of a training step, on
+two CPU cores. Each model is trained with several versions of its step:
 
 - `plain`: the step itself, in float32. All ratios are to this row;
-- `dynamic`: the step through `scalify`, all scales arrays;
-- `static-weights`, for the README's recipe only, and as README has it: the scales of weights are
-  static, those of the optimizer's state are arrays;
-- `frozen`: the step with static scales only, from
-  [`jsa.freeze_scales`](optimizers.md#frozen-scales) of a state that was trained for two steps.
+- `dynamic`: the step through `scalify`, with all scales dynamic;
+- `static-weights`, for README's recipe only, and as README has it: the weights have static scales,
+  the optimizer's state dynamic ones;
+- `frozen`: all scales are static, from [`jsa.freeze_scales`](optimizers.md#frozen-scales) of a
+  state that was trained for two steps.
 
 In short, for steps in float32 with JAX 0.12:
 
 - With dynamic scales, tracing and compiling take 1.7 to 3.7 times as long, with static scales up
-  to 1.9 times. With JAX 0.10 it is up to 4.4 and 1.8 times.
-- A `lax.scan` over the layers of a GPT shortens both: to 2.1 times with dynamic scales, and to the
-  time of the plain step with static scales.
+  to 1.9 times. JAX 0.10 takes up to 4.4 and 1.8 times.
+- A `lax.scan` over the layers of a GPT shortens tracing and compiling: to 2.1 times with dynamic
+  scales, and to the time of the plain step with static scales.
 - Steps of more than 70 ms take 0.98 to 1.09 times as long as plain ones. Shorter steps take up to
   1.5 times as long with dynamic scales, and up to 1.3 times with static scales.
 - Temporary memory grows only for the ResNet with dynamic scales, to 1.3 times.
 
-A GPU's compiler takes longer than a CPU's for the same step: [On GPUs and TPUs](accelerators.md)
-has its ratios.
-
-Rows `recipe-…` compare the README's recipe (weights, activations and optimizer state in float16,
+The rows `recipe-…` compare README's recipe (weights, activations and optimizer state in float16,
 with the statistics and stochastic rounding of `low_precision`) with a float32 step and float32
-AdamW. Do not read their step times: a CPU emulates float16.
+AdamW. Tracing and compiling the GPT take 3.6 times as long, 4.4 with dynamic scales and 2.8 with
+all scales static. The step times and the temporary memory (up to 7 times) of these rows do not
+hold for a GPU: a CPU emulates float16. [On GPUs and TPUs](accelerators.md) has memory and compile
+times of other compilers. A GPU's compiler takes longer than a CPU's for the same step.
 
 An MLP is named by the widths of its layers (`784-512-512-10`), or by the number and the width of
 its hidden layers (`8x512`). A GPT is named by its layers and width; `-scanned` is one `lax.scan`
@@ -53,8 +53,9 @@ over the layers. MLPs (batch 128) and the ResNet are trained with SGD, GPTs with
 the MLP of the recipe is trained with AdamW.
 
 Tracing, lowering and compiling were measured in new processes without a cache, in seconds of CPU
-time. Most rows were compiled once, so their quartiles are equal. Steps were timed in turn in one
-process. Ratios are those of medians. `benchmarks/cost/steps.py` says more.
+time. Most rows were compiled once, so their quartiles are equal. The steps were timed in turn in
+one process. Ratios are those of medians. `make bench-cost` writes this page, and
+`benchmarks/cost/steps.py` says more.
 """
 
 NEXT = """
