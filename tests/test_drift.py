@@ -284,4 +284,4 @@ def test_a_sum_that_is_cast_to_float16_has_the_scale_of_its_terms():
     np.testing.assert_allclose(jsa.asarray(narrow, jnp.float32), jsa.asarray(wide), rtol=1e-3)
     narrow = jsa.as_scaled_array(jnp.ones(2, jnp.float16))
     out = jax.jit(jsa.scalify(lambda w, u: w + jnp.square(u)))(narrow, u.astype(jnp.float16))
-    assert float(out.scale) == 2.0**20
+    assert float(out.scale) == 2.0**23  # a square in float16 has three octaves of room
