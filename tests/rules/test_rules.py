@@ -265,3 +265,29 @@ def test_a_matmul_in_bfloat16_is_asked_for_bfloat16(scale):
     assert out.dtype == jnp.bfloat16
     # As near as the rounding of the result, at every element: nothing was added up in bfloat16.
     np.testing.assert_allclose(value(out), want, rtol=2.0**-8, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("unit_diagonal", [False, True])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (2.0**-8, 2.0**8), (2.0**-20, 2.0**-12)])
+def test_float16_solves_a_triangular_system(scales, unit_diagonal):
+    """In float16 the data of a unit diagonal is not 1: the values are solved, in float32."""
+    rng = np.random.default_rng(0)
+    matrix, right = np.tril(rng.normal(size=(4, 4))) + 4 * np.eye(4), rng.normal(size=(4, 2))
+    a, b = (
+        jsa.ScaledArray(jnp.asarray(x, jnp.float16), jnp.float32(s))
+        for x, s in zip((matrix, right), scales, strict=True)
+    )
+
+    def solve(a, b):
+        return jax.lax.linalg.triangular_solve(
+            a, b, left_side=True, lower=True, unit_diagonal=unit_diagonal
+        )
+
+    out = jax.jit(jsa.scalify(solve))(a, b)
+    assert out.dtype == jnp.float16
+    a, b = (np.asarray(x.data, np.float64) * float(x.scale) for x in (a, b))
+    if unit_diagonal:
+        a = np.tril(a, -1) + np.eye(4)
+    expected = np.linalg.solve(a, b)
+    got = np.asarray(out.data, np.float64) * float(out.scale)
+    np.testing.assert_allclose(got, expected, rtol=2e-3, atol=1e-3 * np.abs(expected).max())
