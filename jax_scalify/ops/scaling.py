@@ -61,8 +61,7 @@ def _check_written(scale: Any, name: str) -> None:
     """Raise if a scale that is written as a number is not a power of two."""
     if isinstance(scale, jax.Array) or dtypes.leaf_dtype(scale) is None:
         return
-    values = np.asarray(scale)
-    if np.all(np.isfinite(values)) and not np.all(np.isin(np.frexp(np.abs(values))[0], (0.0, 0.5))):
+    if np.all(np.isfinite(scale)) and not array_lib.may_be_powers_of_two(np.abs(scale)):
         raise ValueError(
             f"`{name}` must be a power of two, got {scale!r}. (One that is computed, a "
             "`jax.Array`, is rounded down.)"
