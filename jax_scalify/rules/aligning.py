@@ -74,7 +74,9 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             out = ctx.of_value(operation(lhs.value, rhs.value), scale)
             return at_its_home(ctx, out, lhs, rhs, negate_rhs=negate_rhs)
         data = same_dtype(align(lhs, scale), align(rhs, scale))
-        return at_its_home(ctx, rounded(ctx, operation(*widened(ctx, data)), scale), lhs, rhs)
+        return at_its_home(
+            ctx, rounded(ctx, operation(*widened(ctx, data, scale)), scale), lhs, rhs
+        )
 
     rule.__doc__ = (
         "`scale = max(lhs.scale, rhs.scale)`, without that of a constant 0; the sum that updates a "

@@ -122,3 +122,18 @@ def test_the_gradient_of_an_angle_of_what_is_almost_zero(exponent, static):
     scale = 2.0**exponent if static else jnp.float32(2.0**exponent)
     found = jsa.scalify(jax.grad(loss))(jsa.ScaledArray(data, scale))
     np.testing.assert_allclose(np.asarray(found), [0, 6.2e-8], atol=1e-8)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    "fun",
+    [lambda x: x + x, lambda x: x - (-x), lambda x: x * 3, lambda x: x / 0.3],
+    ids=["sum", "difference", "times 3", "quotient"],
+)
+def test_narrow_data_saturates_where_the_value_is_finite(fun, static):
+    data, scale = jnp.array([40_000, -1], "float16"), 2.0**-8
+    got = jax.jit(jsa.scalify(fun))(ScaledArray(data, scale if static else jnp.float32(scale)))
+    want = np.asarray(fun(data.astype(jnp.float32) * scale))
+    assert np.isfinite(np.asarray(got.data)).all()
+    np.testing.assert_allclose(jsa.asarray(got)[1], want[1], rtol=1e-3)
+    assert 0.3 * want[0] < jsa.asarray(got)[0] <= want[0]

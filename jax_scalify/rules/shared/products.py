@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_scalify.base import dtypes
@@ -65,12 +64,21 @@ def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
     return algebra.join(scale, Scale(math.floor(constant)) * room(ctx.out_dtype), narrow=True)
 
 
-def widened(ctx: RuleContext, data: Sequence[Any]) -> list[Any]:
-    """Return operands of an elementwise equation, in at least float32 if it is rounded later."""
+def widened(ctx: RuleContext, data: Sequence[Any], scale: Scale = ONE) -> list[Any]:
+    """Return operands of an elementwise equation, in at least float32 if it is rounded later.
+
+    With the result's `scale`, operands are also widened if its data may overflow where its values
+    do not, which is at a scale below 1: `narrowed` then saturates.
+    """
     compute = dtypes.compute_dtype(ctx.out_dtype)
-    if not (ctx.pending.exponent or ctx.stays_wide or any(x.dtype == compute for x in data)):
+    is_wide = ctx.pending.exponent or ctx.stays_wide or any(x.dtype == compute for x in data)
+    if not is_wide and not (dtypes.has_short_range(ctx.out_dtype) and _may_be_below_one(scale)):
         return list(data)
     return [lax.convert_element_type(x, compute) for x in data]
+
+
+def _may_be_below_one(scale: Scale) -> bool:
+    return not scale.is_static or scale.exponent < 0
 
 
 def bind_product(
@@ -84,11 +92,7 @@ def bind_product(
     if ctx.holds_values:
         return ctx.on_values(scale * room, *operands, **params)
     data = [x.data for x in operands]
-    arrays = [x for x in data if np.ndim(x)]
-    overflows = not scale.is_static or scale.exponent < 0  # data may, where values do not
-    if dtypes.has_short_range(ctx.out_dtype) and overflows and (len(data) == 1 or len(arrays) > 1):
-        data = [lax.convert_element_type(x, dtypes.compute_dtype(x.dtype)) for x in data]
-    raw = ctx.bind(*widened(ctx, data), **params)
+    raw = ctx.bind(*widened(ctx, data, scale), **params)
     if raw.dtype == ctx.out_dtype or ctx.stays_wide:
         return rounded(ctx, raw, scale * room, scale)
     return rounded(ctx, raw, for_constants(ctx, scale * room), scale)
