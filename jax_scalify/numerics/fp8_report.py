@@ -81,18 +81,27 @@ class Fp8Report:
         """How many matmuls have FP8 operands, what the others have, and how many run as FP8."""
         if not self.rows:
             return "No matmul in this computation."
-        eligible = sum(r.eligible for r in self.rows)
         if self.backend is None:
-            return f"{self._operands}; {eligible} would be eligible on a GPU (not compiled)."
+            return f"{self._operands}; {self._eligible} (not compiled)."
         text = f"{self._operands}; {self._runs}"
         if not self._on_gpu:
-            return f"{text}; {eligible} would be eligible on a GPU."
+            return f"{text}; {self._eligible}."
         fallen = sum(r.eligible and r.is_fp8 is False for r in self.rows)
         return f"{text}, {fallen} eligible ones fell back." if fallen else f"{text}."
 
     @property
     def _on_gpu(self) -> bool:
         return self.backend in ("gpu", "cuda", "rocm")
+
+    @property
+    def _eligible(self) -> str:
+        """How many matmuls a GPU could run as FP8 kernels, and how many only a Blackwell GPU."""
+        eligible = [r for r in self.rows if r.eligible]
+        blocks = sum(r.is_of_blocks for r in eligible)
+        if blocks and blocks == len(eligible):
+            return f"{blocks} would be eligible on a Blackwell GPU"
+        text = f"{len(eligible)} would be eligible on a GPU"
+        return f"{text}, {blocks} of them on a Blackwell GPU" if blocks else text
 
     @property
     def _operands(self) -> str:

@@ -81,6 +81,17 @@ def test_both_passes_of_a_scalified_step():
     )
 
 
+def test_the_summary_says_that_block_formats_need_a_blackwell_gpu():
+    x, w = scaled(32, 64), scaled(64, 64)
+    blocks = jsa.nn.DotGeneral(forward_dtype="mxfp8", backward_dtype="mxfp8")
+    fp8 = jsa.nn.DotGeneral()
+    summary = traced_only(jsa.scalify(lambda x, w: blocks(x, w, MATMUL)), x, w).summary
+    assert summary.endswith("; 1 would be eligible on a Blackwell GPU (not compiled).")
+    both = jsa.scalify(lambda x, w: blocks(fp8(x, w, MATMUL), w, MATMUL))
+    wanted = "; 2 would be eligible on a GPU, 1 of them on a Blackwell GPU (not compiled)."
+    assert traced_only(both, x, w).summary.endswith(wanted)
+
+
 CASES = {
     "both E4M3": ((E4M3, E4M3), MATMUL, jnp.bfloat16, None),
     "E5M2 first": ((E5M2, E4M3), MATMUL, jnp.float16, None),
