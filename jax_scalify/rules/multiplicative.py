@@ -24,7 +24,10 @@ _LARGEST_POWER = 64
 # The scale of a power is 2**3 times that of its law in float16 and FP8. Powers spread their data:
 # the square of normal numbers with an RMS from 1 to 2 has one from 1.7 to 7, squares of sums of
 # squares still more, and data of 2**-5 gives 2**15 in `x**-3`, close to the largest float16.
+# Inverse squares have no room: the derivative of each quotient, and so of each softmax, contains
+# one. With room, gradients would lose three octaves in each layer of attention.
 _ROOM = 3
+_WITHOUT_ROOM = (-2, -1, 0, 1)
 
 
 def _sign_of(x: Operand) -> int:
@@ -103,8 +106,8 @@ def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
 def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
-    """`scale = scale**y`; in float16 and FP8, `8 * scale**y`."""
-    room = ONE if y in (0, 1) else _room(ctx)
+    """`scale = scale**y`; in float16 and FP8, `8 * scale**y` if y is not in [-2, 1]."""
+    room = ONE if y in _WITHOUT_ROOM else _room(ctx)
     return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, room)
 
 

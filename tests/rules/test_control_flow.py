@@ -277,3 +277,35 @@ def test_what_an_untaken_branch_leaves_to_the_backward_pass_has_no_say():
     found = jax.jit(jsa.scalify(gradient))(*args)
     for got, want in zip(found, gradient(ws, x), strict=True):
         np.testing.assert_allclose(value(got), want, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_a_decoding_loop_keep_their_digits():
+    """Each step attends to a cache, and adds to a residual stream: scales must not grow with it."""
+    steps, dim, head = 10, 16, 8
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    shapes = dict(q=(dim, head), k=(dim, head), v=(dim, head), o=(head, dim))
+    params = {k: 0.25 * jax.random.normal(next(keys), s) for k, s in shapes.items()}
+    start, target = (jax.random.normal(next(keys), s) for s in ((4, dim), (4, steps, dim)))
+
+    def loss(params, x, y):
+        def step(carry, t):
+            cached_k, cached_v, x = carry
+            h = jnp.tanh(x)
+            cached_k = cached_k.at[:, t].set(h @ params["k"])
+            cached_v = cached_v.at[:, t].set(h @ params["v"])
+            scores = jnp.einsum("bk,btk->bt", h @ params["q"], cached_k)
+            weights = jax.nn.softmax(jnp.where(jnp.arange(steps) <= t, scores, -1e4))
+            x = x + jnp.einsum("bt,btk->bk", weights, cached_v) @ params["o"]
+            return (cached_k, cached_v, x), x
+
+        cache = jnp.zeros((4, steps, head), x.dtype)
+        _, out = lax.scan(step, (cache, cache, x), jnp.arange(steps))
+        return jnp.mean((out.swapaxes(0, 1) - y) ** 2)
+
+    exact = jax.grad(loss)(params, start, target)
+    half = jax.tree.map(lambda a: a.astype(jnp.float16), (params, start, target))
+    scaled = jsa.as_scaled_array(half[0], scale="rms", static=True)
+    got = jsa.asarray(jax.jit(jsa.scalify(jax.grad(loss)))(scaled, *half[1:]), jnp.float32)
+    for name, want in exact.items():
+        error = np.linalg.norm(got[name] - want) / np.linalg.norm(want)
+        assert error < 0.03, (name, error)
