@@ -27,7 +27,6 @@ _LARGEST_POWER = 64
 # Inverse squares have no room: the derivative of each quotient, and so of each softmax, contains
 # one. With room, gradients would lose three octaves in each layer of attention.
 _ROOM = 3
-_WITHOUT_ROOM = (-2, -1, 0, 1)
 
 
 def _sign_of(x: Operand) -> int:
@@ -106,8 +105,8 @@ def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
 def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
-    """`scale = scale**y`; in float16 and FP8, `8 * scale**y` if y is not in [-2, 1]."""
-    room = ONE if y in _WITHOUT_ROOM else _room(ctx)
+    """`scale = scale**y`; in float16 and FP8, `8 * scale**y` unless -2 <= y <= 1."""
+    room = ONE if -2 <= y <= 1 else _room(ctx)
     return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, room)
 
 
