@@ -12,7 +12,7 @@ import numpy as np
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import Interpretation, is_var
 from jax_scalify.interpreter.operand import Facts, Operand, largest
-from jax_scalify.interpreter.traits import traits_of
+from jax_scalify.interpreter.traits import Traits, traits_of
 from jax_scalify.interpreter.value import Plain, Value
 
 _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -44,26 +44,29 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
         return inputs[0].facts.nonneg and not _may_wrap(inputs[0].dtype, eqn.outvars[0].aval.dtype)
     if not any(jnp.issubdtype(_dtype(v), jnp.floating) for v in eqn.outvars):
         return False
-    if traits_of(name).elements == "rescaled":
+    traits = traits_of(name)
+    if traits.elements == "rescaled":
         return inputs[0].facts.nonneg
-    if _is_never_negative(eqn) or (name == "mul" and _are_multiples(inputs)):
+    if _is_never_negative(eqn, traits) or (name == "mul" and _are_multiples(inputs)):
         return True
-    if traits_of(name).is_matmul:  # one factor may have an integer dtype
+    if traits.is_matmul:  # one factor may have an integer dtype
         numbers = inputs[:2]
     else:  # a result among several may be an integer operand, as of a barrier or `sort`
         numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
     if name == "max":
         return any(v.facts.nonneg for v in numbers)
-    return _keeps_nonnegative(eqn) and bool(numbers) and all(v.facts.nonneg for v in numbers)
+    return (
+        _keeps_nonnegative(eqn, traits) and bool(numbers) and all(v.facts.nonneg for v in numbers)
+    )
 
 
-def _is_never_negative(eqn: Any) -> bool:
+def _is_never_negative(eqn: Any, traits: Traits) -> bool:
     """Return whether results are not negative, whatever the operands are."""
     name = eqn.primitive.name
     if name == "integer_pow":
         return eqn.params["y"] % 2 == 0
     square = name == "mul" and eqn.invars[0] is eqn.invars[1]
-    return square or traits_of(name).nonnegative == "always"
+    return square or traits.nonnegative == "always"
 
 
 def _are_multiples(inputs: list[Value]) -> bool:
@@ -75,14 +78,14 @@ def _are_multiples(inputs: list[Value]) -> bool:
     return is_real and lhs.origin is rhs.origin and lhs.mantissa * rhs.mantissa > 0
 
 
-def _keeps_nonnegative(eqn: Any) -> bool:
+def _keeps_nonnegative(eqn: Any, traits: Traits) -> bool:
     """Return whether results are not negative if no operand is."""
     name, params = eqn.primitive.name, eqn.params
     if name == "gather" and (params["fill_value"] or 0) < 0:
         return False
     if name == "scatter" and params["update_jaxpr"] is not None:  # may apply any function
         return False
-    return traits_of(name).keeps_nonnegative or name == "integer_pow"
+    return traits.keeps_nonnegative or name == "integer_pow"
 
 
 def _dtype(var: Any) -> Any:
@@ -162,7 +165,9 @@ def _constant_among(eqn: Any, inputs: list[Value]) -> float | None:
     if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
         return None
     if traits.elements in ("joined", "placed"):
-        return largest([*known, *map(_log2_of_constant, floats)])
+        # One choice for the whole array chooses the scale as well.
+        is_one = not eqn.outvars[0].aval.shape or (name == "select_n" and not inputs[0].shape)
+        return largest(known if is_one else [*known, *map(_log2_of_constant, floats)])
     if name in _PRODUCTS:
         return _constant_of_product(floats, known, sign=-1 if name == "div" else 1)
     if name in ("square", "integer_pow"):

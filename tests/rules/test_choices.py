@@ -385,6 +385,23 @@ def test_extremes_of_a_number_and_a_constant(name, dtype, kind):
             _near(got, expected, dtype, 2, str(x))
 
 
+@every_kind
+@every_dtype
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_that_was_not_chosen_changes_no_scale(name, dtype, kind):
+    """A gradient divides ones by the choice. Their quotient by the constant is not among them."""
+
+    def function(a):
+        chosen, ones = CONSTANTS[name](a), jnp.ones(3, a.dtype)
+        return ones / chosen, ones * chosen
+
+    rows = [(scaled(2.0**e, 2.0**e, dtype, kind),) for e in (-40, -20, -8, 0, 8, 20, 40)]
+    want = [_expected(function, *row) for row in rows]
+    for results in all_outcomes(function, rows):
+        for got, expected, (x,) in zip(results, want, rows, strict=True):
+            _near(got, expected, dtype, 2, str(x))
+
+
 # One of many. ---------------------------------------------------------------------------------
 
 
