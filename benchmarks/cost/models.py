@@ -131,20 +131,24 @@ class Recipe(Problem):
 
     narrow_loss: Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]] | None = None
 
+    @functools.cached_property
+    def low_precision(self) -> optax.GradientTransformation:
+        """The optimizer that makes the state and updates it, as in the README."""
+        return jsa.optim.low_precision(self.optimizer)
+
     def scaled_update(self, state: State, batch: PyTree) -> tuple[State, jax.Array]:
         """Return the next state, rounded stochastically, and the loss."""
         narrow = jax.tree.map(lambda x: x.astype(np.float16) if x.dtype == np.float32 else x, batch)
         loss_fn = jax.value_and_grad(self.narrow_loss or self.loss, has_aux=True)
         (loss, other), grads = loss_fn(state.params, state.other, narrow)
-        optimizer = jsa.optim.low_precision(self.optimizer)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = self.low_precision.update(grads, state.opt_state, state.params)
         return State(jsa.optim.apply_updates(state.params, updates), opt_state, other), loss
 
     def scaled_state(self) -> State:
         """Return the first state in float16, with dynamic scales."""
         params, other = self.init()
         params = jsa.as_scaled_array(params, scale="rms", dtype="float16")
-        opt_state = jsa.optim.low_precision(self.optimizer).init(params)
+        opt_state = self.low_precision.init(params)
         return State(params, *jsa.as_scaled_array((opt_state, other)))
 
 

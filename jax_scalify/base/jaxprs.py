@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat
@@ -17,6 +20,37 @@ _CALLS = frozenset(
     checkpoint eval_jaxpr composite""".split()
 )
 _OF_JAX_NN = inspect.getfile(inspect.unwrap(jax.nn.relu))
+
+
+class LazyJaxpr:
+    """A closed jaxpr that is traced once it is needed. Until then, its equations are unknown.
+
+    Attributes:
+        in_avals, out_avals: types of the operands and results.
+        effects: empty.
+    """
+
+    effects: frozenset[Any] = frozenset()
+
+    def __init__(self, fun: Callable, operands: Sequence[Any], results: Sequence[Any]):
+        self._fun = fun
+        self.in_avals = [ShapedArray(x.shape, x.dtype) for x in operands]
+        self.out_avals = [ShapedArray(x.shape, x.dtype) for x in results]
+
+    @functools.cached_property
+    def closed(self) -> Any:
+        """The closed jaxpr."""
+        return jax.make_jaxpr(self._fun)(*self.in_avals)
+
+
+def closed_jaxpr(jaxpr: Any) -> Any:
+    """Return a closed jaxpr or the closed jaxpr of a `LazyJaxpr`."""
+    return jaxpr.closed if isinstance(jaxpr, LazyJaxpr) else jaxpr
+
+
+def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Return a closed jaxpr or a `LazyJaxpr` as a function of arrays."""
+    return jex_core.jaxpr_as_fun(closed_jaxpr(jaxpr))
 
 
 def is_var(atom: Any) -> bool:
@@ -35,9 +69,19 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     return [j for j in jaxprs if hasattr(j, "eqns")]
 
 
-def all_equations(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
-    """Yield the equations of a jaxpr and of the jaxprs in them."""
-    return (eqn for eqn, _ in nested_equations(jaxpr))
+_equations: weakref.WeakKeyDictionary[Any, list[jex_core.JaxprEqn]] = weakref.WeakKeyDictionary()
+
+
+def all_equations(jaxpr: Any) -> list[jex_core.JaxprEqn]:
+    """Return the equations of a jaxpr and of the jaxprs in them, found once for each jaxpr."""
+    found = _equations.get(jaxpr)
+    if found is None:
+        found = _equations[jaxpr] = []
+        for eqn in jaxpr.eqns:
+            found.append(eqn)
+            for sub in sub_jaxprs(eqn.params):
+                found += all_equations(sub)
+    return found
 
 
 def nested_equations(
@@ -81,11 +125,15 @@ def makers(jaxpr: Any) -> dict[Any, Any]:
 
 
 def applied(eqn: Any) -> Any:
-    """Return the jaxpr that a call applies to all its operands; None for other equations."""
+    """Return the jaxpr that a call applies to all its operands; None for other equations.
+
+    A call of a `LazyJaxpr` is like an equation of a primitive.
+    """
     if eqn.primitive.name not in _CALLS:
         return None
     held = eqn.params.get("jaxpr")
-    return eqn.params.get("call_jaxpr") if held is None else held
+    held = eqn.params.get("call_jaxpr") if held is None else held
+    return None if isinstance(held, LazyJaxpr) else held
 
 
 def scan_operands(params: dict[str, Any], operands: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -131,25 +179,37 @@ def evaluate(
     consts = getattr(jaxpr, "consts", [None] * len(inner.constvars))
     known = {v: constant(v, c) for v, c in zip(inner.constvars, consts, strict=True)}
     known.update(zip(inner.invars, operands, strict=True))
-    last = _last_uses(inner)
+    steps, used = _last_uses(inner)
 
-    def read(atom: Any) -> Any:
-        return known[atom] if is_var(atom) else literal(atom)
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [literal(a) if isinstance(a, jex_core.Literal) else known[a] for a in atoms]
 
-    for i, eqn in enumerate(inner.eqns):
-        results = equation(eqn, [read(v) for v in eqn.invars])
-        pairs = zip(eqn.outvars, results, strict=True)
-        known.update((var, result) for var, result in pairs if var in last)
-        for var in {v for v in eqn.invars if is_var(v) and last[v] == i}:
+    for eqn, ends in steps:
+        results = equation(eqn, read(eqn.invars))
+        for var, result in zip(eqn.outvars, results, strict=True):
+            if var in used:
+                known[var] = result
+        for var in ends:
             del known[var]
-    return [read(v) for v in inner.outvars]
+    return read(inner.outvars)
 
 
-def _last_uses(jaxpr: Any) -> dict[Any, int]:
-    """Return the position of the last equation that reads each variable; results are read last."""
-    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if is_var(v)}
-    last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if is_var(v))
-    return last
+_uses: weakref.WeakKeyDictionary[Any, tuple[list[Any], set[Any]]] = weakref.WeakKeyDictionary()
+
+
+def _last_uses(jaxpr: Any) -> tuple[list[tuple[Any, list[Any]]], set[Any]]:
+    """Return each equation with the variables that it is the last to read, and all that are read.
+
+    Results are read after all equations.
+    """
+    if jaxpr not in _uses:
+        used, steps = set(filter(is_var, jaxpr.outvars)), []
+        for eqn in reversed(jaxpr.eqns):
+            ends = {v for v in eqn.invars if is_var(v)} - used
+            used |= ends
+            steps.append((eqn, list(ends)))
+        _uses[jaxpr] = steps[::-1], used
+    return _uses[jaxpr]
 
 
 _MAX_ROUNDS = 8

@@ -6,6 +6,7 @@ separately, which is most of the compile time. Other backends make better kernel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,6 +69,11 @@ def slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> lis
     On CPUs the start is an operand of the kernel that reads a slice. As a constant, it would give
     each slice a kernel of its own to compile.
     """
+    return _slices(array, tuple(starts), tuple(sizes))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
     if len(starts) < 2 or not _compat.keeps_barriers():
         pairs = zip(starts, sizes, strict=True)
         return [lax.slice_in_dim(array, start, start + size) for start, size in pairs]
@@ -79,5 +85,10 @@ def slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> lis
 
 def elements(array: jax.Array) -> list[jax.Array]:
     """Return the elements along the first axis, as `slices` does."""
+    return _elements(array)
+
+
+@functools.partial(jax.jit, inline=True)
+def _elements(array: jax.Array) -> list[jax.Array]:
     size = array.shape[0]
     return [lax.squeeze(x, (0,)) for x in slices(array, range(size), [1] * size)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -43,8 +43,14 @@ def scale_rules(
         static = function.static_argnames
         dynamic = [n for n in inspect.signature(fun).parameters if n not in static]
 
-        def in_order(*args: Any, **static: Any) -> jax.Array:
+        def by_position(*args: Any, **static: Any) -> jax.Array:
             return fun(**dict(zip(dynamic, args)), **static)
+
+        # JAX then traces the function once for operands of the same types.
+        cached = jax.jit(by_position, static_argnames=static, inline=True)
+
+        def in_order(*args: Any, **static: Any) -> jax.Array:
+            return (cached if _have_hashes(static.values()) else by_position)(*args, **static)
 
         @function.defscale
         def forward(*args: Any, **static: Any) -> ScaledArray:
@@ -82,6 +88,14 @@ def scale_rules(
         return function
 
     return define
+
+
+def _have_hashes(values: Iterable[Any]) -> bool:
+    try:
+        hash(tuple(values))
+    except TypeError:  # a learned slope, for one
+        return False
+    return True
 
 
 def elementwise(

@@ -72,6 +72,7 @@ class Arena:
         """The first row of each leaf."""
         return [0, *itertools.accumulate(self.counts[:-1])]
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def pack(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """Return the array in which these leaves lie."""
         if set(self.shapes) == {self.row}:
@@ -79,6 +80,7 @@ class Arena:
         pairs = zip(leaves, self.counts, strict=True)
         return lax.concatenate([lax.reshape(x, (n, *self.row)) for x, n in pairs], 0)
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def unpack(self, array: jax.Array) -> list[jax.Array]:
         """Return the leaves that lie in an array."""
         parts = slices(array, self.starts, self.counts)

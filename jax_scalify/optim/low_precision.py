@@ -22,7 +22,7 @@ from jax_scalify.optim.scale_choice import GRADIENT_EXPONENTS
 from jax_scalify.optim.square_roots import SquareRoot, is_leaf, is_root
 from jax_scalify.optim.stacked_update import array_of, stacked_leaves, updated
 from jax_scalify.optim.stacking import Item
-from jax_scalify.optim.state_leaves import Role, RoleFinder
+from jax_scalify.optim.state_leaves import Role, RoleFinder, owners_of
 from jax_scalify.optim.storing import read_together, store_leaves
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -234,10 +234,10 @@ class _LowPrecision:
         roots = list(map(is_root, jax.tree.leaves(state, is_leaf=is_leaf)))
         given, weights = grads, params
         types = [_wide_types(tree) for tree in (grads, state, params)]
-        roles = self.find_roles(types[0], types[1], types[2], extra_args)
-        owners = [role.param for role in roles]
+        owners = owners_of(types[1], types[0] if params is None else types[2])
         call = functools.partial(self.optimizer.update, **extra_args)
-        gradients, updates, new = updated(call, grads, state, params, owners, plain=plain)
+        gradients, updates, new, step = updated(call, grads, state, params, owners, plain=plain)
+        roles = self.find_roles(types[0], types[1], types[2], extra_args, step)
         updates = jax.tree.map(array_of, updates)
         leaves, tree = jax.tree.flatten(new)
         if self.round_updates:

@@ -28,7 +28,7 @@ def updated(
     owners: Sequence[int | None],
     *,
     plain: bool,
-) -> tuple[list[Any], Any, Any]:
+) -> tuple[list[Any], Any, Any, Any]:
     """Call an optimizer's `update` on the float32 values of stored leaves.
 
     Args:
@@ -40,7 +40,8 @@ def updated(
         plain: whether values are computed without scales, also inside `scalify`.
 
     Returns:
-        The leaves of gradients, updates, and the new state. A leaf is an array or an `Item`.
+        The leaves of gradients, updates, the new state, and the jaxpr of the update; None if it was
+        not traced. A leaf is an array or an `Item`.
     """
     leaves, tree = jax.tree.flatten((grads, state, params), is_leaf=is_leaf)
     count, size = len(jax.tree.leaves(grads, is_leaf=is_leaf)), len(owners)
@@ -49,9 +50,10 @@ def updated(
     arenas = _arenas(leaves, of_param, tags) if plain else []
     found = _on_stacks(update, leaves, tree, arenas) if arenas else None
     if found is not None:
-        return found[0][:count], *found[1]
+        items, results, jaxpr = found
+        return items[:count], *results, jaxpr
     wide = [_wide(leaf, plain) for leaf in leaves]
-    return wide[:count], *update(*tree.unflatten(wide))
+    return wide[:count], *update(*tree.unflatten(wide)), None
 
 
 def _on_stacks(
@@ -59,8 +61,8 @@ def _on_stacks(
     leaves: Sequence[Any],
     tree: Any,
     arenas: Sequence[dict[int, int]],
-) -> tuple[list[Item], Any] | None:
-    """Evaluate the update on stacks. Return items and results; None if it has side effects."""
+) -> tuple[list[Item], Any, Any] | None:
+    """Evaluate the update on stacks. Return items, results, jaxpr; None if it has side effects."""
     items: list[Any] = [None] * len(leaves)
     params = {param: jnp.shape(_array(leaves[param])) for which in arenas for param in which}
     in_order = sorted(params, key=lambda param: (*rank(params[param]), param))
@@ -81,7 +83,7 @@ def _on_stacks(
     closed, out = stacking.trace(update, types, tree)
     if closed.effects:
         return None
-    return items, jax.tree.unflatten(out, stacking.call(closed, items))
+    return items, jax.tree.unflatten(out, stacking.call(closed, items)), closed.jaxpr
 
 
 def _wide(leaf: Any, plain: bool) -> Any:

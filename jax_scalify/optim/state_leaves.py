@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,21 +49,26 @@ class RoleFinder:
         self._init, self._update = init, update
         self._known: dict[Any, list[Role]] = {}
 
-    def __call__(self, grads: Any, state: Any, params: Any, extra_args: dict) -> list[Role]:
-        """Return the role of each leaf of a state, given arrays or their shapes and dtypes."""
+    def __call__(
+        self, grads: Any, state: Any, params: Any, extra_args: dict, step: Any = None
+    ) -> list[Role]:
+        """Return the role of each leaf of a state, given arrays or their shapes and dtypes.
+
+        `step` is the jaxpr of the update, if it was traced.
+        """
         leaves, tree = jax.tree.flatten(_shapes((grads, state, params)))
         key = (tree, tuple((x.shape, x.dtype) for x in leaves), tuple(sorted(extra_args)))
         if key not in self._known:
             grads, state, params = jax.tree.unflatten(tree, leaves)
-            self._known[key] = self._find(grads, state, params, extra_args)
+            if step is None:
+                update = functools.partial(self._update, **extra_args)
+                step = jax.make_jaxpr(update)(grads, state, params).jaxpr
+            self._known[key] = self._find(grads, state, params, step)
         return self._known[key]
 
-    def _find(self, grads: Any, state: Any, params: Any, extra_args: dict) -> list[Role]:
+    def _find(self, grads: Any, state: Any, params: Any, step: Any) -> list[Role]:
         like_params = grads if params is None else params
         start = jax.make_jaxpr(self._init)(like_params).jaxpr
-        step = jax.make_jaxpr(lambda g, s, p: self._update(g, s, p, **extra_args))(
-            grads, state, params
-        ).jaxpr
         leaves = jax.tree.leaves(state)
         count = len(jax.tree.leaves(grads))
         flags = _nonnegative(step, start, count, len(leaves))

@@ -63,7 +63,11 @@ def _stored_inside(
     return _store(list(leaves), count, kinds=tuple(kinds))
 
 
-@custom_scale(static_argnames=("kinds",), keeps_plain=True)
+def _stored_types(leaves: list[Leaf], count: Any, *, kinds: tuple[Kind, ...]) -> list[Any]:
+    return [leaf.like for leaf in leaves]
+
+
+@custom_scale(static_argnames=("kinds",), keeps_plain=True, result_types=_stored_types)
 def _store(leaves: list[Leaf], count: Any, *, kinds: tuple[Kind, ...]) -> list[Any]:
     """Cast leaves to the dtypes of their `like`. Inside `scalify`, the rule chooses scales."""
     return [_cast(leaf, kind, count) for leaf, kind in zip(leaves, kinds, strict=True)]

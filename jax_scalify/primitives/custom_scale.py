@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import LazyJaxpr, as_function
 
 
 class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
@@ -42,6 +42,9 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
             by keyword.
         keeps_plain: for functions of whole trees: rules get plain arrays for arguments without a
             scale, and may return plain arrays.
+        result_types: a function that returns the shapes and dtypes of the results, given the
+            arguments. Then a call inside `scalify` does not trace `fun` where the rule replaces it.
+            `fun` must not close over traced arrays. Its results may have any sign.
 
     Raises:
         TypeError: if `fun` or a rule is not callable or does not take the arguments. When called,
@@ -68,10 +71,12 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         *,
         static_argnames: Sequence[str] | str = (),
         keeps_plain: bool = False,
+        result_types: Callable | None = None,
     ):
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         self.static_argnames = names
         self._keeps_plain = keeps_plain
+        self._result_types = result_types
         self._rule: Callable | None = None
         self._vjp_rule: Callable | None = None
         if fun is not None:
@@ -151,7 +156,8 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         if self._rule is None and self._vjp_rule is None:
             return fun(*operands)
         rule = None if self._rule is None else functools.partial(self._rule, **static)
-        call, arrays = _traced(self._name, fun, rule, operands, keeps_plain=self._keeps_plain)
+        out = None if self._result_types is None else self._result_types(*operands, **static)
+        call, arrays = _traced(self._name, fun, rule, operands, out, keeps_plain=self._keeps_plain)
         if self._vjp_rule is None:
             return call(arrays)
         return _with_vjp(call, functools.partial(self._vjp_rule, **static), arrays)
@@ -202,21 +208,46 @@ def _traced(
     fun: Callable,
     rule: Callable | None,
     operands: tuple[Any, ...],
-    keeps_plain: bool = False,
+    results: Any = None,
+    consts: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[_Call, list[Any]]:
-    """Trace a function. Return its call, and the arrays that the call takes."""
+    """Return the call of a function of `(*consts, *operands)`, and the arrays that it takes.
+
+    The function is traced later if `results` has the types of its results.
+    """
     arrays, tree = jax.tree.flatten(operands)
-    out_tree = None
+    types, out_tree = jax.tree.flatten(results)
 
     def flat(*arrays: Any) -> list[Any]:
         nonlocal out_tree
-        out, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, arrays)))
+        consts, arrays = arrays[:count], arrays[count:]
+        out, out_tree = jax.tree.flatten(fun(*consts, *jax.tree.unflatten(tree, arrays)))
+        if results is not None and _types(out) != _types(types):
+            raise TypeError(
+                f"`{name}` returned {_types(out)}, but its `result_types` are {_types(types)}."
+            )
         return out
 
-    closed = jax.make_jaxpr(flat)(*arrays)
-    opened = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
-    applied = AppliedRule(name, rule, tree, out_tree, len(closed.consts), keeps_plain)
-    return _Call(opened, applied), [*closed.consts, *arrays]
+    count = len(consts)
+    arrays = [*consts, *arrays]
+    if results is not None and not any(map(_has_special_type, arrays)):
+        jaxpr: Any = LazyJaxpr(flat, arrays, types)
+    else:
+        closed = jax.make_jaxpr(flat)(*arrays)
+        jaxpr = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
+        arrays, count = [*closed.consts, *arrays], count + len(closed.consts)
+    return _Call(jaxpr, AppliedRule(name, rule, tree, out_tree, count, **options)), arrays
+
+
+def _types(arrays: Sequence[Any]) -> list[str]:
+    return [f"{jnp.dtype(x.dtype)}{list(x.shape)}" for x in arrays]
+
+
+def _has_special_type(x: jax.Array) -> bool:
+    """Return whether a type has more than shape and dtype, which results would inherit."""
+    kind = jax.typeof(x)
+    return bool(kind.weak_type or _compat.explicit_sharding(kind) or _compat.varying_axes(kind))
 
 
 def _of_some(jaxpr: Any, operands: Sequence[Any], some: Sequence[int]) -> Callable:
@@ -226,7 +257,7 @@ def _of_some(jaxpr: Any, operands: Sequence[Any], some: Sequence[int]) -> Callab
         full = list(operands)
         for i, x in zip(some, xs, strict=True):
             full[i] = x
-        return jex_core.jaxpr_as_fun(jaxpr)(*full)
+        return as_function(jaxpr)(*full)
 
     return fun
 
@@ -255,15 +286,22 @@ def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
         some = [i for i in floating if i >= count]
 
         def gradients(*operands: Any) -> Any:
-            *args, cotangents = operands
-            out = slopes([*consts, *jax.tree.leaves(args)], some, cotangents)
+            *rest, cotangents = operands
+            out = slopes(jax.tree.leaves(rest), some, cotangents)
             return jax.tree.unflatten(tree, [out.get(i + count) for i in range(tree.num_leaves)])
 
-        operands = (*jax.tree.unflatten(tree, args), cotangents)
+        like = [x if dtypes.is_scalable(x.dtype) else None for x in arrays[count:]]
+        types = None if call.jaxpr.effects else jax.tree.unflatten(tree, like)
         pulled, operands = _traced(
-            f"{call.applied.name}, cotangents", gradients, vjp_rule, operands
+            f"{call.applied.name}, cotangents",
+            gradients,
+            vjp_rule,
+            (*jax.tree.unflatten(tree, args), cotangents),
+            types,
+            consts,
+            num_cotangents=len(jax.tree.leaves(cotangents)),
         )
-        out = slopes(arrays, moving, cotangents)
+        out = slopes(arrays, moving, cotangents) if moving else {}
         out.update(zip(some, jax.tree.leaves(pulled(operands)), strict=True))
         return ([out.get(i) for i in range(len(arrays))],)
 
@@ -280,6 +318,7 @@ class AppliedRule:
         rule: the scale rule; None to interpret the body of the function.
         in_tree, out_tree: the structures of arguments and results.
         num_consts: the number of arrays before the arguments that the function closes over.
+        num_cotangents: the number of last arrays in which the function is linear.
         keeps_plain: whether operands and results without a scale are plain arrays.
         batched: for each enclosing `vmap`, innermost first: whether each argument has its axis (in
             front), the size of the axis, and its name.
@@ -290,6 +329,7 @@ class AppliedRule:
     in_tree: Any
     out_tree: Any
     num_consts: int
+    num_cotangents: int = 0
     keeps_plain: bool = False
     batched: tuple[tuple[tuple[bool, ...], int, Any], ...] = ()
 
@@ -300,7 +340,7 @@ custom_scale_p.multiple_results = True
 
 @custom_scale_p.def_impl
 def _impl(*arrays: Any, jaxpr: Any, applied: AppliedRule) -> list[Any]:
-    return jex_core.jaxpr_as_fun(jaxpr)(*arrays)
+    return as_function(jaxpr)(*arrays)
 
 
 @custom_scale_p.def_effectful_abstract_eval
@@ -344,7 +384,7 @@ def _batch(axis: Any, args: Any, dims: Any, *, jaxpr: Any, applied: AppliedRule)
         return out, [None] * len(out)
     args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
     mapped = jax.vmap(
-        jex_core.jaxpr_as_fun(jaxpr),
+        as_function(jaxpr),
         [None if d is None else 0 for d in dims],
         axis_size=axis.size,
         axis_name=axis.name,

@@ -11,6 +11,7 @@ from jax import lax
 
 import jax_scalify as jsa
 from jax_scalify import ScaledArray
+from jax_scalify.base.jaxprs import LazyJaxpr
 from jax_scalify.testing import check_scale_rule
 
 pytestmark = pytest.mark.usefixtures("every_primitive_has_a_rule")
@@ -511,6 +512,62 @@ def test_results_that_are_not_negative_add_up(fun, nonnegative, call):
 
 
 # Without running, and with effects.
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """The functions that were traced since their equations were needed."""
+    traced, closed = [], LazyJaxpr.closed.func
+
+    def counted(self):
+        traced.append(self)
+        return closed(self)
+
+    monkeypatch.setattr(LazyJaxpr, "closed", property(counted))
+    return traced
+
+
+def test_plain_derivatives_are_traced_only_where_they_are_needed(traces):
+    function = with_scale(lambda x, y: jnp.sin(x) * y, 8.0)
+
+    @function.defscale_vjp
+    def _(x, y, ct):
+        return tuple(ScaledArray(a.data, a.scale * 2.0) for a in (x, y))
+
+    def loss(x, y):
+        return jnp.sum(function(x, y) * X)
+
+    gradients = jsa.scalify(jax.grad(loss, (0, 1)))(scaled(X), scaled(X))
+    assert not traces
+    assert_scales(gradients, 8.0)
+    jsa.scalify(jax.vmap(jax.grad(loss), (None, 0)))(scaled(X), scaled(np.stack([X, X])))
+    assert traces
+    want = jax.grad(lambda x, y: jnp.sum(jnp.sin(x) * y * X))(X, X)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(X, X), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_result_types_of_a_function_that_its_rule_replaces(traces, dtype):
+    function = with_scale(lambda xs: [x + 1 for x in xs], 8.0, result_types=lambda xs: xs)
+    xs = [scaled(X, dtype=dtype), scaled(X[0], dtype=dtype)]
+    got = jsa.scalify(function)(xs)
+    assert not traces
+    assert_scales(got, 8.0)
+    plain = [x.to_array() for x in xs]
+    assert_same(got, [x + 1 for x in plain])
+    assert_same(jax.jit(function)(plain), [x + 1 for x in plain])
+    assert_same(jsa.scalify(lambda xs, _: function(xs))(plain, xs[0]), [x + 1 for x in plain])
+    slope = jax.grad(lambda xs: sum(jnp.sum(x**2) for x in function(xs)).astype(jnp.float32))
+    assert_same(slope(plain), [2 * (x + 1) for x in plain], rtol=1e-2)
+
+
+def test_wrong_result_types_are_refused():
+    def total(x):
+        return jnp.sum(x)
+
+    function = with_scale(total, 8.0, result_types=lambda x: x)
+    with pytest.raises(TypeError, match=r"`total` returned .*float32\[\].*float32\[2, 3\]"):
+        function(X)
 
 
 def test_shapes_compilation_and_export():

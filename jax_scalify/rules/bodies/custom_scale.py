@@ -19,7 +19,7 @@ from jax_scalify.arrays.scaled_array import (
     may_be_powers_of_two,
 )
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import evaluate
+from jax_scalify.base.jaxprs import LazyJaxpr, closed_jaxpr, evaluate
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.interpreter.operand import Facts, Operand
@@ -40,7 +40,7 @@ def custom_scale_rule(
     """Apply the function's own rule; without a rule, interpret the body in place."""
     values = args[applied.num_consts :]
     if applied.rule is None or not any(_has_scale(v) for v in values):
-        return ctx.scale_jaxpr(jaxpr, list(args))
+        return ctx.scale_jaxpr(closed_jaxpr(jaxpr), list(args))
     operands = []
     for value in values:
         if value.is_scalable and (value.is_scaled or not applied.keeps_plain):
@@ -54,11 +54,22 @@ def custom_scale_rule(
         rule = _Batched(rule, tuple(batched), size, name, ctx.table.dtype)
     results = rule(*operands)
     _check_types(applied, results, ctx.out_avals)
-    nonneg = nonnegative_results(jaxpr.jaxpr, [v.facts.nonneg for v in args])
+    nonneg = _nonnegative(jaxpr, applied, [v.facts.nonneg for v in args])
     return [
         value_of(_with_symbolic_scale(x, ctx.table), facts=Facts(flag, computed=True))
         for x, flag in zip(results, nonneg, strict=True)
     ]
+
+
+def _nonnegative(jaxpr: Any, applied: AppliedRule, given: list[bool]) -> list[bool]:
+    """Return for each result whether it is non-negative.
+
+    A gradient has no sign if no cotangent has one. Then its equations need not be traced.
+    """
+    cotangents = given[len(given) - applied.num_cotangents :]
+    if isinstance(jaxpr, LazyJaxpr) and not any(cotangents):
+        return [False] * len(jaxpr.out_avals)
+    return nonnegative_results(closed_jaxpr(jaxpr).jaxpr, given)
 
 
 def _has_scale(value: Value) -> bool:
