@@ -42,7 +42,7 @@ In short, for steps in float32 with JAX 0.12:
 
 The rows `recipe-…` compare README's recipe (weights, activations and optimizer state in float16,
 with the statistics and stochastic rounding of `low_precision`) with a float32 step and float32
-AdamW. Tracing and compiling the GPT take 3.6 times as long, 4.4 with dynamic scales and 2.8 with
+AdamW. Tracing and compiling the GPT take 2.0 times as long, 2.6 with dynamic scales and 1.8 with
 all scales static. The step times and the temporary memory (up to 7 times) of these rows do not
 hold for a GPU: a CPU emulates float16. [On GPUs and TPUs](accelerators.md) has memory and compile
 times of other compilers. A GPU's compiler takes longer than a CPU's for the same step.
