@@ -42,9 +42,8 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
             by keyword.
         keeps_plain: for functions of whole trees: rules get plain arrays for arguments without a
             scale, and may return plain arrays.
-        result_types: a function that returns the shapes and dtypes of the results, given the
-            arguments. Then a call inside `scalify` does not trace `fun` where the rule replaces it.
-            `fun` must not close over traced arrays. Its results may have any sign.
+        result_types: a function of the arguments that returns the results' shapes and dtypes. Then
+            `fun`, which must not close over traced arrays, is traced only where it is needed.
 
     Raises:
         TypeError: if `fun` or a rule is not callable or does not take the arguments. When called,
@@ -75,6 +74,8 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
     ):
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         self.static_argnames = names
+        if result_types is not None and not callable(result_types):
+            raise TypeError(f"`result_types` must be callable, got {type(result_types).__name__}.")
         self._keeps_plain = keeps_plain
         self._result_types = result_types
         self._rule: Callable | None = None
@@ -217,19 +218,18 @@ def _traced(
     The function is traced later if `results` has the types of its results.
     """
     arrays, tree = jax.tree.flatten(operands)
-    types, out_tree = jax.tree.flatten(results)
+    types, result_tree = jax.tree.flatten(results)
+    out_tree, count = result_tree, len(consts)
 
     def flat(*arrays: Any) -> list[Any]:
         nonlocal out_tree
         consts, arrays = arrays[:count], arrays[count:]
         out, out_tree = jax.tree.flatten(fun(*consts, *jax.tree.unflatten(tree, arrays)))
-        if results is not None and _types(out) != _types(types):
-            raise TypeError(
-                f"`{name}` returned {_types(out)}, but its `result_types` are {_types(types)}."
-            )
+        got, wanted = (_types(out), out_tree), (_types(types), result_tree)
+        if results is not None and got != wanted:
+            raise TypeError(f"`{name}` returned {got}, but its `result_types` are {wanted}.")
         return out
 
-    count = len(consts)
     arrays = [*consts, *arrays]
     if results is not None and not any(map(_has_special_type, arrays)):
         jaxpr: Any = LazyJaxpr(flat, arrays, types)

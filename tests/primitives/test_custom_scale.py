@@ -568,6 +568,11 @@ def test_wrong_result_types_are_refused():
     function = with_scale(total, 8.0, result_types=lambda x: x)
     with pytest.raises(TypeError, match=r"`total` returned .*float32\[\].*float32\[2, 3\]"):
         function(X)
+    function = with_scale(lambda x: {"a": x}, 8.0, result_types=lambda x: [x])
+    with pytest.raises(TypeError, match=r"returned .*'a'.* but its `result_types` are"):
+        function(X)
+    with pytest.raises(TypeError, match="`result_types` must be callable, got int"):
+        jsa.custom_scale(total, result_types=3)
 
 
 def test_shapes_compilation_and_export():
