@@ -270,6 +270,34 @@ def test_a_sum_stays_at_the_scale_of_the_leaf_that_it_replaces(dtype):
     check(lambda w, u: jax.lax.cond(True, lambda: w + jnp.abs(u), lambda: w), 1, w, u)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("exponent", [None, -40, 0, 40])
+def test_the_next_state_is_computed_in_the_unit_of_its_leaf(exponent, static, dtype):
+    """What is stored is the sum itself: a product with 1 / scale would be one more kernel."""
+
+    def step(m, g):
+        m = 0.9 * m + 0.1 * g
+        return m, m * m
+
+    scale = 0.0 if exponent is None else 2.0**exponent
+    data = jnp.asarray([0.0, 0.0, 0.0] if exponent is None else [1.5, -0.75, 0.0], dtype)
+    m = ScaledArray(data, scale if static else jnp.float32(scale))
+    g = ScaledArray(jnp.asarray([1.0, -2.0, 3.0], dtype), jnp.float32(2.0 ** (exponent or 0)))
+    scaled = jax.jit(jsa.scalify(step))
+    closed = scaled.trace(m, g).jaxpr
+    body = closed.eqns[0].params.get("jaxpr", closed).jaxpr if len(closed.eqns) == 1 else closed
+    made = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
+    assert made[body.outvars[0]] == "add" or (static and scale == 0)  # that leaf has no unit yet
+
+    def value(x):
+        return np.asarray(x.data).astype(np.float64) * float(x.scale)
+
+    tolerance = 4 * float(jnp.finfo(dtype).eps)
+    for got, want in zip(scaled(m, g), step(value(m), value(g)), strict=True):
+        np.testing.assert_allclose(value(got), want, rtol=tolerance, atol=0)
+
+
 def test_a_sum_that_is_cast_to_float16_has_the_scale_of_its_terms():
     """Only wide dtypes have room beside the scale of a leaf."""
 

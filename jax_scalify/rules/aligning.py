@@ -39,7 +39,7 @@ from jax_scalify.rules.shared.along_axes import (
     varying_axes,
     windowed_axes,
 )
-from jax_scalify.rules.shared.holding import at_its_home, of_leaf_shape
+from jax_scalify.rules.shared.holding import at_its_home, home_of_sum, in_unit, of_leaf_shape
 from jax_scalify.rules.shared.joining import (
     align,
     at_shared_scale,
@@ -49,7 +49,7 @@ from jax_scalify.rules.shared.joining import (
 )
 from jax_scalify.rules.shared.products import rounded, widened
 from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ZERO, Scale
+from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.multiplying import multiply
 
 
@@ -70,13 +70,14 @@ def _sum_rule(negate_rhs: bool) -> Rule:
         else:
             scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
             scale = of_leaf_shape(scale, lhs, rhs)
+        home = home_of_sum(ctx, lhs, rhs, negate_rhs=negate_rhs)
         if ctx.holds_values:
-            out = ctx.of_value(operation(lhs.value, rhs.value), scale)
-            return at_its_home(ctx, out, lhs, rhs, negate_rhs=negate_rhs)
-        data = same_dtype(align(lhs, scale), align(rhs, scale))
-        return at_its_home(
-            ctx, rounded(ctx, operation(*widened(ctx, data, scale)), scale), lhs, rhs
-        )
+            unit = ONE if home is None or home.ndim else home  # see `in_unit`
+            out = ctx.of_value(operation(*(in_unit(x, unit) for x in (lhs, rhs))), scale, unit)
+        else:
+            data = same_dtype(align(lhs, scale), align(rhs, scale))
+            out = rounded(ctx, operation(*widened(ctx, data, scale)), scale)
+        return at_its_home(ctx, out, home, lhs, rhs)
 
     rule.__doc__ = (
         "`scale = max(lhs.scale, rhs.scale)`, without that of a constant 0; the sum that updates a "
@@ -254,7 +255,8 @@ def scatter_rule(
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
     out = scatter(ctx, data[0], indices, data[1], params)
     out = rounded(ctx, out, scale)
-    return at_its_home(ctx, out, x, updates, sums=sums)
+    home = home_of_sum(ctx, x, updates) if sums else None
+    return at_its_home(ctx, out, home, x, updates)
 
 
 @register_scale_rule(lax.select_and_scatter_add_p, elements="new", nonnegative="keeps")

@@ -19,7 +19,7 @@ from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import align_constant, room
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.interpreter.rescaling import within_range
+from jax_scalify.interpreter.rescaling import at_scale
 from jax_scalify.rules.shared.along_axes import scale_array
 from jax_scalify.rules.shared.joining import (
     align,
@@ -30,7 +30,8 @@ from jax_scalify.rules.shared.joining import (
 )
 from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import NARROW_EXTENT, ONE, ZERO, Scale
+from jax_scalify.scales.algebra import NARROW_EXTENT, ONE, ZERO, Scale, sorted_factors
+from jax_scalify.scales.table import ScaleTable
 
 
 def _extremum_rule(sign: int) -> Rule:
@@ -148,8 +149,8 @@ def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:
 _NEAR = 2
 
 
-def _chosen_scale(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Scale | None:
-    """Return the scale that a 0-d predicate chooses; None if one shared scale is as good.
+def _chosen(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Operand | None:
+    """Return the case that a 0-d predicate chooses; None if one shared scale is as good.
 
     `where(norm < 1, g, g / norm)` may have gradients of 1e-9 on one side and of 1 on the other.
     One scale is as good if the cases' scales are nearly equal, and in a step of wide dtypes that
@@ -171,13 +172,42 @@ def _chosen_scale(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Sca
         ZERO if n == 0 else scales[0] if x.scale.is_zero else x.scale
         for x, n in zip(cases, numbers, strict=True)
     ]
-    shape = np.broadcast_shapes(*(s.shape for s in each))
-    arrays = [scale_array(ctx.table, s, shape) for s in each]
-    known: dict[str, Any] = dict(
-        nonzero=all(s.is_nonzero for s in each),
-        extent=min(NARROW_EXTENT, int(max(s.span for s in each))),
-    )
-    return ctx.table.atom(lax.select_n(which, *arrays), **known)
+    common, own = _apart(each)
+    within = [s.bounded()[0] if s.may_leave_range else s for s in own]
+    cases = [
+        x if new is old else at_scale(x, common * new)
+        for x, old, new in zip(cases, own, within, strict=True)
+    ]
+    scale = common * _chosen_scale(ctx.table, which, within, common)
+    data = same_dtype(*(ctx.array_of(x, x.scale) for x in cases))
+    data = [filled(d, aval) for d, aval in zip(data, ctx.in_avals[1:], strict=True)]
+    return rounded(ctx, ctx.bind(which, *data), scale)
+
+
+def _apart(scales: Sequence[Scale]) -> tuple[Scale, list[Scale]]:
+    """Return what nonzero scales have in common, and the scales without it."""
+    nonzero = [s for s in scales if not s.is_zero]
+    factors = set.intersection(*(set(s.factors) for s in nonzero))
+    common = Scale(min(s.exponent for s in nonzero), sorted_factors(dict(factors)))
+    return common, [s / common for s in scales]
+
+
+def _chosen_scale(table: ScaleTable, which: Any, own: Sequence[Scale], common: Scale) -> Scale:
+    """Return the scale that `which` chooses: one atom for all arrays with the same choice.
+
+    Clipping chooses between the scales `g` and `g / norm` of each gradient. The factor `g` is
+    common to both, and the choice between 1 and `1 / norm` is made once for all gradients.
+    """
+    shape = np.broadcast_shapes(*(s.shape for s in own))
+    extent = min(max(0, NARROW_EXTENT - int(common.extent)), int(max(s.span for s in own)))
+
+    def make() -> tuple[Any, Scale]:
+        arrays = [scale_array(table, s, shape) for s in own]
+        known: dict[str, Any] = dict(nonzero=all(s.is_nonzero for s in own), extent=extent)
+        atom = table.atom(lax.select_n(which, *arrays), **known)
+        return which, atom  # `which` is kept alive, so that its id is not reused
+
+    return table.memoised(("chosen", id(which), tuple(own), extent), make)[1]
 
 
 @register_scale_rule(lax.select_n_p, family="aligning", elements="placed", elementwise=True)
@@ -187,12 +217,9 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) 
     A 0-d predicate chooses the scale too: the result has the scale of the chosen case.
     """
     if not np.ndim(which):
-        cases = tuple(map(within_range, cases))
-        scale = _chosen_scale(ctx, which, cases)
-        if scale is not None:
-            data = [ctx.array_of(x, x.scale) for x in cases]
-            data = [filled(d, aval) for d, aval in zip(same_dtype(*data), ctx.in_avals[1:])]
-            return rounded(ctx, ctx.bind(which, *data, **params), scale)
+        chosen = _chosen(ctx, which, cases)
+        if chosen is not None:
+            return chosen
     scale = scale_for(cases, _less(ctx, cases))
     data = at_shared_scale(ctx, cases, ctx.in_avals[1:], scale)
     return rounded(ctx, ctx.bind(which, *data, **params), scale)

@@ -23,7 +23,9 @@ import numpy as np
 from jax_scalify.base import dtypes
 from jax_scalify.base.pow2 import MAX_EXPONENT, floor_exponent, is_power_of_two
 
-_MAX_FACTORS = 3
+# The most factors of a monomial. Fewer make a longer chain of maxima, which are computed one after
+# the other. Without a limit, a net of n layers without norms has monomials of n factors.
+_MAX_FACTORS = 8
 
 # The expected exponents of scales that are given (GIVEN_EXTENT) and computed (LARGEST_EXTENT). A
 # scale beyond them is valid, but float32 data that is as far from 1 may leave its range.
@@ -287,7 +289,7 @@ class Scale:
         return root * Scale(0, sorted_factors(whole)), rest
 
     def settled(self) -> tuple[Scale, Scale]:
-        """Replace a monomial of more than 3 factors by one atom. Return `(scale, rest)`.
+        """Replace a monomial of many factors by one atom. Return `(scale, rest)`.
 
         Each later maximum would otherwise multiply all factors again. `scale * rest` is the
         monomial. The rest is 1 in a scale program, which computes exponents. Without a program the

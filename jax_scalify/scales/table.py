@@ -101,7 +101,7 @@ class ScaleTable:
             return None
         return self._program, [s.renamed(lambda a: Scale.of_factor(a.number)) for s in scales]
 
-    def _memoised(self, key: Any, make: Callable[[], Any]) -> Any:
+    def memoised(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]
@@ -116,7 +116,7 @@ class ScaleTable:
             return program.placeholder(monomial)
         if not others:
             return self.product(scale)
-        return self._memoised(("request", scale), lambda: pin(self.product(scale)))
+        return self.memoised(("request", scale), lambda: pin(self.product(scale)))
 
     def settled(self, scale: Scale) -> tuple[Scale, Scale]:
         """Return one atom for a monomial, and the rest that its array cannot hold."""
@@ -132,7 +132,7 @@ class ScaleTable:
             known["vanishes"] = scale.vanishes
             return self._computed(number, **known), ONE
 
-        return self._memoised(("settled", scale), make)
+        return self.memoised(("settled", scale), make)
 
     def bounded(self, scale: Scale, limit: int) -> tuple[Scale, Scale]:
         """Split a monomial into an atom with an exponent within `+-limit`, and the rest."""
@@ -156,7 +156,7 @@ class ScaleTable:
             extent = max(0, int(scale.span) - limit)
             return within, self.atom(rest, nonzero=scale.is_nonzero, extent=extent)
 
-        return self._memoised(("bounded", scale, limit), make)
+        return self.memoised(("bounded", scale, limit), make)
 
     def output(self, scale: Scale) -> jax.Array:
         """Return the array of a scale that leaves the trace. It must be within range."""
@@ -180,7 +180,7 @@ class ScaleTable:
                 exponent -= step
             return out
 
-        return self._memoised(("product", scale), make)
+        return self.memoised(("product", scale), make)
 
     def _chain(self, terms: tuple[tuple[Atom, int], ...]) -> jax.Array:
         """Return the product of atoms and reciprocals. Products with a common start share it."""
@@ -188,7 +188,7 @@ class ScaleTable:
         factor = atom.array if power > 0 else self._reciprocal(atom)
         if not first:
             return factor
-        return self._memoised(
+        return self.memoised(
             ("chain", terms), lambda: _broadcast(lax.mul)(self._chain(tuple(first)), factor)
         )
 
@@ -208,7 +208,7 @@ class ScaleTable:
                 inverse = lax.select(lax.eq(bits, np.array(0, integer)), one, inverse)
             return lax.bitcast_convert_type(inverse, self.dtype)
 
-        return self._memoised(("reciprocal", atom, guarded), make)
+        return self.memoised(("reciprocal", atom, guarded), make)
 
     def alignment(self, ratio: Scale) -> Scale:
         """Return the ratio of a scale to a maximum of which it is a member."""
@@ -222,7 +222,7 @@ class ScaleTable:
             inverse = self._reciprocal(joined, guarded=False)
             return self.atom(_broadcast(lax.mul)(top.astype(self.dtype), inverse))
 
-        return self._memoised(("alignment", ratio), make)
+        return self.memoised(("alignment", ratio), make)
 
     def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
         """Return the maximum of monomials that cannot be compared while tracing."""
@@ -245,7 +245,7 @@ class ScaleTable:
             vanishes=frozenset.intersection(*(t.vanishes for t in terms)),
         )
         make = functools.partial(self._make_maximum, terms, known)
-        made, its_low = self._memoised(("maximum", key), lambda: (make(), low))
+        made, its_low = self.memoised(("maximum", key), lambda: (make(), low))
         return made * Scale(low - its_low) * common
 
     def _make_maximum(self, terms: list[Scale], known: dict[str, Any]) -> Scale:
@@ -273,7 +273,7 @@ class ScaleTable:
             array = lax.select(lax.eq(a, jnp.zeros_like(a)), b, a)
             return self.atom(pin(array), holds=first, **known)
 
-        return self._memoised(("held", first, second, limit), make)
+        return self.memoised(("held", first, second, limit), make)
 
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
         """Return root and rest of a monomial without a symbolic root. The root of 0 is 0."""
@@ -303,7 +303,7 @@ class ScaleTable:
             rest = lax.convert_element_type(power, self.dtype)
             return self.atom(pin(root), **known), self.atom(rest, nonzero=True, extent=degree)
 
-        return self._memoised(("root", scale, degree), make)
+        return self.memoised(("root", scale, degree), make)
 
     def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
         """Split a traced array into data in [1, 2) and a scale, element by element: 12 = 1.5 * 8.

@@ -22,20 +22,35 @@ _SMALLEST_SHARE = -2
 _WALK = 5
 
 
-def at_its_home(
-    ctx: RuleContext, out: Operand, *terms: Operand, negate_rhs: bool = False, sums: bool = True
-) -> Operand:
-    """Return the sum `out` with the home of the leaf that it replaces, if there is such a leaf.
+def at_its_home(ctx: RuleContext, out: Operand, home: Scale | None, *terms: Operand) -> Operand:
+    """Return the sum `out` with its `home`, the result of `home_of_sum`.
 
     A float16 sum has the larger scale. It is at home if that is the static scale of a leaf.
     """
-    keeper = keeper_of(ctx, *terms) if sums else None
+    if home is not None:
+        return out.at_home(home, returns=True)
+    homes = (x.home for x in terms if x.shape == out.shape)
+    return out.at_home(out.scale if out.scale.is_static and out.scale in homes else None)
+
+
+def home_of_sum(ctx: RuleContext, *terms: Operand, negate_rhs: bool = False) -> Scale | None:
+    """Return the home of the leaf that a sum replaces; None if there is no such leaf."""
+    keeper = keeper_of(ctx, *terms)
     if keeper is None:
-        homes = (x.home for x in terms if x.shape == out.shape)
-        return out.at_home(out.scale if out.scale.is_static and out.scale in homes else None)
-    other = terms[1 - keeper]
-    is_sum = keeper == 0 or not negate_rhs
-    return out.at_home(held_scale(terms[keeper], other, is_sum), returns=True)
+        return None
+    return held_scale(terms[keeper], terms[1 - keeper], keeper == 0 or not negate_rhs)
+
+
+def in_unit(x: Operand, unit: Scale) -> Any:
+    """Return the array `value / unit` of a term of a sum. The unit is 1, or the home of the sum.
+
+    A sum that is computed in the unit in which it leaves the function is one kernel. As a value, it
+    would be a second kernel in each step for each leaf of the state. A leaf of scale 0 holds
+    zeros, which need no multiplication to be in another unit.
+    """
+    if unit.is_one:
+        return x.value
+    return x.at_unit(x.home if x.home is not None and _holds(unit, x.home) else unit)
 
 
 def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
