@@ -10,6 +10,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -19,6 +20,10 @@ def kept_wide(data: Any, scale: Scale, dtype: Any) -> Operand:
     """Return an operand of `dtype` whose data is float32: see `interpreter/wide.py`."""
     data = lax.convert_element_type(data, dtypes.compute_dtype(dtype))
     return Operand(data, scale, declared=jnp.dtype(dtype))
+
+
+# The smallest number that a cast to float16 rounds to infinity.
+_FLOAT16_LIMIT = np.float32(65520)
 
 
 def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
@@ -31,9 +36,13 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
         return dtypes.cast(data, dtype)
     if scale.is_static and scale.exponent >= 0:
         return dtypes.cast(data, dtype)
+    if scale.is_static:
+        with np.errstate(over="ignore"):
+            limit = pin_constant(np.ldexp(_FLOAT16_LIMIT, -int(scale.exponent)))
+    else:
+        limit = multiply(jnp.asarray(_FLOAT16_LIMIT), scale**-1)
+    inside = lax.lt(lax.abs(data), jnp.broadcast_to(limit, data.shape))  # not so if it is infinite
     largest = np.float32(jnp.finfo(dtype).max)
-    top = multiply(jnp.asarray(largest), scale**-1)
-    inside = lax.le(lax.abs(data), jnp.broadcast_to(top, data.shape))
     data = lax.select(inside, lax.clamp(-largest, data, largest), data)
     return lax.convert_element_type(data, dtype)
 

@@ -23,13 +23,13 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import applied, is_var
 
 # `_KEEPS`: equations whose result may stay in float32. `_TAKES`: equations that take such an
-# operand. `exp` does not: some XLA backends would no longer compile a softmax to one kernel.
+# operand.
 _KEEPS = frozenset(
     "mul div square integer_pow sqrt rsqrt cbrt add sub add_any neg abs max min clamp select_n "
     "reduce_sum tanh logistic erf erfc broadcast_in_dim reshape squeeze "
     "convert_element_type".split()
 )
-_TAKES = _KEEPS | frozenset("eq ne lt le gt ge is_finite sign log log1p expm1 sin cos".split())
+_TAKES = _KEEPS | frozenset("eq ne lt le gt ge is_finite sign exp log log1p expm1 sin cos".split())
 _CHEAP = _KEEPS - frozenset("div sqrt rsqrt cbrt add sub add_any reduce_sum tanh logistic".split())
 # Calls whose bodies are interpreted in place.
 _CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call core_call call".split())

@@ -137,3 +137,23 @@ def test_narrow_data_saturates_where_the_value_is_finite(fun, static):
     assert np.isfinite(np.asarray(got.data)).all()
     np.testing.assert_allclose(jsa.asarray(got)[1], want[1], rtol=1e-3)
     assert 0.3 * want[0] < jsa.asarray(got)[0] <= want[0]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("exponent", [-8, -40, -120, -126])
+def test_what_is_infinite_or_nan_stays_so_in_narrow_data(exponent, static):
+    data = jnp.array([np.inf, -np.inf, np.nan, 60_000, -60_000, 1], "float16")
+    scale = 2.0**exponent
+    x = ScaledArray(data, scale if static else jnp.float32(scale))
+    got = np.asarray(jax.jit(jsa.scalify(lambda x: x * jnp.float16(3) + x))(x).data, np.float64)
+    np.testing.assert_array_equal(got[:3], [np.inf, -np.inf, np.nan])
+    assert np.isfinite(got[3:]).all()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("data", [43_648, 43_680, 43_712])
+def test_a_product_is_infinite_where_it_is_in_plain_float16(data, static):
+    """The values are 65,472, which float16 holds, and 65,520 and more, which it rounds to inf."""
+    x = ScaledArray(jnp.array([data, -1], "float16"), 0.5 if static else jnp.float32(0.5))
+    got = jax.jit(jsa.scalify(lambda x: x * 3))(x)
+    assert np.isinf(np.asarray(got.data)).tolist() == [data >= 43_680, False]
