@@ -102,6 +102,7 @@ class ScaleTable:
         return self._program, [s.renamed(lambda a: Scale.of_factor(a.number)) for s in scales]
 
     def memoised(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return `make()`, called once in this trace for each key."""
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]
