@@ -287,6 +287,7 @@ def test_algebra_at_the_ends_of_the_range(dtype, draw):
 @law(20, dtypes=SCALE_DTYPES)
 def test_many_factors_settle_within_the_range(dtype, draw):
     values, exponent = draw_exponents(draw, 0, MAX_EXPONENT), draw(st.integers(0, 9))
+    values += draw_exponents(draw, 0, 9) + draw_exponents(draw, 0, 9)
     scales = atoms_of(ScaleTable(dtype), values)
     settled, rest = (functools.reduce(Scale.__mul__, scales) * Scale(exponent)).settled()
     assert len(settled.factors) == 1 and settled.settled() == (settled, ONE)

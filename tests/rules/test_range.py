@@ -53,6 +53,12 @@ def _value(x, exponent=0):
     return wide * 2.0**exponent * np.asarray(getattr(x, "scale", 1), np.float64)
 
 
+def _lapack_scales_back(matrix):
+    """Tell whether plain JAX finds the eigenvalues of a matrix times 2**40."""
+    large, values = (jnp.linalg.eigvals(m) for m in (matrix * 2.0**40, matrix))
+    return np.allclose(np.abs(large), np.abs(values) * 2.0**40, rtol=1e-3, atol=0)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("error::jax_scalify.DequantisedWarning")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.family}-{c.name}")
@@ -60,6 +66,8 @@ def test_range_is_kept(case):
     dtype = "float16" if "float16" in case.dtypes else "float32"
     eps = float(jnp.finfo(dtype).eps)
     data = [jnp.asarray(d) for d in case.operands(dtype)]
+    if case.name == "eig" and not _lapack_scales_back(data[0]):
+        pytest.xfail("SciPy 1.17's `geev` scales large matrices and does not scale back")
     with jsa.ScalifyConfig(missing_rule="error"):
         fun, reference = jax.jit(jsa.scalify(case.fun)), jax.jit(case.reference or case.fun)
         for row in _rows(case):
