@@ -27,7 +27,7 @@ _FLOAT16_LIMIT = np.float32(65520)
 
 
 def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
-    """Cast float32 data to `dtype`. It saturates where plain float16 would be finite.
+    """Cast float32 or float64 data to `dtype`. It saturates where plain float16 would be finite.
 
     Data of `2**17` at the scale `2**-10` is the value 128, which float16 holds: the data saturates.
     At the scale 1 the value overflows float16 too, and the data becomes infinite.
@@ -41,8 +41,9 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
             limit = pin_constant(np.ldexp(_FLOAT16_LIMIT, -int(scale.exponent)))
     else:
         limit = multiply(jnp.asarray(_FLOAT16_LIMIT), scale**-1)
-    inside = lax.lt(lax.abs(data), jnp.broadcast_to(limit, data.shape))  # not so if it is infinite
-    largest = np.float32(jnp.finfo(dtype).max)
+    limit = jnp.broadcast_to(limit.astype(data.dtype), data.shape)
+    inside = lax.lt(lax.abs(data), limit)  # not so if the data is infinite
+    largest = np.asarray(jnp.finfo(dtype).max, data.dtype)
     data = lax.select(inside, lax.clamp(-largest, data, largest), data)
     return lax.convert_element_type(data, dtype)
 

@@ -220,6 +220,7 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) 
         chosen = _chosen(ctx, which, cases)
         if chosen is not None:
             return chosen
-    scale = scale_for(cases, _less(ctx, cases))
-    data = at_shared_scale(ctx, cases, ctx.in_avals[1:], scale)
+    factor = _less(ctx, cases)
+    scale = scale_for(cases, factor)
+    data = at_shared_scale(ctx, cases, ctx.in_avals[1:], scale, grows=not factor.is_one)
     return rounded(ctx, ctx.bind(which, *data, **params), scale)

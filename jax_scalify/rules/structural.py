@@ -21,7 +21,7 @@ from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.interpreter.rescaling import kept_wide
+from jax_scalify.interpreter.rescaling import kept_wide, narrowed
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
 from jax_scalify.rules.shared.products import made, rounded
@@ -332,7 +332,10 @@ def sort_rule(
     lax.convert_element_type_p, family="convert", elements="cast", elementwise=True
 )
 def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
-    """Cast float data at its scale, saturating for FP8; cast the plain values to an integer."""
+    """Cast float data at its scale, saturating in FP8 and, where the value is finite, in float16.
+
+    Integers are cast from the plain values.
+    """
     dtype = ctx.out_dtype
     if not isinstance(x, Operand):  # integers and bools have scale 1
         return ScaledArray(ctx.bind(x, **params), ONE)
@@ -351,6 +354,9 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
         scale = scale.bounded()[0]  # the unbounded factor may be infinite, and 0 * inf is nan
     if ctx.stays_wide and dtype == jnp.float16:
         return kept_wide(x.at_unit(scale), scale, dtype)
+    if dtype == jnp.float16:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return ScaledArray(narrowed(x.at_unit(scale, wide), scale, dtype), scale)
     return ScaledArray(x.at_unit(scale, dtype), scale)
 
 

@@ -135,8 +135,14 @@ def test_the_gradient_of_an_angle_of_what_is_almost_zero(exponent, static):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(
     "fun",
-    [lambda x: x + x, lambda x: x - (-x), lambda x: x * 3, lambda x: x / 0.3],
-    ids=["sum", "difference", "times 3", "quotient"],
+    [
+        lambda x: x + x,
+        lambda x: x - (-x),
+        lambda x: x * 3,
+        lambda x: x / 0.3,
+        lambda x: jnp.where(x < 100, x, 2 * x),
+    ],
+    ids=["sum", "difference", "times 3", "quotient", "choice of a multiple"],
 )
 def test_narrow_data_saturates_where_the_value_is_finite(fun, static):
     data, scale = jnp.array([40_000, -1], "float16"), 2.0**-8
@@ -145,6 +151,18 @@ def test_narrow_data_saturates_where_the_value_is_finite(fun, static):
     assert np.isfinite(np.asarray(got.data)).all()
     np.testing.assert_allclose(jsa.asarray(got)[1], want[1], rtol=1e-3)
     assert 0.3 * want[0] < jsa.asarray(got)[0] <= want[0]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_a_cast_to_float16_saturates_where_the_value_is_finite(dtype, static):
+    numbers = [2.0**14, 2.0**18, -(2.0**20), 2.0**26, np.inf, np.nan]
+    with jax.enable_x64(dtype == "float64"):
+        x = ScaledArray(jnp.array(numbers, dtype), 2.0**-8 if static else jnp.float32(2.0**-8))
+        got = jax.jit(jsa.scalify(lambda x: x.astype(jnp.float16)))(x)
+    assert float(got.scale) == 2.0**-8
+    want = [2.0**14, 65_504, -65_504, np.inf, np.inf, np.nan]
+    np.testing.assert_array_equal(np.asarray(got.data), np.asarray(want, "float16"))
 
 
 @pytest.mark.parametrize("static", [False, True])

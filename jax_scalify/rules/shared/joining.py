@@ -116,12 +116,19 @@ def same_dtype(*arrays: Any) -> list[Any]:
 
 
 def at_shared_scale(
-    ctx: RuleContext, operands: Sequence[Operand], avals: Sequence[Any], scale: Scale
+    ctx: RuleContext,
+    operands: Sequence[Operand],
+    avals: Sequence[Any],
+    scale: Scale,
+    grows: bool = False,
 ) -> list[Any]:
-    """Return the operands' arrays, filled to `avals`: data at `scale`, or values if wide."""
+    """Return the operands' arrays, filled to `avals`: data at `scale`, or values if wide.
+
+    Data that `grows`, since `scale` is not the largest, is float32.
+    """
     if ctx.holds_values:
         return [filled(x.value, aval) for x, aval in zip(operands, avals, strict=True)]
-    keeps = ctx.stays_wide or any(x.is_widened for x in operands)
+    keeps = grows or ctx.stays_wide or any(x.is_widened for x in operands)
     data = [align(x, scale, None if keeps else ctx.out_dtype) for x in operands]
     return [filled(d, aval) for d, aval in zip(same_dtype(*data), avals, strict=True)]
 
