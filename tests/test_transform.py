@@ -521,6 +521,27 @@ def test_a_registered_rule():
         jsa.register_scale_rule()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int32"])
+def test_scales_of_rules_in_other_dtypes(dtype):
+    primitive = jax.extend.core.Primitive("four_times")
+    primitive.def_impl(lambda x: 4 * x)
+    primitive.def_abstract_eval(lambda x: x)
+
+    @jsa.register_scale_rule(primitive)
+    def rule(ctx, x):
+        return ScaledArray(x.data, jnp.asarray(x.scale).astype(dtype) * 4)
+
+    @jax.jit
+    @jsa.scalify
+    def fun(x):
+        return jax.lax.scan(lambda c, _: (primitive.bind(c), primitive.bind(x)), x, length=2)
+
+    carry, stack = fun(scaled(X, jnp.float32(2.0)))
+    assert carry.scale.dtype == stack.scale.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(carry), 32 * np.asarray(X))
+    np.testing.assert_array_equal(np.asarray(stack)[1], 8 * np.asarray(X))
+
+
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("kind", [float, np.float32, lambda s: np.full((3,), s)])
 @pytest.mark.parametrize("scale", [3.0, -2.0, np.nan, np.inf])

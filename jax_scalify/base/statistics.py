@@ -16,10 +16,10 @@ from jax_scalify.base.stochastic_rounding import binade
 STATISTICS = ("rms", "l2", "l1", "max")
 
 
-def check_statistic(stat: Any, name: str = "stat") -> None:
+def check_statistic(stat: Any) -> None:
     """Raise a `ValueError` if `stat` is not the name of a statistic."""
     if stat not in STATISTICS:
-        raise ValueError(f"`{name}` must be one of {list(STATISTICS)}, got {stat!r}.")
+        raise ValueError(f"`stat` must be one of {list(STATISTICS)}, got {stat!r}.")
 
 
 @functools.partial(jax.jit, static_argnames=("stat", "axes"))

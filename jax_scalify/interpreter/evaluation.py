@@ -12,7 +12,6 @@ import numpy as np
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
-    align_scale,
     may_be_powers_of_two,
 )
 from jax_scalify.base import dtypes
@@ -38,7 +37,7 @@ from jax_scalify.interpreter.registry import (
     report_missing,
     takes_values,
 )
-from jax_scalify.interpreter.rescaling import in_reach
+from jax_scalify.interpreter.rescaling import as_operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.uniform import uniform
 from jax_scalify.interpreter.value import Plain, Value, value_of
@@ -115,7 +114,7 @@ def _equation(
         return [number]
     rule = _rule_for(eqn, inputs, config)
     if rule is None:
-        return _wrap(eqn, _bind_plain(eqn, inputs), inputs)
+        return _wrap(eqn, _bind_plain(eqn, inputs), inputs, table)
     # Elementwise rules get 0-d numbers beside arrays. If all operands are numbers, they are filled.
     full = not traits_of(eqn.primitive.name).elementwise or all(
         v.number is not None for v in inputs
@@ -224,7 +223,7 @@ def _bind_plain(eqn: Any, inputs: list[Value]) -> Any:
     return eqn.primitive.bind(*(v.whole() for v in inputs), **params)
 
 
-def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = None) -> list[Value]:
+def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable) -> list[Value]:
     """Check the results of a rule against the equation's types, and add facts."""
     outputs = list(out) if isinstance(out, (list, tuple)) else [out]
     if len(outputs) != len(eqn.outvars):
@@ -238,29 +237,21 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable | None = No
         if not isinstance(o, Plain):
             if isinstance(o, ScaledArray):
                 if not isinstance(o, Operand) and np.shape(o.data) == var.aval.shape:
-                    check_scale_shape(describe(eqn, inputs), o.scale, var.aval.shape)
-                o = in_reach(Operand.of(_with_symbolic_scale(eqn, o, inputs, table)))
-                o = with_home(eqn, inputs, o)
+                    _check_scale(eqn, o.scale, var.aval, inputs)
+                o = with_home(eqn, inputs, as_operand(o, table))
             o = value_of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
             _check_type(eqn, o, var.aval, inputs)
         values.append(o)
     return values
 
 
-def _with_symbolic_scale(
-    eqn: Any, x: ScaledArray, inputs: list[Value], table: ScaleTable | None
-) -> ScaledArray:
-    """Return the result of a user's rule with its number or array of a scale as a `Scale`."""
-    if isinstance(x.scale, Scale) or table is None:
-        return x
-    if not may_be_powers_of_two(x.scale):
+def _check_scale(eqn: Any, scale: Any, aval: Any, inputs: list[Value]) -> None:
+    check_scale_shape(describe(eqn, inputs), scale, aval.shape)
+    if not (isinstance(scale, Scale) or may_be_powers_of_two(scale)):
         raise ValueError(
             f"The scale rule of {describe(eqn, inputs)} returned a scale that is no power "
-            f"of two, {x.scale!r}. Round it down, and multiply the data by the rest."
+            f"of two, {scale!r}. Round it down, and multiply the data by the rest."
         )
-    static = type(x.scale) in (float, int)
-    scale = Scale.of(x.scale) if static else table.atom(align_scale(x.scale, x.ndim))
-    return ScaledArray(x.data, scale)
 
 
 def _check_type(eqn: Any, value: Value, aval: Any, inputs: list[Value]) -> None:

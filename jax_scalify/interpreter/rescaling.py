@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
 from jax_scalify.scales.multiplying import multiply
+from jax_scalify.scales.table import ScaleTable
 
 
 def kept_wide(data: Any, scale: Scale, dtype: Any) -> Operand:
@@ -89,6 +90,18 @@ def in_reach(x: Operand) -> Operand:
     if not x.holds_data:
         return x.with_scale(scale)
     return x.as_pair(multiply(x.source, rest, x.source.dtype), scale)
+
+
+def as_operand(x: ScaledArray, table: ScaleTable) -> Operand:
+    """Return what a rule returned as an operand. A number or array of a scale becomes a `Scale`."""
+    if isinstance(x, Operand):
+        return in_reach(x)
+    scale = x.scale
+    if type(scale) in (float, int):
+        scale = Scale.of(scale)
+    elif not isinstance(scale, Scale):
+        scale = table.atom(align_scale(scale, np.ndim(x.data)).astype(table.dtype))
+    return in_reach(Operand(jnp.asarray(x.data), scale))
 
 
 def keep_infinity(before: Any, after: Any) -> Any:

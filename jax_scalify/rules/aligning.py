@@ -77,7 +77,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
         else:
             data = same_dtype(align(lhs, scale), align(rhs, scale))
             out = rounded(ctx, operation(*widened(ctx, data, scale)), scale)
-        return at_its_home(ctx, out, home, lhs, rhs)
+        return at_its_home(out, home, lhs, rhs)
 
     rule.__doc__ = (
         "`scale = max(lhs.scale, rhs.scale)`, without that of a constant 0; the sum that updates a "
@@ -238,7 +238,7 @@ def scatter_rule(
     """
     x, updates = least_scales(x, updates)
     if ctx.primitive is lax.scatter_p and applies_function(params):
-        return apply_function(ctx, x, indices, updates, params)
+        return apply_function(ctx, x, indices, params)
     sums = ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p)
     density = algebra.ONE
     counted = all(isinstance(v.size, int) and v.size for v in (x, updates))
@@ -256,7 +256,7 @@ def scatter_rule(
     out = scatter(ctx, data[0], indices, data[1], params)
     out = rounded(ctx, out, scale)
     home = home_of_sum(ctx, x, updates) if sums else None
-    return at_its_home(ctx, out, home, x, updates)
+    return at_its_home(out, home, x, updates)
 
 
 @register_scale_rule(lax.select_and_scatter_add_p, elements="new", nonnegative="keeps")

@@ -44,7 +44,7 @@ def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     return rounded(ctx, ctx.bind(x.source, **params), ONE)
 
 
-def _at_one_scale(ctx: RuleContext, lhs: Operand, rhs: Operand) -> list[Any]:
+def _at_one_scale(lhs: Operand, rhs: Operand) -> list[Any]:
     if not dtypes.has_short_range(lhs.dtype):
         return [lhs.value, rhs.value]
     scale = shared_scale(lhs, rhs, additive=True)
@@ -63,14 +63,14 @@ def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any)
     if any(n is not None and not np.isfinite(np.complex128(n)) for n in numbers):
         wide = [ctx.dequantise(x) if _can_be_infinite(x) else x.source for x in (lhs, rhs)]
         return ctx.bind(*same_dtype(*wide), **params)
-    return ctx.bind(*_at_one_scale(ctx, lhs, rhs), **params)
+    return ctx.bind(*_at_one_scale(lhs, rhs), **params)
 
 
 @register_scale_rule(lax.atan2_p, elements="new", elementwise=True)
 def atan2_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = 1`; the operands are aligned, and evaluated in at least float32."""
     compute = dtypes.compute_dtype(ctx.out_dtype)
-    data = (dtypes.cast(d, compute) for d in _at_one_scale(ctx, lhs, rhs))
+    data = (dtypes.cast(d, compute) for d in _at_one_scale(lhs, rhs))
     return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), ONE)
 
 

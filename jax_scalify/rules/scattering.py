@@ -167,7 +167,7 @@ def applies_function(params: dict[str, Any]) -> bool:
 
 
 def apply_function(
-    ctx: RuleContext, x: Operand, indices: Any, updates: Any, params: dict[str, Any]
+    ctx: RuleContext, x: Operand, indices: Any, params: dict[str, Any]
 ) -> ScaledArray:
     """Evaluate `x.at[i].apply(f)` on plain values, in at least float32.
 

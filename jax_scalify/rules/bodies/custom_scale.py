@@ -14,7 +14,6 @@ import numpy as np
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
-    align_scale,
     is_scaled,
     may_be_powers_of_two,
 )
@@ -24,7 +23,7 @@ from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.interpreter.operand import Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext, check_scale_shape, register_body_rule
-from jax_scalify.interpreter.rescaling import in_reach, within_range
+from jax_scalify.interpreter.rescaling import as_operand, within_range
 from jax_scalify.interpreter.value import Value, value_of
 from jax_scalify.primitives.custom_scale import AppliedRule, custom_scale_p
 from jax_scalify.scales.algebra import Scale
@@ -56,7 +55,7 @@ def custom_scale_rule(
     _check_types(applied, results, ctx.out_avals)
     nonneg = _nonnegative(jaxpr, applied, [v.facts.nonneg for v in args])
     return [
-        value_of(_with_symbolic_scale(x, ctx.table), facts=Facts(flag, computed=True))
+        value_of(_symbolic(x, ctx.table), facts=Facts(flag, computed=True))
         for x, flag in zip(results, nonneg, strict=True)
     ]
 
@@ -76,17 +75,8 @@ def _has_scale(value: Value) -> bool:
     return value.is_scaled or (value.is_scalable and value.constant is not None)
 
 
-def _with_symbolic_scale(x: Any, table: ScaleTable) -> Any:
-    if not is_scaled(x):
-        return x
-    if isinstance(x, Operand):
-        return in_reach(x)
-    data, scale = jnp.asarray(x.data), x.scale
-    if type(scale) in (float, int):
-        scale = Scale.of(scale)
-    elif not isinstance(scale, Scale):
-        scale = table.atom(align_scale(scale, data.ndim).astype(table.dtype))
-    return in_reach(Operand(data, scale))
+def _symbolic(x: Any, table: ScaleTable) -> Any:
+    return as_operand(x, table) if is_scaled(x) else x
 
 
 def _flat_rule(function: Callable, applied: AppliedRule) -> FlatRule:
@@ -206,7 +196,7 @@ class _Batched:
             else d
             for x, d, s in zip(operands, data, scales, strict=True)
         ]
-        results = [_with_symbolic_scale(x, table) for x in self.rule(*arguments)]
+        results = [_symbolic(x, table) for x in self.rule(*arguments)]
         parts = [_parts(x, table) for x in results]
         statics[:] = [static for _, _, static in parts]
         return [data for data, _, _ in parts], [scale for _, scale, _ in parts]

@@ -22,7 +22,7 @@ _SMALLEST_SHARE = -2
 _WALK = 5
 
 
-def at_its_home(ctx: RuleContext, out: Operand, home: Scale | None, *terms: Operand) -> Operand:
+def at_its_home(out: Operand, home: Scale | None, *terms: Operand) -> Operand:
     """Return the sum `out` with its `home`, the result of `home_of_sum`.
 
     A float16 sum has the larger scale. It is at home if that is the static scale of a leaf.
