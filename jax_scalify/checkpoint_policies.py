@@ -46,10 +46,10 @@ def fp8_operands(prim: Any, *avals: Any, **params: Any) -> bool:
         True
     """
     if prim is straight_through_p:  # a cast that has a derivative of its own
-        return dtypes.is_narrow_float(avals[0].dtype)
+        return dtypes.is_fp8(avals[0].dtype)
     if prim.name not in _CASTS:
         return False
-    return dtypes.is_narrow_float(params.get("new_dtype", params.get("dtype")))
+    return dtypes.is_fp8(params.get("new_dtype", params.get("dtype")))
 
 
 def fp8_operands_and_dots(prim: Any, *avals: Any, **params: Any) -> bool:

@@ -341,7 +341,7 @@ class _Rewriter:
         operands = eqn.invars[:2]
         lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands)
         wide = [jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs)]
-        if not all(wide) or any(dtypes.is_narrow_float(x.dtype) for x in (lhs, rhs)):
+        if not all(wide) or any(dtypes.is_fp8(x.dtype) for x in (lhs, rhs)):
             return False
         ragged = eqn.params.get("ragged_dot_dimension_numbers")
         patches = _patches(eqn)

@@ -257,7 +257,7 @@ def _is_narrow(jaxpr: Any) -> bool:
     equations = all_equations(jaxpr)
     variables = itertools.chain(jaxpr.invars, *(eqn.outvars for eqn in equations))
     found = {getattr(v.aval, "dtype", np.int32) for v in variables}
-    return any(map(dtypes.has_short_range, found))
+    return any(map(dtypes.is_narrow, found))
 
 
 def _gives_state_back(jaxpr: Any) -> bool:
@@ -315,7 +315,7 @@ def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
     if calibrated is not None:
         return at_scale(Operand(data, scale), calibrated)
-    if not data.ndim and dtypes.has_wide_range(data.dtype) and not scale.is_static:
+    if not data.ndim and dtypes.is_wide(data.dtype) and not scale.is_static:
         # A 0-d leaf, such as a learning rate in the state: its scale is its exponent.
         return Operand(data, scale * table.split(data)[1], unit=scale)
     return Operand(data, scale, home=leaf_home(data, scale))

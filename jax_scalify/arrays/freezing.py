@@ -29,7 +29,7 @@ def octaves_too_high(log2_max: float, dtype: Any) -> float:
 
     Negative if there is more room than needed; -inf for dtypes with the range of float32.
     """
-    if not dtypes.has_short_range(dtype) or not math.isfinite(log2_max):
+    if not dtypes.is_narrow(dtype) or not math.isfinite(log2_max):
         return -math.inf
     finfo = jnp.finfo(dtype)
     return math.ceil(log2_max - math.log2(float(finfo.max)) + _ROOM[finfo.bits])
@@ -74,7 +74,7 @@ def with_static_scale(leaf: Any, path: tuple, of_zero: float = 0.0) -> Any:
             "without values, take `jsa.ScaledArray(shape_dtype_struct, 1.0)`."
         )
     scale = float(leaf.scale) or of_zero
-    if is_scaled(leaf) and dtypes.has_short_range(leaf.dtype) and scale:
+    if is_scaled(leaf) and dtypes.is_narrow(leaf.dtype) and scale:
         return _with_room(leaf, scale)
     return dataclasses.replace(leaf, scale=scale)
 

@@ -53,13 +53,13 @@ def as_data_dtype(dtype: Any, name: str) -> Any:
 
 
 @functools.cache
-def is_narrow_float(dtype: Any) -> bool:
+def is_fp8(dtype: Any) -> bool:
     """Return whether a dtype is a float of at most 8 bits. Casts to it saturate."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
 
 
 @functools.cache
-def has_short_range(dtype: Any) -> bool:
+def is_narrow(dtype: Any) -> bool:
     """Return whether a dtype's largest number is below float32's, as of float16 and FP8."""
     return (
         jnp.issubdtype(dtype, jnp.inexact)
@@ -67,9 +67,9 @@ def has_short_range(dtype: Any) -> bool:
     )
 
 
-def has_wide_range(dtype: Any) -> bool:
+def is_wide(dtype: Any) -> bool:
     """Return whether a dtype is real and has at least the range of float32, as bfloat16 has."""
-    return jnp.issubdtype(dtype, jnp.floating) and not has_short_range(dtype)
+    return jnp.issubdtype(dtype, jnp.floating) and not is_narrow(dtype)
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -124,7 +124,7 @@ def cast(data: Any, dtype: Any) -> Any:
     dtype = jnp.dtype(dtype)
     if jnp.dtype(data.dtype) == dtype:
         return data
-    if is_narrow_float(dtype) and not jnp.issubdtype(data.dtype, jnp.complexfloating):
+    if is_fp8(dtype) and not jnp.issubdtype(data.dtype, jnp.complexfloating):
         return _saturate(data, dtype)
     return lax.convert_element_type(data, dtype)
 

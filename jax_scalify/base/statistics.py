@@ -39,7 +39,7 @@ def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -
     if data.size == 0:
         return jnp.zeros(jnp.sum(data, axes, keepdims=axes is not None).shape, wide)
     average = _average(_sizes(data, wide), stat, axes)
-    if stat == "max" or dtypes.has_short_range(data.dtype):
+    if stat == "max" or dtypes.is_narrow(data.dtype):
         return average
     # Squares below the smallest normal number are lost. In a mean that is less than 2**nmant times
     # as large, they are more than a rounding error.

@@ -61,7 +61,7 @@ def keep_nonzero(rounded: jax.Array, data: jax.Array, dtype: Any) -> jax.Array:
 
     Optimizers divide by second moments: a moment that becomes 0 makes a huge step.
     """
-    if not dtypes.has_short_range(dtype) or jnp.issubdtype(dtype, jnp.complexfloating):
+    if not dtypes.is_narrow(dtype) or jnp.issubdtype(dtype, jnp.complexfloating):
         return rounded
     smallest = np.array(jnp.finfo(dtype).smallest_subnormal, rounded.dtype)
     lost = (rounded == 0) & (data != 0)

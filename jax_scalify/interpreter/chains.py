@@ -44,7 +44,7 @@ def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:
     fuses = traits.elementwise or traits.is_view
     if not fuses or not isinstance(out, ScaledArray) or not out.shape:
         return 0
-    aligns = traits.aligns and not (out.scale.is_static and dtypes.has_wide_range(out.dtype))
+    aligns = traits.aligns and not (out.scale.is_static and dtypes.is_wide(out.dtype))
     return max(v.depth for v in inputs) + aligns
 
 

@@ -127,7 +127,7 @@ def constant_floor(number: Any, dtype: Any) -> Scale:
     if abs(float(number)) >= float(finfo.max):
         return Scale(max(-pow2.MAX_EXPONENT, 10 - finfo.maxexp))
     exponent = pow2.floor_exponent(number) + room(dtype).exponent
-    exponent = exponent if dtypes.has_short_range(dtype) else min(0, exponent)
+    exponent = exponent if dtypes.is_narrow(dtype) else min(0, exponent)
     return Scale(max(-pow2.MAX_EXPONENT, exponent))
 
 
@@ -185,7 +185,7 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
         return value
     if value.number is None:
         return Operand(value.array, ONE, facts=value.facts)
-    if not dtypes.has_short_range(value.dtype):
+    if not dtypes.is_narrow(value.dtype):
         return _wide_number(value, table, full)
     number = value.constant
     if number is None:

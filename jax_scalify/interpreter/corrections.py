@@ -134,7 +134,7 @@ def rounds(eqn: Any) -> bool:
         return False
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     real = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
-    return real and dtypes.has_short_range(after) and _bits(after) < _bits(before)
+    return real and dtypes.is_narrow(after) and _bits(after) < _bits(before)
 
 
 def _bits(dtype: Any) -> int:

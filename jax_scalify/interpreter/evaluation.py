@@ -115,7 +115,7 @@ def _equation(
     rule = _rule_for(eqn, inputs, config)
     if rule is None:
         return _wrap(eqn, _bind_plain(eqn, inputs), inputs, table)
-    # Elementwise rules get 0-d numbers beside arrays. If all operands are numbers, they are filled.
+    # An elementwise rule gets an operand of equal elements as a 0-d number, unless all are such.
     full = not traits_of(eqn.primitive.name).elementwise or all(
         v.number is not None for v in inputs
     )
@@ -260,7 +260,7 @@ def _check_type(eqn: Any, value: Value, aval: Any, inputs: list[Value]) -> None:
             f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "
             f"expected {aval.dtype}{aval.shape}."
         )
-    if isinstance(value, Operand) and not value.holds_data and dtypes.has_short_range(value.dtype):
+    if isinstance(value, Operand) and not value.holds_data and dtypes.is_narrow(value.dtype):
         raise TypeError(
             f"The scale rule of {describe(eqn, inputs)} returned data at another scale."
         )

@@ -120,7 +120,7 @@ def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
     name = eqn.primitive.name
     mask = name == "convert_element_type" and inputs[0].dtype == np.bool_
     if mask or name in ("exp", "exp2"):
-        return dtypes.has_short_range(eqn.outvars[0].aval.dtype)
+        return dtypes.is_narrow(eqn.outvars[0].aval.dtype)
     traits = traits_of(name)
     keeps = traits.is_given or traits.is_view or name in ("mul", "div", "select_n")
     return keeps and any(v.facts.peaked for v in inputs)

@@ -38,7 +38,7 @@ _IN_PLACE = ("same", "cast", "negated", "rescaled")
 
 def leaf_home(data: Any, scale: Scale) -> Scale | None:
     """Return the home of an argument: its scale. Data in FP8 only has a home if it is static."""
-    is_free = scale.is_zero if scale.is_static else dtypes.is_narrow_float(data.dtype)
+    is_free = scale.is_zero if scale.is_static else dtypes.is_fp8(data.dtype)
     return None if is_free else scale
 
 
@@ -50,23 +50,23 @@ def with_home(eqn: Any, inputs: list[Value], out: Operand) -> Operand:
     """
     if eqn.primitive.name == "match_scale":
         home = getattr(inputs[1], "home", None)
-        return out.at_home(home if out.scale == home else None)
-    if dtypes.is_narrow_float(out.dtype):
-        return out.at_home(None)
+        return out.with_home(home if out.scale == home else None)
+    if dtypes.is_fp8(out.dtype):
+        return out.with_home(None)
     traits = traits_of(eqn.primitive.name)
     if traits.degree == "sum":
         return out
     owners = [v for v in inputs if isinstance(v, Operand) and v.home is not None]
     if len(owners) != 1 or not _is_multiple(eqn, owners[0], inputs, out):
-        return out.at_home(None)
+        return out.with_home(None)
     (x,) = owners
     assert x.home is not None
     returns = x.returns and traits.elements != "rescaled"
-    returns &= not dtypes.has_short_range(out.dtype)  # float16 does not hold the value at any scale
+    returns &= not dtypes.is_narrow(out.dtype)  # float16 does not hold the value at any scale
     if x.home == x.scale and traits.degree not in ("product", "quotient"):
-        return out.at_home(out.scale, returns)
+        return out.with_home(out.scale, returns)
     moves = x.home.ndim and not traits.elementwise
-    return out.at_home(None if moves else x.home, returns and not moves)
+    return out.with_home(None if moves else x.home, returns and not moves)
 
 
 def _is_multiple(eqn: Any, x: Operand, inputs: list[Value], out: Operand) -> bool:

@@ -2,8 +2,8 @@
 
 Float16 and FP8 arrays hold data, `value / scale`. Arrays of wider dtypes hold the values
 themselves. The law's scale is kept beside them, and they are divided by it only when they are cast
-to a narrow dtype or returned by the function. An argument that was given as data stays data while
-it is moved, cast, summed, or multiplied by a constant or another matrix.
+to a narrow dtype or returned by the function. The exception is an argument: it arrives as data, and
+stays data while it is moved, cast, summed, or multiplied by a constant or another matrix.
 
 Example: a float32 value 6 with the law's scale 4 has `source = 6`, `unit = 1` and `scale = 4`. Cast
 to float16 it has `source = 1.5`, `unit = 4` and `scale = 4`.
@@ -147,7 +147,7 @@ class Operand(ScaledArray):
         returns = self.returns and home is not None
         return self._with(facts=facts, number=None, depth=depth, home=home, returns=returns)
 
-    def at_home(self, home: Scale | None, returns: bool = False) -> Operand:
+    def with_home(self, home: Scale | None, returns: bool = False) -> Operand:
         """Return the same array as a multiple of a leaf with the scale `home`."""
         if home is self.home and returns is self.returns:
             return self
@@ -249,14 +249,14 @@ class Operand(ScaledArray):
         return self._with(source=data, scale=scale, unit=scale, _made={}, **self._type_of(data))
 
     def _type_of(self, source: Any) -> dict[str, Any]:
-        is_narrow = dtypes.has_short_range(self.dtype) and dtypes.has_wide_range(source.dtype)
+        is_narrow = dtypes.is_narrow(self.dtype) and dtypes.is_wide(source.dtype)
         return dict(declared=self.dtype if is_narrow else None)
 
     def with_scale(self, scale: Scale) -> Operand:
         """Return the same values at another scale."""
         if scale is self.scale:
             return self
-        if dtypes.has_short_range(self.dtype):
+        if dtypes.is_narrow(self.dtype):
             return self.as_pair(self.at_unit(scale, self.source.dtype), scale)
         if self.unit.ndim and self.holds_data:
             return self._with(source=self.value, scale=scale, unit=ONE, _made={})

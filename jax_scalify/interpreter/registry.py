@@ -194,7 +194,7 @@ class RuleContext:
         corrections: the corrections of a calibration for the jaxprs of the equation.
         pending: the calibration's correction of the result. A rule may ignore it: a correction that
             it does not take is applied to its result.
-        wide: for each result, the number of equations that read it in float32, or 0 if an equation
+        wide: for each result, the number of its readers if all take it in float32; 0 if an equation
             needs it in its own dtype.
     """
 
@@ -223,7 +223,7 @@ class RuleContext:
     @property
     def holds_values(self) -> bool:
         """Whether the first result has a wide dtype. It is then an array of values, not of data."""
-        return not dtypes.has_short_range(self.out_dtype)
+        return not dtypes.is_narrow(self.out_dtype)
 
     def unit(self, scale: Scale) -> Scale:
         """Return the unit of a result's array: `scale`, or 1 in a wide dtype."""

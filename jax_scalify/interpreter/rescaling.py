@@ -58,7 +58,7 @@ def within_range(x: Operand) -> Operand:
     """Clamp the scale to the range of scales. The data is multiplied by the rest."""
     if not x.scale.may_leave_range:
         return x
-    is_value = not (dtypes.has_short_range(x.dtype) or x.holds_data)
+    is_value = not (dtypes.is_narrow(x.dtype) or x.holds_data)
     near = _NEAR if is_value and x.scale.span > _FAR else pow2.MAX_EXPONENT
     within, rest = x.scale.bounded(near)
     return x if rest.is_one else at_scale(x, within)
@@ -75,7 +75,7 @@ def at_home(x: Operand) -> Operand:
 def at_scale(x: Operand, scale: Scale) -> Operand:
     """Return a value at a scale that is not 0. Infinities in FP8 stay infinite."""
     moved = x.with_scale(scale)
-    if not dtypes.is_narrow_float(x.dtype):
+    if not dtypes.is_fp8(x.dtype):
         return moved
     return x.as_pair(keep_infinity(x.source, moved.source), scale)
 
@@ -106,7 +106,7 @@ def as_operand(x: ScaledArray, table: ScaleTable) -> Operand:
 
 def keep_infinity(before: Any, after: Any) -> Any:
     """Restore the infinities of `before`, which a saturating cast to FP8 made finite."""
-    if not dtypes.is_narrow_float(before.dtype) or not np.isinf(np.array(np.inf, before.dtype)):
+    if not dtypes.is_fp8(before.dtype) or not np.isinf(np.array(np.inf, before.dtype)):
         return after
     return lax.select(lax.is_finite(before), after, before)
 

@@ -169,7 +169,7 @@ def _wider_dtypes(leaves: list[Any], dynamic: list[int]) -> dict[int, Any]:
     if not any(map(is_scaled, leaves)):
         return {}
     found = {i: jnp.dtype(getattr(leaves[i], "dtype", np.int32)) for i in dynamic}
-    narrow = [i for i, dtype in found.items() if dtypes.is_narrow_float(dtype)]
+    narrow = [i for i, dtype in found.items() if dtypes.is_fp8(dtype)]
     return {i: wider_dtype(found[i], found.values()) for i in narrow}
 
 

@@ -88,9 +88,7 @@ def _keeps_numbers(primitive: str) -> bool:
 
 
 def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:
-    if eqn.primitive.name == "convert_element_type" and dtypes.is_narrow_float(
-        eqn.params["new_dtype"]
-    ):
+    if eqn.primitive.name == "convert_element_type" and dtypes.is_fp8(eqn.params["new_dtype"]):
         return dtypes.cast(jnp.asarray(inputs[0].number), eqn.params["new_dtype"])
     return eqn.primitive.bind(*(in_dtype(v.number, v.dtype) for v in inputs), **eqn.params)
 

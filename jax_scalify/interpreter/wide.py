@@ -31,7 +31,7 @@ _KEEPS = frozenset(
 )
 _TAKES = _KEEPS | frozenset("eq ne lt le gt ge is_finite sign exp log log1p expm1 sin cos".split())
 _CHEAP = _KEEPS - frozenset("div sqrt rsqrt cbrt add sub add_any reduce_sum tanh logistic".split())
-# Calls whose bodies are interpreted in place.
+# Calls whose rules pass on which results may stay wide.
 _CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call core_call call".split())
 # The most equations that XLA is expected to recompute for each reader of their result.
 _MAX_COST = 3
@@ -99,4 +99,4 @@ def _taken_by(jaxpr: Any) -> list[bool]:
 def _is_narrow(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
     is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    return is_float and dtypes.has_short_range(dtype)
+    return is_float and dtypes.is_narrow(dtype)

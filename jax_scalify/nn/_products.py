@@ -391,10 +391,10 @@ def _are_in_16_bits(*formats: Any) -> bool:
     XLA:CPU fails to transpose a float32 product of bfloat16 arrays.
     """
     in_blocks = [isinstance(f, BlockFormat) for f in formats]
-    in_fp8 = [not b and dtypes.is_narrow_float(f) for b, f in zip(in_blocks, formats, strict=True)]
+    in_fp8 = [not b and dtypes.is_fp8(f) for b, f in zip(in_blocks, formats, strict=True)]
     return not (all(in_blocks) or all(in_fp8))
 
 
 def _exact_16_bits(dtype: Any) -> Any:
     """Return the 16-bit dtype in which an operand is multiplied. bfloat16 holds FP8 exactly."""
-    return jnp.bfloat16 if dtypes.is_narrow_float(dtype) else dtype
+    return jnp.bfloat16 if dtypes.is_fp8(dtype) else dtype

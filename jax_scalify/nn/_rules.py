@@ -128,7 +128,7 @@ def fixed(exponent: int) -> Callable[[Scale], Scale]:
 def count_scale(count: int, dtype: Any, limit: int = NONNEGATIVE_LIMIT) -> Scale:
     """Return `count`, rounded down; for float16 at most `2**limit`: one term may dominate a sum."""
     exponent = max(count, 1).bit_length() - 1
-    return Scale(min(exponent, limit) if dtypes.has_short_range(dtype) else exponent)
+    return Scale(min(exponent, limit) if dtypes.is_narrow(dtype) else exponent)
 
 
 def _wide(x: Any) -> Any:

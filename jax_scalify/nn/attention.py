@@ -225,7 +225,7 @@ class _Products:
         """Return a product with weights between 0 and 1, which fill the range of an FP8 format."""
         formats = self.formats
         in_blocks = formats is not None and isinstance(formats.forward_dtype[0], BlockFormat)
-        if formats is None or in_blocks or not dtypes.is_narrow_float(formats.forward_dtype[0]):
+        if formats is None or in_blocks or not dtypes.is_fp8(formats.forward_dtype[0]):
             return self.einsum(subscripts, weights, value, None)
         # The factor multiplies the numbers or, inside `scalify`, the data (`set_scaling` to 1). It
         # is divided out after the product. `on_backward` removes both factors from the cotangents.

@@ -176,7 +176,7 @@ class DotGeneral:
 def _is_narrow(format: Any) -> bool:
     """Return whether a format has few bits. None stands for a block format, expanded to 16 bits."""
     is_block = format is None or isinstance(format, BlockFormat)
-    return is_block or dtypes.is_narrow_float(format)
+    return is_block or dtypes.is_fp8(format)
 
 
 def dot_general(

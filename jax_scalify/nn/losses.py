@@ -21,7 +21,7 @@ def _cross_entropy_slope(logits: Any, axis: int) -> Scale:
     """
     count = max(class_count(logits, axis), 2)
     exponent = round(math.log2(math.sqrt(count - 1) / count))
-    return Scale(max(exponent, -4) if dtypes.has_short_range(logits.dtype) else exponent)
+    return Scale(max(exponent, -4) if dtypes.is_narrow(logits.dtype) else exponent)
 
 
 def _loss_scale(logits: Any, axis: int) -> Scale:

@@ -52,7 +52,7 @@ def observe(data: jax.Array, scale: Any = None, dtype: Any = None) -> jax.Array:
     ordinary = jnp.where((size < infinity) & ~is_mask, number, 0)
     none = jnp.zeros_like(ordinary)
     small = large = masked = none
-    if not dtypes.has_short_range(own):
+    if not dtypes.is_narrow(own):
         is_small, is_large = ordinary < _SMALL, ordinary >= _LARGE
         # What is subnormal would be flushed; its bits count it in steps.
         steps = size.astype(wide) * np.array(2.0 ** (_SHIFT // 2 - nmant), wide)

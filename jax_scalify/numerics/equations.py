@@ -55,7 +55,7 @@ class Result:
     @property
     def can_be_corrected(self) -> bool:
         """Whether its data may leave a range, and nothing else decides about its scale."""
-        narrow = jnp.issubdtype(self.dtype, jnp.floating) and dtypes.has_short_range(self.dtype)
+        narrow = jnp.issubdtype(self.dtype, jnp.floating) and dtypes.is_narrow(self.dtype)
         return narrow and self.is_array and not self.keeps_scale
 
     @property

@@ -125,4 +125,4 @@ def _drift(name: str, before: Measured, now: Mapping[str, float]) -> Drift | Non
 
 
 def _is_short(dtype: Any) -> bool:
-    return dtypes.has_short_range(jnp.dtype(dtype))
+    return dtypes.is_narrow(jnp.dtype(dtype))

@@ -59,7 +59,7 @@ class Limits:
         finfo, name = jnp.finfo(dtype), jnp.dtype(dtype).name
         # XLA's settings of the processor may flush a subnormal number that is asked for.
         smallest, largest = finfo.minexp - finfo.nmant, math.log2(float(finfo.max))
-        return cls(name, smallest, finfo.minexp, largest, dtypes.has_short_range(dtype))
+        return cls(name, smallest, finfo.minexp, largest, dtypes.is_narrow(dtype))
 
 
 def label(row: Row) -> tuple[str, ...]:

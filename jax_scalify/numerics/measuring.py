@@ -81,7 +81,7 @@ def excess(log2_rms: float, log2_max: float, dtype: Any) -> int:
     than two octaves from the top then, to that.
     """
     dtype = jnp.dtype(dtype)
-    if not dtypes.has_short_range(dtype) or not math.isfinite(log2_rms):
+    if not dtypes.is_narrow(dtype) or not math.isfinite(log2_rms):
         return 0
     top = math.log2(float(jnp.finfo(dtype).max))
     if abs(log2_rms) <= _BANDS[jnp.finfo(dtype).bits] and log2_max <= top - 1:
@@ -96,7 +96,7 @@ def excess_of_state(log2_rms: float, log2_max: float, dtype: Any) -> int:
     What is stored in float16 may grow by three octaves; in FP8, which saturates, by one.
     """
     dtype = jnp.dtype(dtype)
-    if not dtypes.has_short_range(dtype) or not math.isfinite(log2_max):
+    if not dtypes.is_narrow(dtype) or not math.isfinite(log2_max):
         return 0
     finfo = jnp.finfo(dtype)
     highest = math.log2(float(finfo.max)) - (1 if finfo.bits <= 8 else 3)

@@ -60,7 +60,7 @@ def _constant(operands: Sequence[Any]) -> str:
     """Of a constant that is inf: a dtype of few bits may have made it of a finite number."""
     advice = "replace the constant by a finite one, or mask what it meets."
     dtypes_of_inf = [o.dtype for o in operands if o.measure is not None and o.measure.infs]
-    narrow = [d for d in dtypes_of_inf if dtypes.has_short_range(d)]
+    narrow = [d for d in dtypes_of_inf if dtypes.is_narrow(d)]
     if not narrow:
         return advice
     return (
@@ -144,7 +144,7 @@ def _cast(step: Step, operands: Sequence[Any]) -> str | None:
     top = float(jnp.finfo(to).max)
     if largest <= top:
         return None
-    becomes = "nan" if dtypes.is_narrow_float(to) else "inf"
+    becomes = "nan" if dtypes.is_fp8(to) else "inf"
     scale = step.operand_scales[0]
     if scale is not None:
         value = _largest_value(step.operands[0], scale)

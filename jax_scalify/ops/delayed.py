@@ -31,7 +31,7 @@ def top_exponent(dtype: Any) -> int:
     It is 0 for dtypes with the range of float32: there is no need to use their full range, and
     squares would overflow.
     """
-    if not dtypes.has_short_range(dtype):
+    if not dtypes.is_narrow(dtype):
         return 0
     return pow2.floor_exponent(jnp.finfo(dtype).max) - 1
 

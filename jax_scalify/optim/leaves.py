@@ -225,7 +225,7 @@ class _Group:
     @property
     def by_rms(self) -> bool:
         """Whether the scale is chosen by RMS. Wide leaves and FP8 use the maximum."""
-        return not (self.kind.wide or dtypes.is_narrow_float(self.leaf.like.dtype))
+        return not (self.kind.wide or dtypes.is_fp8(self.leaf.like.dtype))
 
     def stored(self, scale: jax.Array | None, count: jax.Array | None) -> list[ScaledArray]:
         """Return each leaf at the given scales, or at its own scale."""

@@ -170,7 +170,7 @@ class _LowPrecision:
         wide = widen(params)
         state = widen(self.optimizer.init(wide))
         dtypes_of_moments = {self.first_moment_dtype, self.second_moment_dtype}
-        if dtypes_of_moments == {self.dtype} and not dtypes.is_narrow_float(self.dtype):
+        if dtypes_of_moments == {self.dtype} and not dtypes.is_fp8(self.dtype):
             roles = self.find_roles.at_start(state, wide)
         else:
             roles = self.find_roles(wide, state, wide, {})
@@ -192,7 +192,7 @@ class _LowPrecision:
 
     def _is_root(self, role: Role) -> bool:
         """Return whether a leaf is stored as its square root: a second moment in FP8."""
-        narrow = dtypes.is_narrow_float(self.second_moment_dtype)
+        narrow = dtypes.is_fp8(self.second_moment_dtype)
         return narrow and role.degree == 2 and role.nonneg and not role.is_weight
 
     def _like(self, x: Any, role: Role, params: list[Any]) -> ScaledArray:

@@ -81,6 +81,6 @@ def bits_to_round(
         return bits
     is_of_shape = jnp.shape(salt) == jnp.shape(x)
     made = bits_of(x, salt if is_of_shape else x, count)
-    if count is not None or not (fades and is_of_shape and dtypes.has_short_range(dtype)):
+    if count is not None or not (fades and is_of_shape and dtypes.is_narrow(dtype)):
         return made
     return jnp.where(salt == 0, _TOWARDS_ZERO, made)

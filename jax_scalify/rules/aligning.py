@@ -1,7 +1,7 @@
 """Aligning primitives. The scale is the largest vote, and every operand is brought to it.
 
 The votes are those of `rules/shared/joining.py`: an array votes with its scale, and a constant with
-the smallest scale at which it can be written.
+its own power of two in a sum, otherwise with the smallest scale at which it can be written.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def scatter_rule(
     counted = all(isinstance(v.size, int) and v.size for v in (x, updates))
     if sums and x.constant == 0 and counted:
         density = Scale(round(math.log2(updates.size / x.size) / 2))
-        if dtypes.has_short_range(x.dtype):
+        if dtypes.is_narrow(x.dtype):
             density = algebra.join(density, _LEAST_DENSITY)
     compute = dtypes.compute_dtype(ctx.out_dtype) if sums else ctx.out_dtype
     if x.scale.ndim or updates.scale.ndim:

@@ -134,7 +134,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
         result = finish(ctx, total, scale, factor, scale)
         is_part = ctx.primitive.name == "reduce_scatter"
         return result if is_part else _gathered(ctx, result, params, devices)
-    if sum_dtype == jnp.float32 or positional or dtypes.is_narrow_float(out):
+    if sum_dtype == jnp.float32 or positional or dtypes.is_fp8(out):
         travels = dtypes.compute_dtype(out)
     else:
         travels = out

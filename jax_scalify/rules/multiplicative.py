@@ -26,7 +26,7 @@ _LARGEST_POWER = 64
 # squares still more, and data of 2**-5 gives 2**15 in `x**-3`, close to the largest float16.
 # Inverse squares have no room: the derivative of each quotient, and so of each softmax, contains
 # one. With room, gradients would lose three octaves in each layer of attention.
-_ROOM = 3
+_SPREAD = 3
 
 
 def _sign_of(x: Operand) -> int:
@@ -60,7 +60,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
     """
     scale = lhs.scale * rhs.scale
     if lhs.facts.gate != rhs.facts.gate and lhs.number is None and rhs.number is None:
-        return bind_product(ctx, (lhs, rhs), scale, params, room=Scale(1))
+        return bind_product(ctx, (lhs, rhs), scale, params, spread=Scale(1))
     for x, other in ((rhs, lhs), (lhs, rhs)):
         if x.constant is None or ctx.out_dtype != other.dtype:
             continue
@@ -93,21 +93,21 @@ def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
     return bind_product(ctx, (lhs, rhs), scale, params)
 
 
-def _room(ctx: RuleContext) -> Scale:
-    return Scale(_ROOM if dtypes.has_short_range(ctx.out_dtype) else 0)
+def _spread(ctx: RuleContext) -> Scale:
+    return Scale(_SPREAD if dtypes.is_narrow(ctx.out_dtype) else 0)
 
 
 @register_scale_rule(lax.square_p, elements="new", elementwise=True, nonnegative="always", degree=2)
 def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**2`; in float16 and FP8, `8 * scale**2`."""
-    return bind_product(ctx, (x,), x.scale**2, params, _room(ctx))
+    return bind_product(ctx, (x,), x.scale**2, params, _spread(ctx))
 
 
 @register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
 def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`; in float16 and FP8, `8 * scale**y` unless -2 <= y <= 1."""
-    room = ONE if -2 <= y <= 1 else _room(ctx)
-    return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, room)
+    spread = ONE if -2 <= y <= 1 else _spread(ctx)
+    return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, spread)
 
 
 def _root(ctx: RuleContext, x: Operand, degree: int, inverse: bool, **params: Any) -> Any:

@@ -94,7 +94,7 @@ def polynomial_rule(
     coefficients, and the size of the terms says nothing about the size of such a function.
     """
     values = evaluate_wide(ctx, (x, *coefficients), params)
-    narrow = dtypes.has_short_range(ctx.out_dtype)
+    narrow = dtypes.is_narrow(ctx.out_dtype)
     if not narrow and all(c.constant is not None for c in coefficients):
         return finish(ctx, values, ONE, ONE)
     terms = [c.scale * x.scale**k for k, c in enumerate(coefficients)]

@@ -154,7 +154,7 @@ def dynamic_rescale_rule(
     factor = ctx.table.atom(jnp.where(finite, power, jnp.ones_like(power)))
     flag = _of_examples(finite, examples)
     out = at_scale(x, x.scale * factor)
-    if dtypes.has_short_range(x.dtype):
+    if dtypes.is_narrow(x.dtype):
         out = out.as_pair(keep_nonzero(out.source, x.source, x.dtype), out.scale)
     return [out, flag]
 

@@ -45,7 +45,7 @@ def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 
 def _at_one_scale(lhs: Operand, rhs: Operand) -> list[Any]:
-    if not dtypes.has_short_range(lhs.dtype):
+    if not dtypes.is_narrow(lhs.dtype):
         return [lhs.value, rhs.value]
     scale = shared_scale(lhs, rhs, additive=True)
     return same_dtype(align(lhs, scale), align(rhs, scale))

@@ -196,7 +196,7 @@ def reshape_rule(
         varies = [any(x.scale.shape[a] != 1 for a in axes) for axes, _ in groups]
         size = math.prod(math.prod(sizes) for (_, sizes), v in zip(groups, varies) if v)
         every = math.prod(x.scale.shape) != size == x.size  # each element would get a scale
-        if not x.size or every and not dtypes.has_short_range(x.dtype):
+        if not x.size or every and not dtypes.is_narrow(x.dtype):
             x = uniform_over(x)
     if not x.scale.ndim:
         if ctx.stays_wide or x.is_widened:
@@ -293,7 +293,7 @@ def reduce_precision_rule(
     fits = exponent_bits >= kind.nexp and mantissa_bits >= kind.nmant
     # XLA's `reduce_precision` turns E4M3 values above 240 into nan, and subnormal values into 0.
     # `jax.checkpoint` inserts it wherever a policy saves an array (JAX 0.12).
-    if fits and dtypes.is_narrow_float(x.dtype):
+    if fits and dtypes.is_fp8(x.dtype):
         return x
     params = params | {"exponent_bits": exponent_bits, "mantissa_bits": mantissa_bits}
     return x.moved(ctx.bind(x.source, **params), x.scale)
@@ -343,9 +343,9 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
         if dtype == jnp.bool_:
             return ctx.bind(x.source, **params)
         return ctx.bind(ctx.dequantise(x), **params)
-    if not dtypes.has_short_range(dtype):
+    if not dtypes.is_narrow(dtype):
         return _as_wide(x, dtypes.cast(x.source, dtype))
-    if dtypes.has_short_range(x.dtype):
+    if dtypes.is_narrow(x.dtype):
         return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
     scale, constant = x.scale, x.facts.constant
     if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:

@@ -225,7 +225,7 @@ def of_data(quantiser: Quantiser, value: Value) -> Quantiser:
 def _preferred(ctx: RuleContext, kinds: set[Any]) -> Any:
     """Return the `preferred_element_type` of a matmul; `kinds` are its operands' and result's."""
     keeps_16_bits = ctx.config.sum_dtype != np.float32
-    keeps_16_bits &= all(dtypes.is_narrow_float(k) or k == jnp.bfloat16 for k in kinds)
+    keeps_16_bits &= all(dtypes.is_fp8(k) or k == jnp.bfloat16 for k in kinds)
     return (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)
 
 

@@ -341,7 +341,7 @@ ZERO = Scale(-math.inf)
 
 def given_extent(dtype: Any) -> int:
     """Return the extent of the scale of an argument, given the dtype of its data."""
-    return NARROW_EXTENT if dtypes.has_short_range(dtype) else GIVEN_EXTENT
+    return NARROW_EXTENT if dtypes.is_narrow(dtype) else GIVEN_EXTENT
 
 
 def as_operand(value: Any) -> Scale:

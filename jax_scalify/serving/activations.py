@@ -87,7 +87,7 @@ def fp8_kernels(
 
     def look(path: str, weight: Any, other: Any) -> None:
         del other
-        narrow[path] = narrow.get(path, True) and dtypes.is_narrow_float(weight[0].dtype)
+        narrow[path] = narrow.get(path, True) and dtypes.is_fp8(weight[0].dtype)
 
     _run(fun, look, params, args, kwargs)
     return lambda path, leaf: narrow.get(path, False)

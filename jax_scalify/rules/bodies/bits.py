@@ -36,7 +36,7 @@ def _reads_wide_bits(jaxpr: Any) -> bool:
     equations = list(all_equations(jaxpr))
     read = [e.invars[0].aval for e in equations if e.primitive is lax.bitcast_convert_type_p]
     avals = [v.aval for v in jaxpr.invars] + [v.aval for e in equations for v in e.outvars]
-    is_narrow = any(dtypes.has_short_range(getattr(aval, "dtype", jnp.int32)) for aval in avals)
+    is_narrow = any(dtypes.is_narrow(getattr(aval, "dtype", jnp.int32)) for aval in avals)
     return any(map(_is_scalable, read)) and not is_narrow
 
 

@@ -33,7 +33,7 @@ def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
     any_scaled = any(v.is_scaled for v in (*values, *others))
     forms = [Form.of(v) for v in values]
     forms = [
-        dataclasses.replace(f, extent=LARGEST_EXTENT, holds_data=dtypes.has_short_range(f.dtype))
+        dataclasses.replace(f, extent=LARGEST_EXTENT, holds_data=dtypes.is_narrow(f.dtype))
         if f.has_scale
         else f
         for f in forms

@@ -100,7 +100,7 @@ class Form:
         known: dict[str, Any] = dict(
             extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding, varying=self.varying
         )
-        known["holds_data"] = dtypes.has_short_range(self.dtype)
+        known["holds_data"] = dtypes.is_narrow(self.dtype)
         return Form(self.shape, self.dtype, "scaled", **known)
 
     def slice(self) -> Form:

@@ -88,7 +88,7 @@ def comparable(x: Operand, axes: Sequence[int] | None = None) -> Operand:
     axes = range(x.ndim) if axes is None else axes
     if all(a % x.ndim not in varying_axes(x.scale, x.unit) for a in axes):
         return x
-    if not dtypes.has_short_range(x.dtype):
+    if not dtypes.is_narrow(x.dtype):
         return uniform_over(Operand.of_value(x.value, x.scale), axes)
     wide = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
     return uniform_over(x.as_pair(wide, x.scale), axes)

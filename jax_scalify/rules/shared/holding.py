@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jax_scalify.base.dtypes import has_wide_range
+from jax_scalify.base.dtypes import is_wide
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.along_axes import largest
@@ -28,9 +28,9 @@ def at_its_home(out: Operand, home: Scale | None, *terms: Operand) -> Operand:
     A float16 sum has the larger scale. It is at home if that is the static scale of a leaf.
     """
     if home is not None:
-        return out.at_home(home, returns=True)
+        return out.with_home(home, returns=True)
     homes = (x.home for x in terms if x.shape == out.shape)
-    return out.at_home(out.scale if out.scale.is_static and out.scale in homes else None)
+    return out.with_home(out.scale if out.scale.is_static and out.scale in homes else None)
 
 
 def home_of_sum(ctx: RuleContext, *terms: Operand, negate_rhs: bool = False) -> Scale | None:
@@ -56,7 +56,7 @@ def in_unit(x: Operand, unit: Scale) -> Any:
 def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
     """Return the position of the term whose leaf the sum replaces; None if it is not unique."""
     aval = ctx.out_avals[0]
-    if ctx.primitive.name == "add_any" or not has_wide_range(aval.dtype):
+    if ctx.primitive.name == "add_any" or not is_wide(aval.dtype):
         return None
     if any(x.number is not None for x in terms):
         return None

@@ -41,7 +41,7 @@ def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
     if not arrays and not numbers:
         return own
     found = [x.scale for x in arrays]
-    if arrays and constants and dtypes.has_wide_range(constants[0].dtype):
+    if arrays and constants and dtypes.is_wide(constants[0].dtype):
         found = [_unless_zero(algebra.join(*found), algebra.join(*own))]
     found += [x.scale * room(x.dtype) if arrays else x.scale for x in numbers]
     return found + [constant_floor(x.constant, x.dtype) for x in constants]
@@ -85,7 +85,7 @@ def shared_scale(*operands: Operand, additive: bool = False) -> Scale:
     numbers = [x.constant for x in operands]
     if not scales:
         return ZERO if all(n is None or n == 0 for n in numbers) else Scale(0)
-    narrow = any(dtypes.has_short_range(x.dtype) for x in operands)
+    narrow = any(dtypes.is_narrow(x.dtype) for x in operands)
     joined = algebra.join(*scales, narrow=narrow)
     return joined.or_one() if any(n is not None and not np.isfinite(n) for n in numbers) else joined
 

@@ -27,7 +27,7 @@ def ratio_of(unit: Scale, scale: Scale) -> Scale:
 
 def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
     """Return the operand of values `raw * unit` in `dtype`, multiplied and cast once."""
-    if dtypes.has_short_range(dtype):
+    if dtypes.is_narrow(dtype):
         return Operand(multiply(raw, ratio_of(unit, scale), dtype), scale)
     return Operand.of_value(multiply(raw, unit, dtype), scale)
 
@@ -58,7 +58,7 @@ def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
     be among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
     """
     constant = facts_of(ctx.eqn, list(ctx.inputs)).constant
-    is_narrow = dtypes.has_short_range(ctx.out_dtype)
+    is_narrow = dtypes.is_narrow(ctx.out_dtype)
     if not is_narrow or constant is None or constant >= jnp.finfo(ctx.out_dtype).maxexp:
         return scale
     return algebra.join(scale, Scale(math.floor(constant)) * room(ctx.out_dtype), narrow=True)
@@ -72,7 +72,7 @@ def widened(ctx: RuleContext, data: Sequence[Any], scale: Scale = ONE) -> list[A
     """
     compute = dtypes.compute_dtype(ctx.out_dtype)
     is_wide = ctx.pending.exponent or ctx.stays_wide or any(x.dtype == compute for x in data)
-    if not is_wide and not (dtypes.has_short_range(ctx.out_dtype) and _may_be_below_one(scale)):
+    if not is_wide and not (dtypes.is_narrow(ctx.out_dtype) and _may_be_below_one(scale)):
         return list(data)
     return [lax.convert_element_type(x, compute) for x in data]
 
@@ -86,13 +86,13 @@ def bind_product(
     operands: Sequence[Operand],
     scale: Scale,
     params: Mapping[str, Any],
-    room: Scale = ONE,
+    spread: Scale = ONE,
 ) -> Operand:
-    """Bind an equation whose result is a product of powers, at `scale * room`."""
+    """Bind an equation whose result is a product of powers, at `scale * spread`."""
     if ctx.holds_values:
-        return ctx.on_values(scale * room, *operands, **params)
+        return ctx.on_values(scale * spread, *operands, **params)
     data = [x.data for x in operands]
     raw = ctx.bind(*widened(ctx, data, scale), **params)
     if raw.dtype == ctx.out_dtype or ctx.stays_wide:
-        return rounded(ctx, raw, scale * room, scale)
-    return rounded(ctx, raw, for_constants(ctx, scale * room), scale)
+        return rounded(ctx, raw, scale * spread, scale)
+    return rounded(ctx, raw, for_constants(ctx, scale * spread), scale)
