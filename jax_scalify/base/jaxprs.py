@@ -224,6 +224,7 @@ class Interpretation:
         constant: `(literal)` -> its fact.
         join: `(fact, fact)` -> the fact of a value that may be either of two.
         unknown: the fact that says nothing.
+        captured: the fact of captured constants; by default `unknown`.
         chosen: `(fact, decision)` -> the fact of a value that was chosen, given the fact of the
             branch index or the loop condition that decided.
     """
@@ -232,11 +233,13 @@ class Interpretation:
     constant: Callable[[Any], Any]
     join: Callable[[Any, Any], Any]
     unknown: Any
+    captured: Any = None
     chosen: Callable[[Any, Any], Any] = lambda fact, decision: fact
 
     def results(self, jaxpr: Any, facts: Sequence[Any]) -> list[Any]:
         """Return the facts of the results of a jaxpr, through calls, branches and loops."""
-        return evaluate(jaxpr, facts, self._results, self.constant, lambda var, value: self.unknown)
+        captured = self.unknown if self.captured is None else self.captured
+        return evaluate(jaxpr, facts, self._results, self.constant, lambda var, value: captured)
 
     def _results(self, eqn: Any, facts: list[Any]) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
@@ -292,6 +295,7 @@ def depends(jaxpr: Any, on: Sequence[bool]) -> list[bool]:
         constant=lambda atom: False,
         join=lambda a, b: a or b,
         unknown=True,
+        captured=False,
         chosen=lambda fact, decision: fact or decision,
     )
     return interpretation.results(jaxpr, on)

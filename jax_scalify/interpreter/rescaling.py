@@ -101,7 +101,7 @@ def as_operand(x: ScaledArray, table: ScaleTable) -> Operand:
         scale = Scale.of(scale)
     elif not isinstance(scale, Scale):
         scale = table.atom(align_scale(scale, np.ndim(x.data)).astype(table.dtype))
-    return in_reach(Operand(jnp.asarray(x.data), scale))
+    return in_reach(Operand(x.data, scale))
 
 
 def keep_infinity(before: Any, after: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify.base.jaxprs import evaluate
+from jax_scalify.base.jaxprs import depends
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.optim.degrees import Degree, degrees_of_results
 
@@ -72,14 +72,15 @@ class RoleFinder:
         leaves = jax.tree.leaves(state)
         count = len(jax.tree.leaves(grads))
         flags = _nonnegative(step, start, count, len(leaves))
-        owners, weights = owners_of(state, like_params), _depends_on_operands(start)
+        owners, weights = owners_of(state, like_params), depends(start, [True] * len(start.invars))
         degrees = _degrees(step, count, weights)
         return [Role(*role) for role in zip(flags, degrees, owners, weights, strict=True)]
 
     def at_start(self, state: Any, params: Any) -> list[Role]:
         """Return the roles that are known without tracing the update: parameters and weights."""
         params = _shapes(params)
-        weights = _depends_on_operands(jax.make_jaxpr(self._init)(params).jaxpr)
+        start = jax.make_jaxpr(self._init)(params).jaxpr
+        weights = depends(start, [True] * len(start.invars))
         owners = owners_of(state, params)
         pairs = zip(owners, weights, strict=True)
         return [Role(param=owner, is_weight=weight) for owner, weight in pairs]
@@ -120,14 +121,3 @@ def _degrees(step: Any, count: int, weights: list[bool]) -> list[Degree]:
         known = [None if w else d for d, w in zip(out, weights, strict=True)]
         rounds.append(known)
     return [a if a == b else None for a, b in zip(*rounds[-2:], strict=True)]
-
-
-def _depends_on_operands(jaxpr: Any) -> list[bool]:
-    """Return for each result of a jaxpr whether it depends on an operand."""
-    return evaluate(
-        jaxpr,
-        [True] * len(jaxpr.invars),
-        lambda eqn, moved: [any(moved)] * len(eqn.outvars),
-        literal=lambda _: False,
-        constant=lambda *_: False,
-    )

@@ -18,7 +18,7 @@ from jax_scalify.arrays.scaled_array import (
     may_be_powers_of_two,
 )
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import LazyJaxpr, closed_jaxpr, evaluate
+from jax_scalify.base.jaxprs import LazyJaxpr, closed_jaxpr, depends
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.interpreter.operand import Facts, Operand
@@ -76,7 +76,11 @@ def _has_scale(value: Value) -> bool:
 
 
 def _symbolic(x: Any, table: ScaleTable) -> Any:
-    return as_operand(x, table) if is_scaled(x) else x
+    if not is_scaled(x):
+        return x
+    if not isinstance(x, Operand):  # it may hold a NumPy array
+        x = ScaledArray(jnp.asarray(x.data), x.scale)
+    return as_operand(x, table)
 
 
 def _flat_rule(function: Callable, applied: AppliedRule) -> FlatRule:
@@ -156,7 +160,7 @@ class _Batched:
         count = len(jax.tree.leaves(data))
         leaves = _compat.inlined(closed, given)
         out, out_scales = jax.tree.unflatten(jax.tree.structure(types), leaves)
-        differs = _depends_on(closed, [i < count for i in range(len(given))])[len(out) :]
+        differs = depends(closed, [i < count for i in range(len(given))])[len(out) :]
         if any(axis is not None for axis in axes):
             differs = [True] * len(differs)
         own = iter(differs)
@@ -208,12 +212,3 @@ def _parts(x: Any, table: ScaleTable) -> tuple[Any, Any, Any]:
         return x, None, None
     x = within_range(x)
     return (x.data, None, x) if x.scale.is_static else (x.data, table.output(x.scale), None)
-
-
-def _depends_on(closed: Any, operands: Sequence[bool]) -> list[bool]:
-    """Return for each result of a jaxpr whether it depends on one of the marked operands."""
-
-    def equation(eqn: Any, flags: list[bool]) -> list[bool]:
-        return [any(flags)] * len(eqn.outvars)
-
-    return evaluate(closed, operands, equation, lambda _: False, lambda *_: False)
