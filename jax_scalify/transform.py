@@ -41,8 +41,7 @@ from jax_scalify.passes.averages import report_lost_averages
 from jax_scalify.passes.pruning import pruned
 from jax_scalify.passes.setup import SetupWarning, nothing_scaled, wide_matmuls
 from jax_scalify.primitives import definitions as primitives
-from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.algebra import GIVEN_EXTENT, NARROW_EXTENT, Scale
 from jax_scalify.scales.table import ScaleTable, trace_with_table
 
 
@@ -219,7 +218,9 @@ def _scale_call(
         return [_leave(value, table, all_static) for value in outputs]
 
     narrow = _is_narrow(closed.jaxpr)
-    keeps_scales = all_static and not narrow and _gives_state_back(closed.jaxpr)
+    # Traced scalars are split into data and scale only if scales leave the step, or data is narrow.
+    # A step of wide dtypes that uses `match_scales` returns its state at the given scales.
+    keeps_scales = all_static and not narrow and _matches_scales(closed.jaxpr)
     options: dict[str, Any] = dict(splits_scalars=not keeps_scales, narrow=narrow)
     if not _compat.is_staging():
         return interpret(ScaleTable(config.scale_dtype, **options), operands)
@@ -260,12 +261,7 @@ def _is_narrow(jaxpr: Any) -> bool:
     return any(map(dtypes.is_narrow, found))
 
 
-def _gives_state_back(jaxpr: Any) -> bool:
-    """Return whether a step uses `match_scales` to return its state at the scales that it got.
-
-    A traced scalar is split into data and scale for the sake of results' scales and narrow data. A
-    step with given scales and only wide dtypes need not split it.
-    """
+def _matches_scales(jaxpr: Any) -> bool:
     return any(eqn.primitive is primitives.match_scale_p for eqn in all_equations(jaxpr))
 
 
@@ -303,12 +299,13 @@ def _own_buffers(outputs: list[Any], given: Any) -> list[Any]:
 def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
     if not is_scaled(operand):
         return Plain.of(operand)
+    short = dtypes.is_narrow(operand.dtype)
     scale = (
         Scale.of(operand.scale)
         if operand.is_static
         else table.atom(
             align_scale(operand.scale, operand.ndim).astype(table.dtype),
-            extent=algebra.given_extent(operand.dtype),
+            extent=NARROW_EXTENT if short else GIVEN_EXTENT,
         )
     )
     # `jnp.array` copies: `jnp.asarray` may alias the memory of a NumPy array that the user changes.

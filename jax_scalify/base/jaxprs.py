@@ -53,6 +53,18 @@ def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
     return jex_core.jaxpr_as_fun(closed_jaxpr(jaxpr))
 
 
+def of_some(fun: Callable, operands: Sequence[Any], some: Sequence[int]) -> Callable:
+    """Return a function of all operands as one of the operands at positions `some`."""
+
+    def of(*xs: Any) -> Any:
+        full = list(operands)
+        for i, x in zip(some, xs, strict=True):
+            full[i] = x
+        return fun(*full)
+
+    return of
+
+
 def is_var(atom: Any) -> bool:
     """Return whether an atom of an equation is a variable, not a literal."""
     return not isinstance(atom, jex_core.Literal)

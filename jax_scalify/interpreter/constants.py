@@ -185,35 +185,20 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
         return value
     if value.number is None:
         return Operand(value.array, ONE, facts=value.facts)
-    if not dtypes.is_narrow(value.dtype):
-        return _wide_number(value, table, full)
+    # A wide number is not divided by the scale, that which it would have in a narrow dtype.
+    wide, data, scale = not dtypes.is_narrow(value.dtype), value.number, ONE
     number = value.constant
     if number is None:
-        data, scale = table.split(value.number)
-    elif number == 0:
-        data, scale = number, ZERO
-    elif not np.isfinite(np.float64(number)):
-        data, scale = number, ONE
-    else:
-        exponent = pow2.split_constant(number)[1]
-        mantissa = math.ldexp(float(number), -exponent)
-        data, scale = np.asarray(mantissa, value.dtype)[()], Scale(exponent)
-    if full and value.shape:
-        data = filled(data, value)
-    return Operand(data, scale, number=value.number, facts=value.facts)
-
-
-def _wide_number(value: Value, table: ScaleTable, full: bool) -> Operand:
-    """Return the operand of a wide number, with the scale that it would have in a narrow dtype."""
-    number, scale = value.number, ONE
-    if value.constant is None:
-        is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
-        scale = ONE if is_complex else table.split(number)[1]
+        if not jnp.issubdtype(value.dtype, jnp.complexfloating):
+            data, scale = table.split(data)
     elif number == 0:
         scale = ZERO
     elif number.dtype.kind != "c" and np.isfinite(np.float64(number)):
         mantissa, exponent = pow2.split_constant(number)
-        limit = pow2.MAX_EXPONENT if abs(mantissa) == 1 else _LARGEST_SCALE
+        limit = _LARGEST_SCALE if wide and abs(mantissa) != 1 else pow2.MAX_EXPONENT
+        data = np.asarray(mantissa, value.dtype)[()]
         scale = Scale(max(-limit, min(limit, exponent)))
-    array = filled(number, value) if full and value.shape else number
-    return Operand.of_value(array, scale, number=number, facts=value.facts)
+    data = value.number if wide else data
+    data = filled(data, value) if full and value.shape else data
+    unit = ONE if wide else scale
+    return Operand(data, scale, unit=unit, number=value.number, facts=value.facts)

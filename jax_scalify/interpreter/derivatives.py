@@ -21,7 +21,7 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.base.jaxprs import all_equations, of_some
 
 ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
 
@@ -96,13 +96,10 @@ def _is_floating(x: Any) -> bool:
 def _of_floating(fun: Callable, values: Any, floating: list[int]) -> tuple[Callable, tuple]:
     """Return `fun` as a function of its floating arguments and results, and these arguments."""
 
-    def of_floating(*xs: Any) -> list[Any]:
-        full = list(values)
-        for i, x in zip(floating, xs, strict=True):
-            full[i] = x
+    def floating_results(*full: Any) -> list[Any]:
         return [out for out in fun(*full) if _is_floating(out)]
 
-    return of_floating, tuple(values[i] for i in floating)
+    return of_some(floating_results, values, floating), tuple(values[i] for i in floating)
 
 
 def _scalify_plain(scale_call: ScaleCall, fun: Callable, operands: Sequence[Any]) -> list[Any]:

@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import (
-    ScaledArray,
-    may_be_powers_of_two,
-)
+from jax_scalify.arrays.scaled_array import ScaledArray, may_be_powers_of_two
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
 from jax_scalify.base.jaxprs import is_var, live_equations, makers, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter import chains, observing
 from jax_scalify.interpreter.constants import captured, promote
-from jax_scalify.interpreter.corrections import Corrections, Pending
+from jax_scalify.interpreter.corrections import Corrections
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.gates import Gates
@@ -62,7 +59,7 @@ def evaluate(
     env: dict[Any, Value] = {}
 
     def read(atom: Any) -> Value:
-        return env[atom] if is_var(atom) else Plain.of(_typed_literal(atom))
+        return env[atom] if is_var(atom) else Plain.of(np.asarray(atom.val, atom.aval.dtype))
 
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
         env[var] = captured(const)
@@ -76,15 +73,15 @@ def evaluate(
         with _compat.equation_context(eqn):
             operands = [read(v) for v in eqn.invars]
             stays = tuple(wide.get(v, 0) for v in eqn.outvars)
+            known = dict(table=table, config=config, evaluate=evaluate, wide=stays)
             names: tuple[str, ...] = ()
             if corrections is None:
-                outputs = _equation(eqn, operands, table, config, stays)
+                outputs = _equation(eqn, operands, known)
             else:
-                names = corrections.names(eqn)
+                names, pending = corrections.names(eqn), corrections.pending(eqn)
                 operands = corrections.of_operands(eqn, operands)
-                inside, pending = corrections.inside(eqn), corrections.pending(eqn)
-                outputs = _equation(eqn, operands, table, config, stays, inside, pending)
-                outputs = corrections.of_results(eqn, outputs, pending)
+                known |= dict(corrections=corrections.inside(eqn), pending=pending)
+                outputs = corrections.of_results(eqn, _equation(eqn, operands, known), pending)
             outputs = [
                 chains.cut(value) if uses[var] > 1 else value
                 for var, value in zip(eqn.outvars, outputs, strict=True)
@@ -96,23 +93,13 @@ def evaluate(
     return [read(v) for v in jaxpr.outvars]
 
 
-def _typed_literal(literal: Any) -> Any:
-    return np.asarray(literal.val, literal.aval.dtype)
-
-
-def _equation(
-    eqn: Any,
-    inputs: list[Value],
-    table: ScaleTable,
-    config: Any,
-    wide: tuple[int, ...] = (),
-    inside: Corrections | None = None,
-    pending: Pending | None = None,
-) -> list[Value]:
+def _equation(eqn: Any, inputs: list[Value], known: dict[str, Any]) -> list[Value]:
+    """Return the results of an equation. `known` are fields of its `RuleContext`."""
+    table = known["table"]
     number = uniform(eqn, inputs)
     if number is not None:
         return [number]
-    rule = _rule_for(eqn, inputs, config)
+    rule = _rule_for(eqn, inputs, known["config"])
     if rule is None:
         return _wrap(eqn, _bind_plain(eqn, inputs), inputs, table)
     # An elementwise rule gets an operand of equal elements as a 0-d number, unless all are such.
@@ -121,7 +108,17 @@ def _equation(
     )
     if not full:
         inputs = _with_result_shape(eqn, inputs)
-    ctx = _context(eqn, inputs, table, config, wide, inside, pending or Pending())
+    ctx = RuleContext(
+        primitive=eqn.primitive,
+        in_avals=tuple(
+            var.aval if v.shape == var.aval.shape else var.aval.update(shape=v.shape)
+            for var, v in zip(eqn.invars, inputs, strict=True)
+        ),
+        out_avals=tuple(v.aval for v in eqn.outvars),
+        inputs=tuple(inputs),
+        eqn=eqn,
+        **known,
+    )
     out = _apply(rule, ctx, _arguments(rule, inputs, table, full))
     return out if gives_values(rule) else _wrap(eqn, out, inputs, table)
 
@@ -157,33 +154,6 @@ def _arguments(rule: Any, inputs: list[Value], table: ScaleTable, full: bool) ->
     if takes_values(rule):
         return inputs
     return [promote(v, table, full) if v.is_scalable else v.whole() for v in inputs]
-
-
-def _context(
-    eqn: Any,
-    inputs: list[Value],
-    table: ScaleTable,
-    config: Any,
-    wide: tuple[int, ...],
-    inside: Corrections | None,
-    pending: Pending,
-) -> RuleContext:
-    return RuleContext(
-        primitive=eqn.primitive,
-        in_avals=tuple(
-            var.aval if v.shape == var.aval.shape else var.aval.update(shape=v.shape)
-            for var, v in zip(eqn.invars, inputs, strict=True)
-        ),
-        out_avals=tuple(v.aval for v in eqn.outvars),
-        inputs=tuple(inputs),
-        table=table,
-        config=config,
-        eqn=eqn,
-        evaluate=evaluate,
-        corrections=inside,
-        pending=pending,
-        wide=wide,
-    )
 
 
 def _apply(rule: Callable[..., Any], ctx: RuleContext, args: list[Any]) -> Any:
@@ -236,8 +206,8 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable) -> list[Va
     for o, var in zip(outputs, eqn.outvars, strict=True):
         if not isinstance(o, Plain):
             if isinstance(o, ScaledArray):
-                if not isinstance(o, Operand) and np.shape(o.data) == var.aval.shape:
-                    _check_scale(eqn, o.scale, var.aval, inputs)
+                if not isinstance(o, Operand):
+                    _check_scale(eqn, inputs, o, var.aval)
                 o = with_home(eqn, inputs, as_operand(o, table))
             o = value_of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
             _check_type(eqn, o, var.aval, inputs)
@@ -245,12 +215,14 @@ def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable) -> list[Va
     return values
 
 
-def _check_scale(eqn: Any, scale: Any, aval: Any, inputs: list[Value]) -> None:
-    check_scale_shape(describe(eqn, inputs), scale, aval.shape)
-    if not (isinstance(scale, Scale) or may_be_powers_of_two(scale)):
+def _check_scale(eqn: Any, inputs: list[Value], x: ScaledArray, aval: Any) -> None:
+    """Check the scale that a user's rule returned."""
+    if np.shape(x.data) == aval.shape:
+        check_scale_shape(describe(eqn, inputs), x.scale, aval.shape)
+    if not isinstance(x.scale, Scale) and not may_be_powers_of_two(x.scale):
         raise ValueError(
             f"The scale rule of {describe(eqn, inputs)} returned a scale that is no power "
-            f"of two, {scale!r}. Round it down, and multiply the data by the rest."
+            f"of two, {x.scale!r}. Round it down, and multiply the data by the rest."
         )
 
 

@@ -171,7 +171,8 @@ def _constant_among(eqn: Any, inputs: list[Value]) -> float | None:
     if name in _PRODUCTS:
         return _constant_of_product(floats, known, sign=-1 if name == "div" else 1)
     if name in ("square", "integer_pow"):
-        return _constant_of_power(known[0], eqn.params.get("y", 2))
+        power = eqn.params.get("y", 2)
+        return None if known[0] is None or power < 0 else power * known[0]
     if name == "reduce_sum":
         return _constant_of_sum(inputs[0], eqn.params["axes"])
     keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
@@ -183,10 +184,6 @@ def _constant_of_product(floats: list[Value], known: list[float | None], sign: i
     factors = [n if v.constant is None else _log2_of_constant(v) for v, n in zip(floats, known)]
     left, right = factors if len(factors) == 2 else (None, None)
     return None if left is None or right is None else left + sign * right
-
-
-def _constant_of_power(known: float | None, power: int) -> float | None:
-    return None if known is None or power < 0 else power * known
 
 
 def _constant_of_sum(value: Value, axes: Sequence[int]) -> float | None:

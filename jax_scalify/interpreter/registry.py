@@ -54,8 +54,7 @@ class RuleInfo:
 
 _rules: dict[Primitive | str, Rule] = {}
 _infos: dict[str, RuleInfo] = {}
-_takes_values: set[Rule] = set()
-_gives_values: set[Rule] = set()
+_value_rules: dict[Rule, bool] = {}  # and whether they give values
 
 
 def register_scale_rule(
@@ -130,37 +129,29 @@ def register_scale_rule(
     return register
 
 
-def register_value_rule(*primitives: Primitive | str, elements: str) -> Callable[[Rule], Rule]:
-    """Register a rule of this package that gets each `Value`, also a `Plain` one, not operands."""
-
-    def register(rule: Rule) -> Rule:
-        _takes_values.add(rule)
-        return register_scale_rule(*primitives, elements=elements)(rule)
-
-    return register
-
-
-def register_body_rule(
-    *primitives: Primitive | str, family: str | None = None
+def register_value_rule(
+    *primitives: Primitive | str, family: str | None = None, elements: str | None = None
 ) -> Callable[[Rule], Rule]:
-    """Register a rule of this package that interprets a body. It gets and returns `Value` types."""
+    """Register a rule of this package that gets each `Value`, also a `Plain` one, not operands.
+
+    Without `elements` it interprets a body, and its results are `Value` types with their facts.
+    """
 
     def register(rule: Rule) -> Rule:
-        _takes_values.add(rule)
-        _gives_values.add(rule)
-        return register_scale_rule(*primitives, family=family, elements="new")(rule)
+        _value_rules[rule] = elements is None
+        return register_scale_rule(*primitives, family=family, elements=elements)(rule)
 
     return register
 
 
 def takes_values(rule: Rule) -> bool:
     """Return whether a rule gets `Value` objects instead of operands."""
-    return rule in _takes_values
+    return rule in _value_rules
 
 
 def gives_values(rule: Rule) -> bool:
     """Return whether a rule returns `Value` objects, complete with facts."""
-    return rule in _gives_values
+    return _value_rules.get(rule, False)
 
 
 def registered_rules() -> list[RuleInfo]:

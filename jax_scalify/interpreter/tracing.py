@@ -101,7 +101,8 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
             raise
         if any(map(is_scaled, out)):
             raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
-        out = [_without_elements(x) if _is_float0(x) else x for x in out]
+        # Zero tangents of integers: NumPy arrays, which are no tracers.
+        out = [np.zeros(x.shape, jax.dtypes.float0) if _is_float0(x) else x for x in out]
         # An FP8 argument that is returned unchanged stays FP8.
         out = [next((narrow[i] for i in wider if x is full[i]), x) for x in out]
         static_results.clear()
@@ -175,11 +176,6 @@ def _wider_dtypes(leaves: list[Any], dynamic: list[int]) -> dict[int, Any]:
 
 def _is_float0(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
-
-
-def _without_elements(tangent: Any) -> Any:
-    """Return the zero tangent of integers as a NumPy array, which is not a tracer."""
-    return np.zeros(tangent.shape, jax.dtypes.float0)
 
 
 def is_static_result(leaf: Any) -> bool:

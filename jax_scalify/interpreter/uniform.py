@@ -56,12 +56,14 @@ def _moved(eqn: Any, value: Value) -> Value | None:
 
 def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
     """Return the result of an elementwise equation; None if it cannot be a number."""
-    aval = eqn.outvars[0].aval
+    aval, name = eqn.outvars[0].aval, eqn.primitive.name
     if all(v.constant is not None for v in inputs):
         out = _of_constants(eqn, inputs)
     elif any(v.is_beyond for v in inputs):
         out = None
-    elif _keeps_numbers(eqn.primitive.name) and aval.dtype == inputs[0].dtype:
+    elif aval.dtype == inputs[0].dtype and (
+        traits_of(name).elements == "same" or name == "convert_element_type"
+    ):
         out = inputs[0].number  # the same tracer, so that it is split only once
     else:
         out = _bind_uniform(eqn, inputs)
@@ -80,11 +82,6 @@ def _of_constants(eqn: Any, inputs: list[Value]) -> Any:
         return out
     with jax.ensure_compile_time_eval():
         return np.asarray(_bind_uniform(eqn, inputs))[()]
-
-
-def _keeps_numbers(primitive: str) -> bool:
-    """Return whether a primitive is the identity on numbers if the dtype does not change."""
-    return traits_of(primitive).elements == "same" or primitive == "convert_element_type"
 
 
 def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:

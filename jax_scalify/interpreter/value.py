@@ -119,13 +119,9 @@ def in_dtype(number: Any, dtype: Any) -> Any:
         return number if number.dtype == dtype else number.astype(dtype)
 
 
-def _is_nonnegative_constant(array: Any) -> bool:
-    if array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.unsignedinteger):
-        return True
-    real = jnp.issubdtype(array.dtype, np.floating) or jnp.issubdtype(array.dtype, np.integer)
-    return isinstance(array, np.generic) and real and float(array) >= 0
-
-
 def _with_constant(facts: Facts, array: Any) -> Facts:
-    nonneg = facts.nonneg or _is_nonnegative_constant(array)
-    return dataclasses.replace(facts, nonneg=nonneg)
+    kind = array.dtype
+    real = jnp.issubdtype(kind, np.floating) or jnp.issubdtype(kind, np.integer)
+    constant = isinstance(array, np.generic) and real and float(array) >= 0
+    unsigned = kind == np.bool_ or jnp.issubdtype(kind, jnp.unsignedinteger)
+    return dataclasses.replace(facts, nonneg=facts.nonneg or unsigned or constant)

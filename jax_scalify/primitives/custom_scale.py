@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import LazyJaxpr, as_function
+from jax_scalify.base.jaxprs import LazyJaxpr, as_function, of_some
 
 
 class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
@@ -66,7 +66,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
 
     def __init__(
         self,
-        fun: Callable | None = None,
+        fun: Callable,
         *,
         static_argnames: Sequence[str] | str = (),
         keeps_plain: bool = False,
@@ -80,16 +80,6 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         self._result_types = result_types
         self._rule: Callable | None = None
         self._vjp_rule: Callable | None = None
-        if fun is not None:
-            self._set_function(fun)
-
-    def __new__(cls, fun: Callable | None = None, **options: Any) -> Any:
-        """Return a decorator if no function is given: `custom_scale(static_argnames=...)`."""
-        if fun is None:
-            return functools.partial(cls, **options)
-        return super().__new__(cls)
-
-    def _set_function(self, fun: Callable) -> None:
         if not callable(fun):
             raise TypeError(f"`fun` must be callable, got {type(fun).__name__}.")
         functools.update_wrapper(self, fun, updated=())  # do not copy rules of a `custom_scale`
@@ -102,6 +92,12 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
                 f"`static_argnames` of `{self._name}` must be among "
                 f"{list(self._signature.parameters)}, got {unknown}."
             )
+
+    def __new__(cls, fun: Callable | None = None, **options: Any) -> Any:
+        """Return a decorator if no function is given: `custom_scale(static_argnames=...)`."""
+        if fun is None:
+            return functools.partial(cls, **options)
+        return super().__new__(cls)
 
     def defscale(self, rule: Callable) -> Callable:
         """Define the scale rule. It takes the function's arguments, floating arrays scaled."""
@@ -250,18 +246,6 @@ def _has_special_type(x: jax.Array) -> bool:
     return bool(kind.weak_type or _compat.explicit_sharding(kind) or _compat.varying_axes(kind))
 
 
-def _of_some(jaxpr: Any, operands: Sequence[Any], some: Sequence[int]) -> Callable:
-    """Return a jaxpr as a function of the operands at positions `some`."""
-
-    def fun(*xs: Any) -> list[Any]:
-        full = list(operands)
-        for i, x in zip(some, xs, strict=True):
-            full[i] = x
-        return as_function(jaxpr)(*full)
-
-    return fun
-
-
 def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
     """Apply `call` with a `custom_vjp` whose backward pass has the scale rule of the cotangents.
 
@@ -275,7 +259,7 @@ def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
 
     def slopes(arrays: Sequence[Any], some: list[int], cotangents: Any) -> dict[int, Any]:
         xs = [arrays[i] for i in some]
-        pull = jax.vjp(_of_some(call.jaxpr, arrays, some), *xs)[1]
+        pull = jax.vjp(of_some(as_function(call.jaxpr), arrays, some), *xs)[1]
         return dict(zip(some, pull(jax.tree.leaves(cotangents)), strict=True))
 
     def forward(arrays: list[Any]) -> Any:
@@ -354,7 +338,7 @@ mlir.register_lowering(custom_scale_p, mlir.lower_fun(_impl, multiple_results=Tr
 def _jvp(primals: Any, tangents: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
     """Differentiate the plain function. Without a cotangent rule, its equations stand for it."""
     moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    of_moved = _of_some(jaxpr, primals, moved)
+    of_moved = of_some(as_function(jaxpr), primals, moved)
     outputs = custom_scale_p.bind(*primals, jaxpr=jaxpr, applied=applied)
     slopes = jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
     slopes = [
@@ -369,7 +353,9 @@ ad.primitive_jvps[custom_scale_p] = _jvp
 
 def _transpose(cotangents: Any, *args: Any, jaxpr: Any, applied: AppliedRule) -> list[Any]:
     linear = [i for i, a in enumerate(args) if ad.is_undefined_primal(a)]
-    pull = jax.linear_transpose(_of_some(jaxpr, args, linear), *(args[i].aval for i in linear))
+    pull = jax.linear_transpose(
+        of_some(as_function(jaxpr), args, linear), *(args[i].aval for i in linear)
+    )
     slopes = dict(zip(linear, pull(list(map(ad.instantiate_zeros, cotangents))), strict=True))
     return [slopes.get(i) for i in range(len(args))]
 

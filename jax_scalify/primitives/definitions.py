@@ -168,14 +168,15 @@ def _batch_stochastic_cast(args, dims, *, dtype):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mapped:
+class Mapped:
     """A function of a cotangent and operands, mapped over the leading axis of some of them."""
 
     function: Hashable
     axes: tuple[int | None, ...]
+    size: int
 
     def __call__(self, *args: jax.Array) -> jax.Array:
-        return jax.vmap(self.function, self.axes)(*args)  # type: ignore[arg-type]
+        return jax.vmap(self.function, self.axes, axis_size=self.size)(*args)  # type: ignore
 
 
 def _batch_on_backward(args, dims, *, function):
@@ -184,7 +185,7 @@ def _batch_on_backward(args, dims, *, function):
         return on_backward_p.bind(*args, function=function), dim
     size = next(a.shape[d] for a, d in zip(operands, others) if d is not None)
     x = batching.bdim_at_front(x, dim, size)
-    mapped = _Mapped(function, (0, *others))
+    mapped = Mapped(function, (0, *others), size)
     return on_backward_p.bind(x, *operands, function=mapped), 0
 
 
@@ -193,11 +194,8 @@ def _batch_with_scale(primitive: Primitive) -> None:
         (x, scale), (x_dim, scale_dim) = args, dims
         if scale_dim is None:
             return primitive.bind(x, scale, **params), x_dim
+        x = batching.bdim_at_front(x, x_dim, scale.shape[scale_dim])
         scale = jnp.moveaxis(scale, scale_dim, 0)
-        if x_dim is None:
-            x = jnp.broadcast_to(x, (scale.shape[0], *x.shape))
-        else:
-            x = jnp.moveaxis(x, x_dim, 0)
         return primitive.bind(x, scale, **params), 0
 
     batching.primitive_batchers[primitive] = batch

@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_scalify.base.eager import compiled
+from jax_scalify.base.jaxprs import of_some
 from jax_scalify.base.pins import pin_constant
 
 # Triton's matmuls and sums over devices do not fold the factor: they round to float16 before it. So
@@ -92,14 +93,9 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """Differentiate the float32 form, which is linear in each operand."""
     fun = functools.partial(_wide, **params)
     moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-
-    def of_moved(*xs: Any) -> Any:
-        full = list(primals)
-        for i, x in zip(moved, xs, strict=True):
-            full[i] = x
-        return fun(*full)
-
-    return jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
+    return jax.jvp(
+        of_some(fun, primals, moved), [primals[i] for i in moved], [tangents[i] for i in moved]
+    )
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:

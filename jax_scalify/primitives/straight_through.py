@@ -11,7 +11,6 @@ It is a primitive because JAX 0.10 forgets the rule of a `jax.custom_jvp` functi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
-from jax_scalify.primitives.definitions import define
+from jax_scalify.base.jaxprs import of_some
+from jax_scalify.primitives.definitions import Mapped, define
 
 straight_through_p = define("straight_through", lambda x, *_, **__: x, lambda x, *_, **__: x)
 
@@ -47,36 +47,16 @@ def _jvp(primals: Any, tangents: Any, *, function: Callable | None) -> Any:
     moved = [i for i, t in enumerate(tangents[1:]) if type(t) is not ad.Zero]
     if function is None or not moved:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-
-    def of_moved(*xs: Any) -> Any:
-        full = list(operands)
-        for i, x in zip(moved, xs, strict=True):
-            full[i] = x
-        return function(*full)
-
     xs, slopes = [operands[i] for i in moved], [tangents[1 + i] for i in moved]
-    return out, jax.jvp(of_moved, xs, slopes)[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mapped:
-    """A function mapped over the leading axis of some of its operands."""
-
-    function: Callable
-    dims: tuple[int | None, ...]
-    size: int
-
-    def __call__(self, *operands: Any) -> Any:
-        return jax.vmap(self.function, self.dims, axis_size=self.size)(*operands)
+    return out, jax.jvp(of_some(function, operands, moved), xs, slopes)[1]
 
 
 def _batch(args: Any, dims: Any, *, function: Callable | None) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-    if dims[0] is None:
-        args[0] = jnp.broadcast_to(args[0], (size, *args[0].shape))
+    args[0] = batching.bdim_at_front(args[0], None if dims[0] is None else 0, size)
     if function is not None:
-        function = _Mapped(function, tuple(None if d is None else 0 for d in dims[1:]), size)
+        function = Mapped(function, tuple(None if d is None else 0 for d in dims[1:]), size)
     return straight_through_p.bind(*args, function=function), 0
 
 

@@ -52,8 +52,8 @@ def _extremum_rule(sign: int) -> Rule:
                 scale = algebra.meet(scale, algebra.join(limit, own))
         else:
             scale = shared_scale(lhs, rhs)
-        if _is_own_number(ctx, args):
-            return _number(ctx, args, scale, params)
+        if (number := _own_number(ctx, args, scale, params)) is not None:
+            return number
         if ctx.holds_values:
             return ctx.on_values(scale, lhs, rhs, **params)
         out = ctx.bind(*same_dtype(*(align(x, scale) for x in args)), **params)
@@ -94,31 +94,28 @@ def clamp_rule(
         scale = algebra.meet(x.scale, algebra.join(*bounds))
         if low.constant > 0 or high.constant < 0:
             scale = algebra.join(scale, algebra.meet(*bounds))
-    if _is_own_number(ctx, (low, x, high)):
-        return _number(ctx, (low, x, high), scale, params)
     out, operands = ctx.out_avals[0], (low, x, high)
+    if (number := _own_number(ctx, operands, scale, params)) is not None:
+        return number
     args = [a.value if ctx.holds_values else align(a, scale) for a in operands]
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
     return rounded(ctx, ctx.bind(*same_dtype(*args), **params), scale)
 
 
-def _is_own_number(ctx: RuleContext, operands: Sequence[Operand]) -> bool:
-    """Return whether a 0-d result is chosen among operands of different scales."""
-    numbers = [x.constant for x in operands]
-    zeros = [n is not None and (n == 0 or not np.isfinite(np.float64(n))) for n in numbers]
-    scales = {x.scale for x, zero in zip(operands, zeros) if not (zero or x.scale.is_zero)}
-    is_number = not ctx.out_avals[0].shape and jnp.issubdtype(ctx.out_dtype, jnp.floating)
-    return is_number and len(scales) > 1 and ctx.table.narrow and ctx.table.splits_scalars
-
-
-def _number(
+def _own_number(
     ctx: RuleContext, operands: Sequence[Operand], scale: Scale, params: dict[str, Any]
-) -> Operand:
-    """Return a chosen 0-d result, with its own exponent as its scale.
+) -> Operand | None:
+    """Return a 0-d result, chosen among operands of different scales, at its own exponent.
 
     At the shared scale 1, `min(1e-9, 1.0)` would have data 1e-9, and float16 data that is
     multiplied by it would underflow. The rule returns data of about 1 at the scale 2**-30.
     """
+    numbers = [x.constant for x in operands]
+    zeros = [n is not None and (n == 0 or not np.isfinite(np.float64(n))) for n in numbers]
+    scales = {x.scale for x, zero in zip(operands, zeros) if not (zero or x.scale.is_zero)}
+    is_number = not ctx.out_avals[0].shape and jnp.issubdtype(ctx.out_dtype, jnp.floating)
+    if not (is_number and len(scales) > 1 and ctx.table.narrow and ctx.table.splits_scalars):
+        return None
     if ctx.holds_values:
         out = ctx.on_values(ONE, *operands, **params)
         return out.with_scale(ctx.table.split(out.source)[1])

@@ -10,9 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
-from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.scales.algebra import ONE
@@ -22,16 +20,11 @@ from jax_scalify.scales.algebra import ONE
 _VALUE, _RESULT, _COTANGENT = 2, 11, 12
 
 
-def _number(ctx: RuleContext, x: Any) -> Any:
-    """Return the plain values of an operand in its own dtype, the dtype that the kernel takes."""
-    return dtypes.cast(ctx.dequantise(x), x.dtype) if isinstance(x, Operand) else x
-
-
 @register_scale_rule("dot_product_attention_fwd_wrapper", elements="new")
 def fused_attention_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[ScaledArray]:
     """`scale = value.scale`; the softmax statistics have the static scale 1."""
     value = uniform_over(args[_VALUE])
-    arrays = [_number(ctx, x) for x in args]
+    arrays = [ctx.dequantise(x, x.dtype) for x in args]
     arrays[_VALUE] = filled(value.data, ctx.in_avals[_VALUE])
     out, *statistics = ctx.bind(*arrays, **params)
     return [ScaledArray(out, value.scale), *(ScaledArray(x, ONE) for x in statistics)]
@@ -43,7 +36,7 @@ def fused_attention_gradients_rule(
 ) -> list[ScaledArray]:
     """`scale = cotangent.scale * value.scale`; the value's gradient has `cotangent.scale`."""
     value, result, cotangent = (uniform_over(args[i]) for i in (_VALUE, _RESULT, _COTANGENT))
-    arrays = [_number(ctx, x) for x in args]
+    arrays = [ctx.dequantise(x, x.dtype) for x in args]
     aligned = result.at_unit(value.scale, result.dtype)
     data = {_VALUE: value.data, _RESULT: aligned, _COTANGENT: cotangent.data}
     for i, x in data.items():

@@ -12,7 +12,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
+from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.nonlinear import wide_rule
 from jax_scalify.rules.shared.products import bind_product, rounded, widened
 from jax_scalify.scales.algebra import ONE, Scale
@@ -110,36 +110,31 @@ def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> 
     return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, spread)
 
 
-def _root(ctx: RuleContext, x: Operand, degree: int, inverse: bool, **params: Any) -> Any:
-    root, rest = x.scale.root(degree)
-    scale = root**-1 if inverse else root
-    if ctx.holds_values:
-        return ctx.on_values(scale, x, **params)
-    return rounded(ctx, ctx.bind(*widened(ctx, [multiply(x.data, rest)]), **params), scale)
+def _root_rule(degree: int, inverse: bool, moved: str) -> Rule:
+    def rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
+        root, rest = x.scale.root(degree)
+        scale = root**-1 if inverse else root
+        if ctx.holds_values:
+            return ctx.on_values(scale, x, **params)
+        return rounded(ctx, ctx.bind(*widened(ctx, [multiply(x.data, rest)]), **params), scale)
+
+    rule.__doc__ = f"`scale = scale**({'-' * inverse}1/{degree})`; {moved} into the data."
+    return rule
 
 
-@register_scale_rule(
-    lax.sqrt_p, elements="new", elementwise=True, nonnegative="always", degree=1 / 2
-)
-def sqrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale**(1/2)`; for an odd exponent, one factor of two moves into the data."""
-    return _root(ctx, x, 2, inverse=False, **params)
-
-
-@register_scale_rule(
-    lax.rsqrt_p, elements="new", elementwise=True, nonnegative="always", degree=-1 / 2
-)
-def rsqrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale**(-1/2)`; for an odd exponent, one factor of two moves into the data."""
-    return _root(ctx, x, 2, inverse=True, **params)
-
-
-@register_scale_rule(
-    lax.cbrt_p, elements="new", elementwise=True, nonnegative="keeps", degree=1 / 3
-)
-def cbrt_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = scale**(1/3)`; up to two factors of two move into the data."""
-    return _root(ctx, x, 3, inverse=False, **params)
+_ONE_FACTOR = "for an odd exponent, one factor of two moves"
+for _primitive, _degree, _inverse, _moved, _sign in (
+    (lax.sqrt_p, 2, False, _ONE_FACTOR, "always"),
+    (lax.rsqrt_p, 2, True, _ONE_FACTOR, "always"),
+    (lax.cbrt_p, 3, False, "up to two factors of two move", "keeps"),
+):
+    register_scale_rule(
+        _primitive,
+        elements="new",
+        elementwise=True,
+        nonnegative=_sign,
+        degree=(-1 if _inverse else 1) / _degree,
+    )(_root_rule(_degree, _inverse, _moved))
 
 
 @register_scale_rule(lax.pow_p, elements="new", elementwise=True, nonnegative="keeps")

@@ -19,14 +19,7 @@ from jax_scalify.scales.algebra import ONE, Scale
 
 def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any]) -> Any:
     """Evaluate the primitive on plain values in at least float32."""
-    plain = [ctx.dequantise(x) if isinstance(x, Operand) else x for x in args]
-    plain = [
-        lax.convert_element_type(p, dtypes.compute_dtype(p.dtype))
-        if dtypes.is_scalable(p.dtype)
-        else p
-        for p in plain
-    ]
-    return ctx.bind(*(jnp.asarray(p) for p in plain), **params)
+    return ctx.bind(*(jnp.asarray(ctx.dequantise(x)) for x in args), **params)
 
 
 @register_scale_rule(lax.exp_p, elements="new", elementwise=True, nonnegative="always")

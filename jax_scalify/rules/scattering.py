@@ -87,16 +87,14 @@ def scatter_along_axes(
     else:
         inner, columns = windows.along(axes, indices)
         old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
-        kept = lax.squeeze(old, [a for a in range(x.ndim) if a not in axes])
-        new = windows.collect(
-            scale_array(ctx.table, own[1], _wide(own[1], rank)), axes, updates.shape
-        )
+        new = scale_array(ctx.table, own[1], inner.shape_along(axes, updates.shape))
         replaces = ctx.primitive is lax.scatter_p and partial <= set(axes)
+        kept = old
         if replaces:
-            kept = inner.write(lax.scatter, kept, columns, jnp.zeros_like(new), params["mode"])
+            kept = inner.write(lax.scatter, old, columns, jnp.zeros_like(new), params["mode"])
         joined = inner.write(lax.scatter_max, kept, columns, new, params["mode"])
-        taken = windows.spread(inner.take(joined, columns), axes, rank)
-        scale = scale_of(ctx.table, lax.reshape(joined, old.shape)) * factor
+        taken = inner.take(joined, columns)
+        scale = scale_of(ctx.table, joined) * factor
         there = scale_of(ctx.table, taken) * factor
     if ctx.holds_values:
         old, new = x.value, updates.value
@@ -128,10 +126,6 @@ def _with_few_scales(
     if _is_worth_it(x, axes):
         return updates, axes
     return uniform_over(updates), varying_axes(x.scale)
-
-
-def _wide(scale: Scale, rank: int) -> tuple[int, ...]:
-    return scale.shape or (1,) * rank
 
 
 def _axes_of_result(x: Operand, updates: Operand, windows: Windows, partial: set[int]) -> list[int]:

@@ -355,8 +355,9 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if ctx.stays_wide and dtype == jnp.float16:
         return kept_wide(x.at_unit(scale), scale, dtype)
     if dtype == jnp.float16:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return ScaledArray(narrowed(x.at_unit(scale, wide), scale, dtype), scale)
+        data = x.at_unit(scale, jnp.promote_types(x.dtype, jnp.float32))
+        data = lax.real(data) if jnp.iscomplexobj(data) else data
+        return ScaledArray(narrowed(data, scale, dtype), scale)
     return ScaledArray(x.at_unit(scale, dtype), scale)
 
 

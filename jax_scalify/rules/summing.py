@@ -35,45 +35,39 @@ from jax_scalify.scales.multiplying import multiply
 
 
 @register_scale_rule(lax.reduce_sum_p, elements="summed", degree=1)
-def reduce_sum_rule(ctx: RuleContext, x: Operand, *, axes: Any, **params: Any) -> ScaledArray:
+def reduce_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
-    x = uniform_over(x, axes)
+    axes = params["axes"]
     count = math.prod(ctx.in_avals[0].shape[a] for a in axes)
+    return _sum(ctx, x, axes, count, params, lambda s: lax.squeeze(s, axes))
+
+
+def _sum(
+    ctx: RuleContext, x: Operand, axes: Any, count: int, params: Any, move: Any = None
+) -> Operand:
+    """Return a sum over axes, accumulated in at least float32; of values, in their unit."""
+    x = uniform_over(x, axes)
     factor = growth(ctx, count, Terms.of(x))
-    scale = x.scale.map(lambda s: lax.squeeze(s, axes))
+    scale = x.scale.map(move) if move else x.scale
+    terms, unit = x.at_scalar_unit if ctx.holds_values else (x.data, scale)
+    total = ctx.bind(lax.convert_element_type(terms, dtypes.compute_dtype(x.dtype)), **params)
     if ctx.holds_values:
-        return _sum_of_values(ctx, x, scale * factor, axes=axes, **params)
-    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
-    return finish(ctx, ctx.bind(data, axes=axes, **params), scale, factor)
-
-
-def _sum_of_values(ctx: RuleContext, x: Operand, scale: Scale, **params: Any) -> Operand:
-    """Return the sum of wide values, accumulated in at least float32, in the unit of its terms."""
-    terms, unit = x.at_scalar_unit
-    wide = lax.convert_element_type(terms, dtypes.compute_dtype(x.dtype))
-    return ctx.of_value(ctx.bind(wide, **params), scale, unit)
+        return ctx.of_value(total, scale * factor, unit)
+    return finish(ctx, total, scale, factor)
 
 
 @register_scale_rule(lax.cumsum_p, elements="new", nonnegative="keeps", degree=1)
-def cumsum_rule(ctx: RuleContext, x: Operand, *, axis: int, **params: Any) -> ScaledArray:
+def cumsum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
-    x = uniform_over(x, (axis,))
-    factor = growth(ctx, ctx.in_avals[0].shape[axis], Terms.of(x))
-    if ctx.holds_values:
-        return _sum_of_values(ctx, x, x.scale * factor, axis=axis, **params)
-    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
-    return finish(ctx, ctx.bind(data, axis=axis, **params), x.scale, factor)
+    axis = params["axis"]
+    return _sum(ctx, x, (axis,), ctx.in_avals[0].shape[axis], params)
 
 
 @register_scale_rule(lax.reduce_window_sum_p, elements="new", nonnegative="keeps", degree=1)
 def reduce_window_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if >= 0."""
-    x = uniform_over(x, windowed_axes(ctx, **params))
-    factor = growth(ctx, math.prod(params["window_dimensions"]), Terms.of(x))
-    if ctx.holds_values:
-        return _sum_of_values(ctx, x, x.scale * factor, **params)
-    data = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
-    return finish(ctx, ctx.bind(data, **params), x.scale, factor)
+    count = math.prod(params["window_dimensions"])
+    return _sum(ctx, x, windowed_axes(ctx, **params), count, params)
 
 
 @register_scale_rule(lax.fft_p, elements="new")

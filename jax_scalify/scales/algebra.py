@@ -14,13 +14,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.base import dtypes
 from jax_scalify.base.pow2 import MAX_EXPONENT, floor_exponent, is_power_of_two
 
 # The most factors of a monomial. Fewer make a longer chain of maxima, which are computed one after
@@ -35,38 +34,6 @@ NARROW_EXTENT = 20  # float16 data cannot be farther from 1
 _SMALL_EXPONENT = 24
 
 
-class Table(Protocol):
-    """The operations that need arrays. `ScaleTable` in `scales/table.py` implements them."""
-
-    def atom(self, array: jax.Array, **known: Any) -> Scale:
-        """Return the scale of an array of powers of two."""
-        ...
-
-    def request(self, scale: Scale) -> jax.Array:
-        """Return the array of a monomial."""
-        ...
-
-    def settled(self, scale: Scale) -> tuple[Scale, Scale]:
-        """Replace a monomial by one atom; see `Scale.settled`."""
-        ...
-
-    def bounded(self, scale: Scale, limit: int) -> tuple[Scale, Scale]:
-        """Split a monomial; see `Scale.bounded`."""
-        ...
-
-    def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
-        """Return the maximum of monomials that are not multiples of each other."""
-        ...
-
-    def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
-        """Return root and rest of a monomial without a symbolic root; see `Scale.root`."""
-        ...
-
-    def alignment(self, ratio: Scale) -> Scale:
-        """Return the ratio of a scale to a maximum of which it is a member."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Atom:
     """A scale that is known at run time only: an array of powers of two, or 0.
@@ -74,7 +41,7 @@ class Atom:
     The array has shape `()`, or the rank of the data with each dim 1 or equal to the data's.
 
     Attributes:
-        table: the table of its trace.
+        table: the `ScaleTable` of its trace.
         index: atoms are numbered in the order in which they were made.
         source: its array; None if a scale program computes it.
         number: its number in the scale program; None if it is not scalar or there is no program.
@@ -88,7 +55,7 @@ class Atom:
         vanishes: atoms that make this atom 0 if one of them is 0.
     """
 
-    table: Table
+    table: Any
     index: int
     source: jax.Array | None = None
     number: int | None = None
@@ -240,7 +207,7 @@ class Scale:
         return jnp.asarray(self.array)
 
     def __mul__(self, other: Any) -> Scale:
-        other = as_operand(other)
+        other = Scale.of(other)
         if self.is_zero or other.is_zero:
             return ZERO
         powers = dict(self.factors)
@@ -251,10 +218,10 @@ class Scale:
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Scale:
-        return self * as_operand(other) ** -1
+        return self * Scale.of(other) ** -1
 
     def __rtruediv__(self, other: Any) -> Scale:
-        return as_operand(other) * self**-1
+        return Scale.of(other) * self**-1
 
     def __pow__(self, power: int) -> Scale:
         if power == 0 or (self.is_zero and power < 0):  # 0 to a negative power counts as 1
@@ -270,7 +237,7 @@ class Scale:
 
     def maximum(self, other: Any) -> Scale:
         """Return the larger of two scales, the scale of a sum."""
-        return join(self, as_operand(other))
+        return join(self, Scale.of(other))
 
     def root(self, degree: int) -> tuple[Scale, Scale]:
         """Split into `(root, rest)` with `root**degree * rest == self`, `1 <= rest < 2**degree`.
@@ -337,16 +304,6 @@ class Scale:
 
 ONE = Scale(0)
 ZERO = Scale(-math.inf)
-
-
-def given_extent(dtype: Any) -> int:
-    """Return the extent of the scale of an argument, given the dtype of its data."""
-    return NARROW_EXTENT if dtypes.is_narrow(dtype) else GIVEN_EXTENT
-
-
-def as_operand(value: Any) -> Scale:
-    """Return a `Scale`, given a `Scale` or a concrete power of two."""
-    return value if isinstance(value, Scale) else Scale.of(value)
 
 
 def sorted_factors(powers: dict[Any, int]) -> tuple[tuple[Any, int], ...]:

@@ -80,19 +80,19 @@ class ScaleProgram:
         """Make an empty program for scales of this dtype."""
         self.dtype = jnp.dtype(dtype)
         self.sources: list[Any] = []  # the arrays that scales are computed from
-        self._scales: list[Any] = []  # by number: the position of a source, or a `Computed`
+        self.scales: list[Any] = []  # by number: the position of a source, or a `Computed`
         self._numbers: dict[Computed, int] = {}
         self._chains: set[int] = set()  # the numbers of maxima whose terms were not multiplied out
         self._needs: list[int] = []  # by number: the sources that it depends on, as bits
-        self._requests: list[Scale] = []
+        self.requests: list[Scale] = []  # the monomials of placeholders
         self._placeholders: dict[Scale, Any] = {}
 
     def source(self, array: Any) -> int:
         """Add a scale that is an array. Return its number."""
         self.sources.append(array)
         self._needs.append(1 << len(self.sources) - 1)
-        self._scales.append(len(self.sources) - 1)
-        return len(self._scales) - 1
+        self.scales.append(len(self.sources) - 1)
+        return len(self.scales) - 1
 
     def maximum(self, terms: Sequence[Scale]) -> int:
         """Define the maximum of monomials. Return its number."""
@@ -100,7 +100,7 @@ class ScaleProgram:
         chain = [part for term in terms for part in self._chain(term)]
         goes_on = len(terms) < len(chain) <= _MAX_CHAIN
         if goes_on or sum(math.prod(map(len, c)) for c in choices) > _MAX_TERMS:
-            number = self._define(Computed(_largest(chain if goes_on else terms)))
+            number = self.define(Computed(_largest(chain if goes_on else terms)))
             self._chains.add(number)
             return number
         # max(a, b) * c = max(a * c, b * c). Written so, it need not wait for max(a, b).
@@ -109,48 +109,36 @@ class ScaleProgram:
             for term, factors in zip(terms, choices, strict=True)
             for chosen in itertools.product(*factors)
         ]
-        return self._define(Computed(_largest(products)))
-
-    def bounded(self, of: Scale, limit: float) -> int:
-        """Define a monomial with its exponent clamped to `+-limit`. Return its number."""
-        return self._define(Computed((of,), limit=limit))
-
-    def held(self, first: Scale, second: Scale, limit: float) -> int:
-        """Define `first`, or, where it is 0, `second` clamped to `+-limit`. Return its number."""
-        return self._define(Computed((first, second), limit=limit, is_held=True))
+        return self.define(Computed(_largest(products)))
 
     def _chain(self, term: Scale) -> list[Scale]:
         """Return the monomials of a term that is a maximum of many; otherwise the term itself."""
         (number, power), *others = term.factors or ((-1, 0),)
         if others or power != 1 or number not in self._chains:
             return [term]
-        return [Scale(term.exponent) * t for t in self._scales[number].terms]
+        return [Scale(term.exponent) * t for t in self.scales[number].terms]
 
     def _choices(self, term: Scale) -> list[list[Scale]]:
         """Return for each factor the monomials of which it is the maximum, raised to its power."""
         choices = []
         for number, power in term.factors:
-            scale = self._scales[number]
+            scale = self.scales[number]
             is_maximum = isinstance(scale, Computed) and scale.is_maximum
             alone = [Scale.of_factor(number) ** power]
             choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
         return choices
 
-    def root(self, of: Scale, degree: int) -> tuple[int, int]:
-        """Define root and rest of a monomial. Return their numbers."""
-        root, rest = (Computed((of,), degree, is_rest) for is_rest in (False, True))
-        return self._define(root), self._define(rest)
-
-    def _define(self, computed: Computed) -> int:
+    def define(self, computed: Computed) -> int:
+        """Return the number of a computed scale."""
         if computed in self._numbers:
             return self._numbers[computed]
-        self._numbers[computed] = len(self._scales)
+        self._numbers[computed] = len(self.scales)
         needs = 0
         for term in computed.terms:
             needs |= self._needs_of(term)
         self._needs.append(needs)
-        self._scales.append(computed)
-        return len(self._scales) - 1
+        self.scales.append(computed)
+        return len(self.scales) - 1
 
     def _needs_of(self, monomial: Scale) -> int:
         needs = 0
@@ -161,22 +149,14 @@ class ScaleProgram:
     def placeholder(self, monomial: Scale) -> Any:
         """Return a tracer that `resolve` replaces by the value of a monomial."""
         if monomial not in self._placeholders:
-            number = len(self._requests)
-            self._requests.append(monomial)
+            number = len(self.requests)
+            self.requests.append(monomial)
             self._placeholders[monomial] = placeholder_p.bind(number=number, dtype=self.dtype)
         return self._placeholders[monomial]
 
     def is_ready(self, number: int, available: int) -> bool:
         """Return whether a request depends on available sources only (as bits)."""
-        return not self._needs_of(self._requests[number]) & ~available
-
-    def request(self, number: int) -> Scale:
-        """Return the monomial of a placeholder, given its number."""
-        return self._requests[number]
-
-    def scale(self, number: int) -> Any:
-        """Return the position of a scale's source, or its `Computed`."""
-        return self._scales[number]
+        return not self._needs_of(self.requests[number]) & ~available
 
 
 def _largest(monomials: Sequence[Scale]) -> tuple[Scale, ...]:

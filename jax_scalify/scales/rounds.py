@@ -113,11 +113,11 @@ class _Rounds:
         """Return the equation that computes all pending placeholders that can be computed now."""
         program = self._program
         ready = [v for v, n in self._pending.items() if program.is_ready(n, self._available)]
-        requests = [program.request(self._pending.pop(v)) for v in ready]
+        requests = [program.requests[self._pending.pop(v)] for v in ready]
         sources, levels = self._plan(requests)
         avals = [jax.ShapeDtypeStruct((self._size,), jnp.float32) for _ in self._exponents]
         avals += [jax.ShapeDtypeStruct((), program.dtype) for _ in sources]
-        invars = self._exponents + [self._sources[program.scale(n)] for n in sources]
+        invars = self._exponents + [self._sources[program.scales[n]] for n in sources]
         computed = self._round(requests, sources, levels)
         bind = functools.partial(round_p.bind, computed=computed)
         (eqn,) = jax.make_jaxpr(bind)(*avals).jaxpr.eqns
@@ -134,7 +134,7 @@ class _Rounds:
             number = todo.pop()
             if self._is_placed(number, depth):
                 continue
-            scale = self._program.scale(number)
+            scale = self._program.scales[number]
             operands = scale.operands() if isinstance(scale, Computed) else []
             missing = [n for n in operands if not self._is_placed(n, depth)]
             if missing:
@@ -162,7 +162,7 @@ class _Rounds:
         self._place(sources)
         steps = []
         for level in levels:
-            steps.append(_Level([self._program.scale(n) for n in level], self._positions))
+            steps.append(_Level([self._program.scales[n] for n in level], self._positions))
             self._place(level)
         last = _Sums(requests, self._positions)
         goes_on = bool(sources or steps)

@@ -29,7 +29,7 @@ from jax_scalify.scales.algebra import (
     Scale,
     sorted_factors,
 )
-from jax_scalify.scales.program import ScaleProgram
+from jax_scalify.scales.program import Computed, ScaleProgram
 from jax_scalify.scales.rounds import resolve
 
 
@@ -62,22 +62,20 @@ class ScaleTable:
         self.narrow = narrow
         self._program = program
         self._counter = itertools.count()
-        self._atoms: dict[int, Atom] = {}
         self._memo: dict[Any, Any] = {}
-        self._splits: dict[int, tuple[Any, Any, Scale]] = {}
 
     def atom(self, array: jax.Array, **known: Any) -> Scale:
         """Return the scale of an array of powers of two. The same array gives the same atom.
 
         `known` are attributes of the new `Atom`.
         """
-        atom = self._atoms.get(id(array))
-        if atom is None:
+
+        def make() -> Scale:
             program = None if array.shape else self._program
             number = program.source(array) if program else None
-            atom = Atom(self, next(self._counter), array, number, **known)
-            self._atoms[id(array)] = atom
-        return Scale.of_factor(atom)
+            return Scale.of_factor(Atom(self, next(self._counter), array, number, **known))
+
+        return self.memoised(("atom", id(array)), make)
 
     def varying_axes(self, scale: Scale) -> frozenset[Any]:
         """Return the mesh axes along which a scale may vary, inside `shard_map`.
@@ -127,7 +125,7 @@ class ScaleTable:
             if not together:
                 return self.bounded(scale, MAX_EXPONENT)
             program, (monomial,) = together
-            number = program.bounded(monomial, math.inf)
+            number = program.define(Computed((monomial,), limit=math.inf))
             extent = int(scale.extent)
             known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=math.inf)
             known["vanishes"] = scale.vanishes
@@ -144,7 +142,8 @@ class ScaleTable:
             known["vanishes"] = scale.vanishes
             if together := self._together(scale):
                 program, (monomial,) = together
-                within = self._computed(program.bounded(monomial, limit), **known)
+                number = program.define(Computed((monomial,), limit=limit))
+                within = self._computed(number, **known)
                 return within, scale / within
             # In floating point, overflow is clamped, and underflow gives 0.
             array = self.product(scale)
@@ -268,7 +267,8 @@ class ScaleTable:
             known["limit"] = max(first.limit, limit)
             if together := self._together(first, second):
                 program, (a, b) = together
-                return self._computed(program.held(a, b, limit), holds=first, **known)
+                number = program.define(Computed((a, b), limit=limit, is_held=True))
+                return self._computed(number, holds=first, **known)
             arrays = (first.array, second.bounded(limit)[0].array)
             a, b = jnp.broadcast_arrays(*(jnp.asarray(x, self.dtype) for x in arrays))
             array = lax.select(lax.eq(a, jnp.zeros_like(a)), b, a)
@@ -284,7 +284,8 @@ class ScaleTable:
             known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent)
             if together := self._together(scale):
                 program, (monomial,) = together
-                root, rest = program.root(monomial, degree)
+                pair = (Computed((monomial,), degree, is_rest) for is_rest in (False, True))
+                root, rest = map(program.define, pair)
                 found = self._computed(root, **known)
                 return found, self._computed(rest, nonzero=True, extent=degree)
             array = scale.array
@@ -314,10 +315,10 @@ class ScaleTable:
         They may come from the untaken side of a `where`, and their scale must not underflow the
         other side.
         """
-        known = self._splits.get(id(value))
         if not self.splits_scalars:
-            known = (value, value, ONE)
-        if known is None:
+            return value, ONE
+
+        def make() -> tuple[Any, Any, Scale]:
             power = round_down(value, self.dtype)
             to_one = lax.bitwise_or(lax.eq(power, np.array(0.5, power.dtype)), ~jnp.isfinite(value))
             power = jnp.where(to_one, jnp.ones_like(power), power)
@@ -326,9 +327,9 @@ class ScaleTable:
             inverse = self._reciprocal(scale.factors[0][0])
             data = lax.mul(value.astype(compute), inverse.astype(compute))
             data = pin(data.astype(value.dtype))
-            known = (value, data, scale)  # keeps `value` alive, so that its id is not reused
-            self._splits[id(value)] = known
-        return known[1:]
+            return value, data, scale  # keeps `value` alive, so that its id is not reused
+
+        return self.memoised(("split", id(value)), make)[1:]
 
 
 def _monomial_key(scale: Scale) -> tuple:

@@ -154,7 +154,8 @@ def test_narrow_data_saturates_where_the_value_is_finite(fun, static):
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.filterwarnings("ignore:Casting from complex to real")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "complex64"])
 def test_a_cast_to_float16_saturates_where_the_value_is_finite(dtype, static):
     numbers = [2.0**14, 2.0**18, -(2.0**20), 2.0**26, np.inf, np.nan]
     with jax.enable_x64(dtype == "float64"):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex_core
 
 from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.interpreter.observing import Observed, observe_p
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import (
-    RuleContext,
-    register_body_rule,
-)
-from jax_scalify.interpreter.value import Plain, Value
-from jax_scalify.rules.bodies.bits import call_in_place
+from jax_scalify.interpreter.registry import RuleContext, register_value_rule
+from jax_scalify.interpreter.value import Plain, Value, value_of
+from jax_scalify.scales.algebra import ONE
 from jax_scalify.scales.rounds import round_p
 
 
@@ -23,12 +24,12 @@ def _constrain(value: Value, sharding: Any) -> Value:
     if _compat.is_unspecified_sharding(sharding):
         return value
     if isinstance(value, Operand):
-        data = jax.lax.with_sharding_constraint(value.data, sharding)
+        data = lax.with_sharding_constraint(value.data, sharding)
         return Operand(data, value.scale, facts=value.facts)
-    return Plain.of(jax.lax.with_sharding_constraint(value.whole(), sharding), facts=value.facts)
+    return Plain.of(lax.with_sharding_constraint(value.whole(), sharding), facts=value.facts)
 
 
-@register_body_rule("jit", "pjit")
+@register_value_rule("jit", "pjit")
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body in place; shardings become constraints on the data."""
     if not any(map(dtypes.is_scalable, (v.dtype for v in (*args, *ctx.out_avals)))):
@@ -38,14 +39,14 @@ def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[
     return [_constrain(v, s) for v, s in zip(outputs, params["out_shardings"], strict=True)]
 
 
-@register_body_rule(round_p)
+@register_value_rule(round_p)
 def round_rule(ctx: RuleContext, *args: Value, **params: Any) -> list[Value]:
     """Evaluate the primitive on plain values: it computes the scales of a nested `scalify`."""
     plain = [ctx.dequantise(v) if isinstance(v, Operand) else v.whole() for v in args]
     return [Plain.of(out) for out in ctx.bind(*plain, **params)]
 
 
-@register_body_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")
+@register_value_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")
 def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list[Value]:
     """Interpret the body in place: inside `scalify`, derivatives have already been taken."""
     if not hasattr(call_jaxpr, "consts"):
@@ -53,7 +54,7 @@ def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list
     return call_in_place(ctx, call_jaxpr, list(args))
 
 
-@register_body_rule("eval_jaxpr", "composite")
+@register_value_rule("eval_jaxpr", "composite")
 def body_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any = None, call_jaxpr: Any = None, **_: Any
 ) -> list[Value]:
@@ -61,13 +62,41 @@ def body_rule(
     return ctx.scale_jaxpr(jaxpr or call_jaxpr, list(args))
 
 
-@register_body_rule("call_hi_primitive")
+@register_value_rule("call_hi_primitive")
 def call_hi_primitive_rule(ctx: RuleContext, *args: Value, _prim: Any) -> list[Value]:
     """Interpret its expansion in place: inside `scalify`, derivatives have already been taken."""
     return call_in_place(ctx, _compat.expanded_jaxpr(_prim), list(args))
 
 
-@register_body_rule(observe_p)
+@register_value_rule(observe_p)
 def observe_rule(ctx: RuleContext, *args: Value, observed: Observed) -> list[Value]:
     """Return the observed results unchanged: a nested `scalify` binds this primitive."""
     return [data for data, _ in observed.pairs(args)[: len(observed.results)]]
+
+
+def call_in_place(ctx: RuleContext, closed: Any, args: list[Value]) -> list[Value]:
+    """Interpret the body of a function with its own derivative rule.
+
+    A body that reads bits of float32 is evaluated on plain values, and its floating results have
+    the scale 1. In JAX, the derivative of `erf` reads bits: it splits a float32 in two to compute
+    `exp(-x**2)`. Wide dtypes lose nothing by this. A body that reads bits of narrow dtypes is
+    interpreted as usual, and `bitcast_convert_type` is reported.
+    """
+    if not any(v.is_scaled for v in args) or not _reads_wide_bits(closed.jaxpr):
+        return ctx.scale_jaxpr(closed, args, wide=ctx.wide)
+    plain = [jnp.asarray(ctx.dequantise(v, v.dtype) if v.is_scaled else v.whole()) for v in args]
+    results = jex_core.jaxpr_as_fun(closed)(*plain)
+    return [value_of(ScaledArray(x, ONE) if _is_scalable(x) else x) for x in results]
+
+
+def _reads_wide_bits(jaxpr: Any) -> bool:
+    """Return whether a jaxpr reads bits of floats, and all its floats have the range of float32."""
+    equations = list(all_equations(jaxpr))
+    read = [e.invars[0].aval for e in equations if e.primitive is lax.bitcast_convert_type_p]
+    avals = [v.aval for v in jaxpr.invars] + [v.aval for e in equations for v in e.outvars]
+    is_narrow = any(dtypes.is_narrow(getattr(aval, "dtype", jnp.int32)) for aval in avals)
+    return any(map(_is_scalable, read)) and not is_narrow
+
+
+def _is_scalable(x: Any) -> bool:
+    return dtypes.is_scalable(x.dtype)

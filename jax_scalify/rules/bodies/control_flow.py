@@ -16,7 +16,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations, depends
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import RuleContext, register_body_rule, register_scale_rule
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, register_value_rule
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.rules.bodies.form import Body, Form, fixpoint, interpret, join, pack, unpack
 from jax_scalify.rules.dequantised import own_dtype_rule
@@ -79,7 +79,7 @@ def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
     return out
 
 
-@register_body_rule("scan")
+@register_value_rule("scan")
 def scan_rule(
     ctx: RuleContext,
     *args: Value,
@@ -201,7 +201,7 @@ def _stacked(
     return values
 
 
-@register_body_rule("while")
+@register_value_rule("while")
 def while_rule(
     ctx: RuleContext,
     *args: Value,
@@ -261,7 +261,7 @@ def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple
     )
 
 
-@register_body_rule("cond")
+@register_value_rule("cond")
 def cond_rule(
     ctx: RuleContext,
     index: Plain,
@@ -290,7 +290,7 @@ def cond_rule(
     return unpack(joined, out, ctx.table)
 
 
-@register_body_rule("remat2", "checkpoint")
+@register_value_rule("remat2", "checkpoint")
 def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body on data and scales; it is rematerialised as before."""
     forms = [Form.of(v) for v in args]
@@ -300,7 +300,7 @@ def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> lis
     return unpack(body.forms, out, ctx.table)
 
 
-@register_body_rule("custom_linear_solve")
+@register_value_rule("custom_linear_solve")
 def custom_linear_solve_rule(
     ctx: RuleContext, *args: Value, const_lengths: Any, jaxprs: Any, **params: Any
 ) -> list[Value]:

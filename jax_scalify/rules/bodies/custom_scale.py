@@ -22,7 +22,7 @@ from jax_scalify.base.jaxprs import LazyJaxpr, closed_jaxpr, depends
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.interpreter.operand import Facts, Operand
-from jax_scalify.interpreter.registry import RuleContext, check_scale_shape, register_body_rule
+from jax_scalify.interpreter.registry import RuleContext, check_scale_shape, register_value_rule
 from jax_scalify.interpreter.rescaling import as_operand, within_range
 from jax_scalify.interpreter.value import Value, value_of
 from jax_scalify.primitives.custom_scale import AppliedRule, custom_scale_p
@@ -32,7 +32,7 @@ from jax_scalify.scales.table import ScaleTable
 FlatRule = Callable[..., list[Any]]
 
 
-@register_body_rule(custom_scale_p, family="calls")
+@register_value_rule(custom_scale_p, family="calls")
 def custom_scale_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any, applied: AppliedRule
 ) -> list[Value]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import align_scale, rescale_data
-from jax_scalify.interpreter.registry import RuleContext, register_body_rule
+from jax_scalify.interpreter.registry import RuleContext, register_value_rule
 from jax_scalify.interpreter.value import Value
 from jax_scalify.rules.bodies.form import Form, pack, unpack
 from jax_scalify.scales.table import ScaleTable
@@ -26,7 +26,7 @@ from jax_scalify.scales.table import ScaleTable
 _SMALLEST_RATIO = 2.0**-126
 
 
-@register_body_rule("shard_map")
+@register_value_rule("shard_map")
 def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body on each device's shard; all devices agree on the scales of results."""
     in_specs, out_specs = params["in_specs"], params["out_specs"]

@@ -141,22 +141,17 @@ class Windows:
         return {a for a, (size, n) in enumerate(zip(self.sizes, shape, strict=True)) if size != n}
 
     def along(self, axes: Sequence[int], indices: jax.Array) -> tuple[Windows, jax.Array]:
-        """Return the windows of an operand that has only these axes, and the indices for them.
+        """Return the windows of an operand with length 1 along other axes, and their indices."""
+        sizes = tuple(n if a in axes else 1 for a, n in enumerate(self.sizes))
+        batch = tuple(pair for pair in self.batch if pair[0] in axes)
+        columns = np.array([a in axes for a in self.starts], indices.dtype)
+        indices = indices if columns.all() else indices * columns
+        return dataclasses.replace(self, sizes=sizes, batch=batch), indices
 
-        In the new windows array, the dims that enumerate windows come first.
-        """
-        columns = [k for k, a in enumerate(self.starts) if a in axes]
-        inside = [a for a in self.axes if a in axes]
-        first = indices.ndim - 1
-        windows = Windows(
-            tuple(self.sizes[a] for a in axes),
-            tuple(range(first, first + len(inside))),
-            tuple(axes.index(a) for a in inside),
-            tuple(axes.index(self.starts[k]) for k in columns),
-            tuple((axes.index(a), b) for a, b in self.batch if a in axes),
-        )
-        all_columns = len(columns) == len(self.starts)
-        return windows, indices if all_columns else indices[..., np.asarray(columns, int)]
+    def shape_along(self, axes: Sequence[int], shape: Sequence[int]) -> list[int]:
+        """Return the shape of the array of these windows, given that of the whole windows."""
+        whole = {d for d, a in zip(self.dims, self.axes, strict=True) if a not in axes}
+        return [1 if d in whole else n for d, n in enumerate(shape)]
 
     @property
     def _left_out(self) -> tuple[int, ...]:
@@ -185,35 +180,6 @@ class Windows:
         )
         return scatter(array, indices, updates, dims, mode=mode)
 
-    def spread(self, array: jax.Array, axes: Sequence[int], rank: int) -> jax.Array:
-        """Reshape an array of windows made by `along(axes, ...)` to the rank of the windows array.
-
-        Dims that it does not have get length 1.
-        """
-        apart, inside = self._dims(axes, rank)
-        order = sorted([*apart, *inside])
-        places = [*apart, *inside]
-        array = lax.transpose(array, [places.index(d) for d in order])
-        shape = [1] * rank
-        for d, n in zip(order, array.shape, strict=True):
-            shape[d] = n
-        return lax.reshape(array, shape)
-
-    def collect(self, array: jax.Array, axes: Sequence[int], shape: Sequence[int]) -> jax.Array:
-        """Invert `spread`, after broadcasting to the windows array's shape along those dims."""
-        apart, inside = self._dims(axes, len(shape))
-        places = [*apart, *inside]
-        wide = [shape[d] if d in places else 1 for d in range(len(shape))]
-        array = jnp.broadcast_to(array, wide)
-        array = lax.squeeze(array, [d for d in range(len(shape)) if d not in places])
-        order = sorted(places)
-        return lax.transpose(array, [order.index(d) for d in places])
-
-    def _dims(self, axes: Sequence[int], rank: int) -> tuple[list[int], list[int]]:
-        apart = [d for d in range(rank) if d not in self.dims]
-        inside = [d for d, a in zip(self.dims, self.axes, strict=True) if a in axes]
-        return apart, inside
-
     def on_windows(self, array: jax.Array, rank: int) -> jax.Array:
         """Reshape an array with the operand's axes to those of the windows array.
 
@@ -240,9 +206,8 @@ def gathered_scale(ctx: RuleContext, scale: Scale, indices: Any, windows: Window
     rank = ctx.out_avals[0].ndim
     if not windows.partial_axes(ctx.in_avals[0].shape) & set(axes):
         return scale_of(ctx.table, windows.on_windows(scale.array, rank))
-    array = lax.squeeze(scale.array, [a for a in range(scale.ndim) if a not in axes])
     inner, columns = windows.along(axes, indices)
-    return scale_of(ctx.table, windows.spread(inner.take(array, columns), axes, rank))
+    return scale_of(ctx.table, inner.take(scale.array, columns))
 
 
 def uniform_over(x: Operand, axes: Sequence[int] | None = None) -> Operand:
