@@ -521,6 +521,24 @@ def test_a_registered_rule():
         jsa.register_scale_rule()
 
 
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit])
+def test_an_elementwise_rule_of_a_user_gets_whole_arrays(call):
+    primitive = jax.extend.core.Primitive("product_of_equal_shapes")
+    primitive.def_impl(lambda x, y: x * y)
+    primitive.def_abstract_eval(lambda x, y: x)
+    jax.interpreters.mlir.register_lowering(
+        primitive, jax.interpreters.mlir.lower_fun(lambda x, y: x * y, multiple_results=False)
+    )
+
+    @jsa.register_scale_rule(primitive, elements="new", elementwise=True)
+    def rule(ctx, x, y):
+        assert x.shape == y.shape == X.shape
+        return ScaledArray(ctx.bind(x.data, y.data), x.scale * y.scale)
+
+    fun = call(jsa.scalify(lambda x: primitive.bind(jnp.full_like(x, 3), x)))
+    np.testing.assert_array_equal(np.asarray(fun(scaled(X, 4.0))), 12 * np.asarray(X))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int32"])
 def test_scales_of_rules_in_other_dtypes(dtype):
     primitive = jax.extend.core.Primitive("four_times")

@@ -32,6 +32,7 @@ from jax_scalify.interpreter.registry import (
     reason_to_dequantise,
     report_dequantised,
     report_missing,
+    takes_numbers,
     takes_values,
 )
 from jax_scalify.interpreter.rescaling import as_operand
@@ -103,9 +104,8 @@ def _equation(eqn: Any, inputs: list[Value], known: dict[str, Any]) -> list[Valu
     if rule is None:
         return _wrap(eqn, _bind_plain(eqn, inputs), inputs, table)
     # An elementwise rule gets an operand of equal elements as a 0-d number, unless all are such.
-    full = not traits_of(eqn.primitive.name).elementwise or all(
-        v.number is not None for v in inputs
-    )
+    gets_numbers = traits_of(eqn.primitive.name).elementwise and takes_numbers(rule)
+    full = not gets_numbers or all(v.number is not None for v in inputs)
     if not full:
         inputs = _with_result_shape(eqn, inputs)
     ctx = RuleContext(

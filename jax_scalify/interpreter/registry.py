@@ -139,9 +139,17 @@ def register_value_rule(
 
     def register(rule: Rule) -> Rule:
         _value_rules[rule] = elements is None
-        return register_scale_rule(*primitives, family=family, elements=elements)(rule)
+        return register_scale_rule(*primitives, family=family, elements=elements or "new")(rule)
 
     return register
+
+
+def takes_numbers(rule: Rule) -> bool:
+    """Return whether an elementwise rule gets 0-d numbers beside arrays, as rules of ours do.
+
+    A primitive from outside may take operands of one shape only.
+    """
+    return (rule.__module__ or "").startswith("jax_scalify.")
 
 
 def takes_values(rule: Rule) -> bool:
