@@ -10,7 +10,6 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -23,29 +22,27 @@ def kept_wide(data: Any, scale: Scale, dtype: Any) -> Operand:
     return Operand(data, scale, declared=jnp.dtype(dtype))
 
 
-# The smallest number that a cast to float16 rounds to infinity.
-_FLOAT16_LIMIT = np.float32(65520)
+# `x * _TINY` is 0 or far below a spacing of float16, but infinite if `x` is.
+_TINY = 2.0**-126
 
 
 def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
-    """Cast float32 or float64 data to `dtype`. It saturates where plain float16 would be finite.
+    """Cast float32 or float64 data to `dtype`. In float16, finite data saturates at scales below 1.
 
     Data of `2**17` at the scale `2**-10` is the value 128, which float16 holds: the data saturates.
-    At the scale 1 the value overflows float16 too, and the data becomes infinite.
+    At a static scale of at least 1, the value would overflow in plain float16 too, and the data
+    becomes infinite.
+
+    Infinities stay infinite, as in a mask that `exp` or `isinf` reads. They pass through the added
+    product, because XLA for GPUs would not fuse a `select` with the computation of `data`: it would
+    store `data` in float32 for the comparison and the clamp.
     """
     if data.dtype == dtype or dtype != jnp.float16 or scale.is_zero:
         return dtypes.cast(data, dtype)
     if scale.is_static and scale.exponent >= 0:
         return dtypes.cast(data, dtype)
-    if scale.is_static:
-        with np.errstate(over="ignore"):
-            limit = pin_constant(np.ldexp(_FLOAT16_LIMIT, -int(scale.exponent)))
-    else:
-        limit = multiply(jnp.asarray(_FLOAT16_LIMIT), scale**-1)
-    limit = jnp.broadcast_to(limit.astype(data.dtype), data.shape)
-    inside = lax.lt(lax.abs(data), limit)  # not so if the data is infinite
-    largest = np.asarray(jnp.finfo(dtype).max, data.dtype)
-    data = lax.select(inside, lax.clamp(-largest, data, largest), data)
+    largest, tiny = (np.asarray(x, data.dtype) for x in (jnp.finfo(dtype).max, _TINY))
+    data = lax.add(lax.clamp(-largest, data, largest), lax.mul(data, tiny))
     return lax.convert_element_type(data, dtype)
 
 
