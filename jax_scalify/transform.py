@@ -53,27 +53,27 @@ def scalify(
 ) -> Callable:
     """Transform a function so that each floating-point value is computed as `data * scale`.
 
-    Forward pass, derivatives and optimizer inside `fun` are transformed together, by one rule for
-    each primitive. `fun` is written for plain arrays. `scalify` is a pure transform, as `jax.grad`
-    is: use it under `jax.jit`.
+    The forward pass, the derivatives and the optimizer inside `fun` are transformed together, with
+    one rule for each primitive. Write `fun` for plain arrays. `scalify` is a pure transform, like
+    `jax.grad`. Use it under `jax.jit`.
 
     Args:
         fun: a traceable function of pytrees. `ScaledArray` leaves are scaled, other arrays are
-            plain, and strings, callables, Python bools and ints and `None` are static. Writes into
-            Flax NNX modules, optimizers and streams of random numbers are carried back, as under
-            `nnx.jit`. Put `nnx.jit` around `scalify`.
-        config: options; by default those of the enclosing `with ScalifyConfig(...)`.
+            plain, and strings, callables, Python bools and ints and `None` are static. `fun` may
+            write to Flax NNX modules, optimizers and random streams: the caller's objects change,
+            as under `nnx.jit`. Put `nnx.jit` around `scalify`, not inside `fun`.
+        config: the options; by default, the options of the enclosing `with ScalifyConfig(...)`.
         calibration: the result of `jsa.calibrate` for `fun`. Where data would leave its band, a
-            power of two that is known while tracing moves between data and scale. A state with
-            dynamic scales is brought to the scales that `calibration.freeze` would give it.
+            static power of two moves between data and scale. A state with dynamic scales is brought
+            to the scales that `calibration.freeze` would give it.
 
     Returns:
-        A function of the same arguments. A result that depends on a scaled value is a
-        `ScaledArray`. Its scale is dynamic if any scaled argument has a dynamic scale, unless the
-        result takes the place of a leaf with a static scale: see `freeze_scales`. With plain
-        arguments only (and no `set_scaling` inside) it computes exactly what `fun` does.
-        Results have the dtypes and weak types of the results of `fun`, and their own buffers, as
-        under `jax.jit`. Strings, callables and Python ints among them are unchanged.
+        A function of the same arguments. A floating-point result that depends on a scaled value or
+        on a constant is a `ScaledArray`. Its scale is dynamic if any scaled argument has a dynamic
+        scale, unless the result replaces a leaf with a static scale: see `freeze_scales`. With
+        plain arguments only (and no `set_scaling` inside), it computes exactly what `fun` computes.
+        Results have the dtypes and weak types that `fun` gives them. As under `jax.jit`, each has
+        its own buffer. Strings, callables and Python ints among the results are unchanged.
 
     Raises:
         TypeError: if `fun` is not callable, `config` is not a `ScalifyConfig` or `calibration` is
@@ -81,7 +81,7 @@ def scalify(
             scale that is packed for storage.
         ValueError: when called, if a scale does not fit its data or is not a power of two (dynamic
             scales are not checked under `jit`), if `fun` changes the structure of an NNX object, or
-            if the calibration is of another function.
+            if the calibration was made for another function.
         MissingRuleError: when called, if a primitive has no rule and `missing_rule` is "error".
 
     Source: Balanca et al., "Scalify: scale propagation for efficient low-precision LLM training",
@@ -150,12 +150,12 @@ def scalify(
     return scalified
 
 
-# Whether a function is traced for `scalify`: another `scalify` in it is given plain arrays.
+# True while `scalify` traces a function. A `scalify` inside it gets plain arrays and must not warn.
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
 def _by_position(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    """Return the arguments by position where possible: a calibration names them by position."""
+    """Turn keyword arguments into positional ones: a calibration names arguments by position."""
     try:
         bound = inspect.signature(fun).bind(*args, **kwargs)
     except (TypeError, ValueError):  # there is no signature, or the call itself will raise
@@ -165,7 +165,7 @@ def _by_position(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A calibration of the traced function. Jaxprs made for its derivatives are not calibrated.
+    """Applies a calibration to the traced function, but not to jaxprs made for its derivatives.
 
     Attributes:
         equations: the equations of the traced function.
@@ -182,7 +182,7 @@ class _Plan:
         return list(map(id, equations)) == list(map(id, self.equations))
 
     def corrections(self, live: Any) -> Corrections | None:
-        """Return the corrections of the pruned jaxpr of the function."""
+        """Return the corrections for the function's pruned jaxpr."""
         return self.calibration.corrections(live, self.arguments)
 
     def scales(self, operands: Sequence[Any]) -> dict[int, Scale]:
@@ -202,9 +202,9 @@ def _scale_call(
     """Interpret a closed jaxpr on `ScaledArray` and plain operands.
 
     With a calibration, dynamic scalar scales of operands are replaced by their calibrated scales.
-    Results are operands of the next call, which must not compile again. So a static scale stays
-    static if all operands have static scales, or if it is that of the leaf which the result
-    replaces: see `interpreter/homes.py`. All other scales become dynamic.
+    Results are operands of the next call, which must not compile again. So a result keeps a static
+    scale only if all operands have static scales, or if it replaces a leaf with this scale: see
+    `interpreter/homes.py`. All other scales become dynamic.
     """
     equations, closed = closed.jaxpr.eqns, pruned(closed)
     own = plan if plan is not None and plan.is_of(equations) else None
@@ -218,8 +218,9 @@ def _scale_call(
         return [_leave(value, table, all_static) for value in outputs]
 
     narrow = _is_narrow(closed.jaxpr)
-    # Traced scalars are split into data and scale only if scales leave the step, or data is narrow.
-    # A step of wide dtypes that uses `match_scales` returns its state at the given scales.
+    # A traced scalar, such as a learning rate, is split into data and scale. The exception is a
+    # step with wide dtypes and static scales that uses `match_scales`: its state is returned at the
+    # given scales, so no result needs the scale of the scalar.
     keeps_scales = all_static and not narrow and _matches_scales(closed.jaxpr)
     options: dict[str, Any] = dict(splits_scalars=not keeps_scales, narrow=narrow)
     if not _compat.is_staging():
@@ -231,7 +232,7 @@ def _scale_call(
 def _staged(
     interpret: Callable[..., list[Any]], operands: Sequence[Any], trace: Callable[..., Any]
 ) -> list[Any]:
-    """Interpret in a new trace, under `jit`, so that its scales are computed together."""
+    """Under `jit`, interpret in a new trace, so that all its scales are computed together."""
     leaves, tree = jax.tree.flatten(list(operands))
     variable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     out_tree = None
@@ -266,7 +267,7 @@ def _matches_scales(jaxpr: Any) -> bool:
 
 
 def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:
-    """Return the operands with dynamic scales that refuse differentiation."""
+    """Return the operands. Differentiation with respect to their dynamic scales raises."""
     dynamic = [x.scale for x in operands if is_scaled(x) and not x.is_static]
     scales = iter(constant_scales(dynamic) if dynamic else ())
     return [
@@ -313,7 +314,7 @@ def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
     if calibrated is not None:
         return at_scale(Operand(data, scale), calibrated)
     if not data.ndim and dtypes.is_wide(data.dtype) and not scale.is_static:
-        # A 0-d leaf, such as a learning rate in the state: its scale is its exponent.
+        # A 0-d leaf of the state, such as a learning rate, has its own exponent as its scale.
         return Operand(data, scale * table.split(data)[1], unit=scale)
     return Operand(data, scale, home=leaf_home(data, scale))
 

@@ -60,7 +60,7 @@ def is_fp8(dtype: Any) -> bool:
 
 @functools.cache
 def is_narrow(dtype: Any) -> bool:
-    """Return whether a dtype's largest number is below float32's, as of float16 and FP8."""
+    """Return whether a dtype's largest number is below float32's, as in float16 and FP8."""
     return (
         jnp.issubdtype(dtype, jnp.inexact)
         and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
@@ -75,9 +75,9 @@ def is_wide(dtype: Any) -> bool:
 def sum_dtype(dtype: Any) -> Any:
     """Return the `preferred_element_type` of a matmul, given the dtype of its result.
 
-    XLA accumulates in float32 for either dtype. A sum in bfloat16 has the range of float32, so it
-    can be multiplied by its power of two after it was rounded, and it moves half the bytes. A sum
-    in float16 might overflow before it is multiplied, so it stays in float32.
+    XLA accumulates in float32 in any case. A bfloat16 result has the range of float32, so it can be
+    multiplied by its power of two after rounding, and it moves half the bytes. A float16 result
+    might overflow before it is multiplied, so it stays in float32.
     """
     return dtype if dtype == jnp.bfloat16 else compute_dtype(dtype)
 
@@ -90,7 +90,7 @@ def compute_dtype(dtype: Any) -> Any:
 
 
 def of_leaf(leaf_dtype: Any, dtype: Any) -> Any:
-    """Return the dtype that a leaf is cast to: `dtype`, or its own if only the leaf is complex."""
+    """Return the dtype that a leaf is cast to: `dtype`, or the leaf's if only that is complex."""
     is_complex = jnp.issubdtype(leaf_dtype, jnp.complexfloating)
     return leaf_dtype if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
@@ -135,8 +135,8 @@ def _saturate(data: jax.Array, dtype: np.dtype) -> jax.Array:
     low, high = (np.array(jnp.finfo(dtype).min, wide), np.array(jnp.finfo(dtype).max, wide))
     if dtype != jnp.float8_e8m0fnu:
         return lax.convert_element_type(lax.clamp(low, data, high), dtype)
-    # E8M0 has no 0 and no sign. Its smallest number is subnormal in float32, where XLA may flush
-    # it, and XLA's cast from float64 rounds to it wrongly. The bits tell which values round to it.
+    # E8M0 has no 0 and no sign. Its smallest number is subnormal in float32, so XLA may flush it to
+    # 0, and XLA's cast from float64 rounds to it wrongly. The bits show which values round to it.
     normal = lax.convert_element_type(lax.clamp(2 * low, data, high), dtype)
     integer = np.dtype(f"int{8 * low.itemsize}")
     below = lax.lt(lax.bitcast_convert_type(data, integer), (low + low / 2).view(integer)[()])

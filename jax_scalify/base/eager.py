@@ -1,4 +1,4 @@
-"""The evaluation of primitives outside of `jit`."""
+"""Evaluate primitives outside `jit`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jax
 def compiled(function: Callable) -> Callable:
     """Return a jitted function that is compiled even under `jax.disable_jit`.
 
-    For primitives whose `impl` is a jitted function that binds the primitive. With jit disabled,
-    such an `impl` would call itself forever. JAX's own primitives ignore `jax.disable_jit` in the
-    same way.
+    Use it for a primitive whose `impl` is a jitted function that binds the primitive. With jit
+    disabled, such an `impl` would call itself forever. JAX's own primitives ignore
+    `jax.disable_jit` in the same way.
     """
 
     @functools.wraps(function)

@@ -23,10 +23,10 @@ _OF_JAX_NN = inspect.getfile(inspect.unwrap(jax.nn.relu))
 
 
 class LazyJaxpr:
-    """A closed jaxpr that is traced once it is needed. Until then, its equations are unknown.
+    """A closed jaxpr that is traced on first use. Until then, its equations are unknown.
 
     Attributes:
-        in_avals, out_avals: types of the operands and results.
+        in_avals, out_avals: the types of the operands and results.
         effects: empty.
     """
 
@@ -54,7 +54,7 @@ def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
 
 
 def of_some(fun: Callable, operands: Sequence[Any], some: Sequence[int]) -> Callable:
-    """Return a function of all operands as one of the operands at positions `some`."""
+    """Return `fun` as a function of the operands at positions `some`. The others are fixed."""
 
     def of(*xs: Any) -> Any:
         full = list(operands)
@@ -85,7 +85,7 @@ _equations: weakref.WeakKeyDictionary[Any, list[jex_core.JaxprEqn]] = weakref.We
 
 
 def all_equations(jaxpr: Any) -> list[jex_core.JaxprEqn]:
-    """Return the equations of a jaxpr and of the jaxprs in them, found once for each jaxpr."""
+    """Return the equations of a jaxpr and of the jaxprs in them, memoised for each jaxpr."""
     found = _equations.get(jaxpr)
     if found is None:
         found = _equations[jaxpr] = []
@@ -107,10 +107,10 @@ def nested_equations(
 
 
 def function_of_jax_nn(*equations: jex_core.JaxprEqn) -> str:
-    """Return the function of `jax.nn` that the innermost equation is a part of; empty if none.
+    """Return the function of `jax.nn` that the innermost equation is a part of; otherwise "".
 
-    The equations are one in another, the outermost first. In `jax.nn.glu`, which calls
-    `jax.nn.sigmoid`, each equation is a part of "glu".
+    Each equation encloses the next. `jax.nn.glu` calls `jax.nn.sigmoid`, and all equations of both
+    are a part of "glu".
     """
     for eqn in equations:
         frames = getattr(eqn.source_info.traceback, "frames", ())
@@ -139,7 +139,7 @@ def makers(jaxpr: Any) -> dict[Any, Any]:
 def applied(eqn: Any) -> Any:
     """Return the jaxpr that a call applies to all its operands; None for other equations.
 
-    A call of a `LazyJaxpr` is like an equation of a primitive.
+    A call of a `LazyJaxpr` counts as an equation of a primitive.
     """
     if eqn.primitive.name not in _CALLS:
         return None
@@ -210,9 +210,9 @@ _uses: weakref.WeakKeyDictionary[Any, tuple[list[Any], set[Any]]] = weakref.Weak
 
 
 def _last_uses(jaxpr: Any) -> tuple[list[tuple[Any, list[Any]]], set[Any]]:
-    """Return each equation with the variables that it is the last to read, and all that are read.
+    """Return each equation with the variables that it reads last, and all variables that are read.
 
-    Results are read after all equations.
+    The results of the jaxpr are read after all equations.
     """
     if jaxpr not in _uses:
         used, steps = set(filter(is_var, jaxpr.outvars)), []
@@ -224,7 +224,7 @@ def _last_uses(jaxpr: Any) -> tuple[list[tuple[Any, list[Any]]], set[Any]]:
     return _uses[jaxpr]
 
 
-_MAX_ROUNDS = 8
+_MAX_ROUNDS = 8  # the most passes over a loop's body; facts that still change are then unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +272,7 @@ class Interpretation:
         return self.equation(eqn, facts)
 
     def _loop(self, body: Any, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
-        """Return the facts of carries that every step keeps, and the facts of stacked results."""
+        """Return the facts of carries that hold in every step, and the facts of stacked results."""
         for _ in range(_MAX_ROUNDS):
             out = self.results(body, [*consts, *carry, *xs])
             joined = [self.join(a, b) for a, b in zip(carry, out, strict=False)]

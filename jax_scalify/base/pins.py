@@ -1,7 +1,8 @@
 """Optimization barriers that are lowered for CPUs only.
 
-XLA's CPU backend recomputes a cheap operand in every kernel that reads it, and compiles each kernel
-separately, which is most of the compile time. Other backends make better kernels without barriers.
+XLA's CPU backend recomputes a cheap operand in every kernel that reads it. It compiles each kernel
+separately, which takes most of the compile time. Other backends make better kernels without
+barriers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def pin(scale: jax.Array) -> jax.Array:
     """Keep XLA from duplicating the operations that compute an array into every reader's fusion.
 
     The CPU pipeline of JAX 0.10 drops barriers before fusion, but never duplicates a division. So
-    the array is divided by 1, a 1 that XLA cannot fold because the array might be nan.
+    the array is divided by a 1 that XLA cannot fold, because it would be 2 if the array were nan.
     """
     if _compat.keeps_barriers():
         return pin_p.bind(scale)[0]
@@ -66,8 +67,8 @@ def pin_constant(value: Any) -> Any:
 def slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
     """Return slices along the first axis.
 
-    On CPUs the start is an operand of the kernel that reads a slice. As a constant, it would give
-    each slice a kernel of its own to compile.
+    On CPUs the start is an operand of the kernel that reads a slice. If it were a constant, XLA
+    would compile a kernel for each slice.
     """
     return _slices(array, tuple(starts), tuple(sizes))
 

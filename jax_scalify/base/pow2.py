@@ -30,9 +30,9 @@ def floor_exponent(value: Any) -> int:
 def split_constant(value: Any) -> tuple[float, int]:
     """Split a finite nonzero constant into `(mantissa, exponent)`: `mantissa * 2**exponent`.
 
-    The power of two lies between `|value|` and 1: 0.3 = 0.6 * 2**-1, 3 = 1.5 * 2**1. A factor that
-    is applied repeatedly then moves the data in the direction of the value, and slower: 0.995 stays
-    0.995 * 2**0, where 1.99 * 2**-1 would double the data each time.
+    The power of two lies between `|value|` and 1: 0.3 = 0.6 * 2**-1, 3 = 1.5 * 2**1. If the factor
+    is applied repeatedly, the data then moves in the same direction as the value, but more slowly.
+    0.995 stays 0.995 * 2**0, because 1.99 * 2**-1 would double the data each time.
     """
     value = float(value)
     mantissa, exponent = math.frexp(value)  # 0.5 <= |mantissa| < 1
@@ -52,16 +52,16 @@ def round_down(value: jax.Array, dtype: Any = None) -> jax.Array:
     """Round the absolute values of a traced array down to powers of two, exactly.
 
     It clears mantissa bits. 0 and subnormal numbers give 0; inf and nan give the largest power of
-    two. If `dtype` is narrower than the array's, values below the smallest scale give it.
+    two. If `dtype` has fewer bits, normal numbers below the smallest scale give the smallest scale.
 
-    The result is a constant to derivatives. If the array is differentiated, 0 gives 1: with the
-    scale 0, a tangent of the data would be lost.
+    Derivatives treat the result as a constant. If the array is differentiated, 0 gives 1, because
+    a tangent of the data would be lost at the scale 0.
     """
     return _round_down(value, jnp.dtype(value.dtype if dtype is None else dtype))
 
 
 def exponent(power: jax.Array) -> jax.Array:
-    """Return the exponents of traced powers of two as `int32`. The exponent of 0 is the lowest."""
+    """Return the exponents of traced powers of two as `int32`. 0 gives the lowest exponent."""
     integer, nmant = exponent_layout(power.dtype)
     biased = lax.bitcast_convert_type(power, integer) >> np.array(nmant, integer)
     return biased.astype(jnp.int32) - (jnp.finfo(power.dtype).maxexp - 1)

@@ -1,4 +1,4 @@
-"""Statistics of data, which rescales use."""
+"""Statistics of data, from which rescales compute scales."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def check_statistic(stat: Any) -> None:
 def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -> jax.Array:
     """Return the RMS ("rms", "l2"), mean absolute value ("l1") or maximum ("max").
 
-    The result is at least float32, and a constant to derivatives. Without `axes` it is 0-d,
-    otherwise these axes have size 1. It is right for every finite input, and non-finite if an
-    element is non-finite. XLA flushes subnormal float32 to 0, so the smallest normal number stands
-    for subnormal results of nonzero data.
+    The result is at least float32, and a constant to derivatives. Without `axes` the result is 0-d;
+    otherwise these axes have size 1. It is correct for every finite input, and non-finite if an
+    element is non-finite. XLA flushes subnormal float32 numbers to 0, so a result that would be
+    subnormal, but not 0, becomes the smallest normal number.
 
-    The data is read once. If squares or sums have left the range of float32, it is read again,
-    divided by its largest power of two. For float16 and FP8 data this cannot happen.
+    The data is read once. If squares or sums have left the range of float32, the data is read again
+    and divided by its largest power of two. For float16 and FP8 data this cannot happen.
     """
     data = lax.stop_gradient(data)
     wide = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
@@ -41,15 +41,15 @@ def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -
     average = _average(_sizes(data, wide), stat, axes)
     if stat == "max" or dtypes.is_narrow(data.dtype):
         return average
-    # Squares below the smallest normal number are lost. In a mean that is less than 2**nmant times
-    # as large, they are more than a rounding error.
+    # Squares below the smallest normal number are lost. If the mean is less than 2**nmant times as
+    # large as this number, the loss is more than a rounding error.
     finfo = jnp.finfo(wide)
     smallest = math.ldexp(1.0, (finfo.minexp + finfo.nmant + 2) // 2)
     in_range = jnp.all((average > smallest) & jnp.isfinite(average))
 
     def again() -> jax.Array:
         sizes = _sizes(data, wide)
-        # XLA may flush the reciprocal of a larger power.
+        # XLA may flush the reciprocal of a larger power of two to 0.
         largest = math.ldexp(1.0, finfo.maxexp - 2)
         power = jnp.minimum(binade(_average(sizes, "max", axes)), largest)
         power = jnp.where(power == 0, jnp.ones_like(power), power)

@@ -1,4 +1,4 @@
-"""Rounding to few bits: to nearest, or stochastically, so that the mean is the value."""
+"""Round to few bits: to nearest, or stochastically, so that the expected result is the value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cast(data: jax.Array, dtype: Any, *, key: Any = None) -> jax.Array:
 
 
 def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Array:
-    """Round each element to one of its two neighbours in `dtype`, so that the mean is the element.
+    """Round each element to one of its neighbours in `dtype`. The expected result is the element.
 
     `P(up) = (x - low) / (high - low)`: 1.25 between 1 and 2 is rounded up with probability 1/4.
     Numbers of `dtype` are unchanged. Finite values saturate in every dtype. A cast of integers, or
@@ -57,9 +57,9 @@ def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Ar
 
 
 def keep_nonzero(rounded: jax.Array, data: jax.Array, dtype: Any) -> jax.Array:
-    """Replace elements that were rounded to 0 by the smallest number of a dtype of short range.
+    """Replace elements that a narrow dtype rounded to 0 by its smallest number.
 
-    Optimizers divide by second moments: a moment that becomes 0 makes a huge step.
+    Optimizers divide by second moments, so a moment that becomes 0 causes a huge step.
     """
     if not dtypes.is_narrow(dtype) or jnp.issubdtype(dtype, jnp.complexfloating):
         return rounded
@@ -78,7 +78,7 @@ def _with_sign_of(data: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None = None) -> jax.Array:
-    """Round positive float32 or float64 numbers to numbers of a dtype of a shorter range.
+    """Round positive float32 or float64 numbers to a dtype of a shorter range.
 
     The ulp and its inverse are powers of two, made from the bits of the exponent, so that every
     step is exact. Infinity is rounded to the largest number; nan stays nan.
@@ -125,8 +125,9 @@ def binade_bits(size: jax.Array) -> jax.Array:
 
 
 def _round_upper_half(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
-    """Round positive float32 to bfloat16, the upper 16 of its bits; also subnormal numbers."""
+    """Round positive float32 numbers, also subnormal numbers, to bfloat16: their upper 16 bits."""
     pattern = lax.bitcast_convert_type(size, jnp.uint32)
+    # The sum carries into the upper half with the probability `lower half / 2**16`.
     pattern += lax.shift_right_logical(bits, np.uint32(16))
     pattern = lax.bitwise_and(pattern, np.uint32(0xFFFF0000))
     largest = np.float32(target.max).view(np.uint32)

@@ -1,13 +1,13 @@
 """Chains of alignments, and where they are cut.
 
 XLA fuses a chain of elementwise equations into every kernel that reads its end, so each reader of a
-residual stream would recompute the stream from the first layer on. A chain is cut by a barrier
-after 2 alignments, at values with several readers. The program compiled for a CPU is then linear in
-depth.
+residual stream would recompute the stream from the first layer on. Therefore a barrier cuts the
+chain after 2 alignments, at a value with several readers. The size of the program that is compiled
+for a CPU is then linear in the number of layers.
 
 Example: in `h1 = h0 + f(h0)`, `h2 = h1 + f(h1)`, `h3 = h2 + f(h2)` with dynamic scales, the depths
-of `h1` and `h2` are 1 and 2. `h2` has two readers and is pinned, so its depth becomes 0, and that
-of `h3` is 1.
+of `h1` and `h2` are 1 and 2. `h2` has two readers and is pinned, so its depth becomes 0. The depth
+of `h3` is then 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def count_uses(jaxpr: Any, equations: Sequence[Any]) -> collections.Counter:
 def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:
     """Return the number of alignments that XLA may fuse into each kernel that reads a result.
 
-    Sums of wide dtypes at static scales need no alignment, and do not count.
+    Sums of wide dtypes at static scales do not count, because they need no alignment.
     """
     traits = traits_of(eqn.primitive.name)
     fuses = traits.elementwise or traits.is_view

@@ -19,15 +19,15 @@ from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.table import ScaleTable
 
-# The largest exponent of a constant's data in a wide dtype: float32 holds its cube.
+# In a wide dtype, the data of a constant is at most 2**40: float32 holds the cube of such data.
 CONSTANT_ROOM = 40
-# The largest exponent of a wide constant's scale, unless it is a power of two. A larger constant
-# may be a mask, and at its scale other operands would underflow: its data takes the rest. Large
-# powers of two are used to avoid overflow, as in `hypot`.
+# The largest exponent of a wide constant's scale. A larger constant may be a mask, at whose scale
+# other operands would underflow, so the rest goes into its data. Powers of two are exempt: programs
+# multiply by large powers of two to avoid overflow, as `hypot` does.
 _LARGEST_SCALE = 64
 # Captured constants at least as large as this are masks (-1e4, -1e9, finfo.min).
 _MASK = 9_999.0
-# Equations of two numbers that NumPy evaluates. XLA would compile a program for each.
+# Primitives that NumPy evaluates on constants, because XLA would compile a program for each.
 _IN_NUMPY = {
     "add": np.add,
     "add_any": np.add,
@@ -51,10 +51,10 @@ _IN_NUMPY = {
 
 
 def fold_constants(eqn: Any, constants: list[Any]) -> Any:
-    """Evaluate an equation of NumPy scalars in NumPy. Return None if only XLA can.
+    """Evaluate an equation of NumPy scalars in NumPy. Return None if only XLA can evaluate it.
 
-    A result that float16 does not hold as a normal number, such as `2**24` or `2**-20`, is a
-    float32 number.
+    If float16 does not hold the result as a normal number, such as `2**24` or `2**-20`, the result
+    is returned in float32.
     """
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
     kinds = {np.dtype(c.dtype).kind for c in constants}
@@ -72,20 +72,21 @@ def fold_constants(eqn: Any, constants: list[Any]) -> Any:
 
 
 def _held(number: Any, dtype: Any) -> Any:
-    """Return a number in a dtype, or in float32 if it does not fit; None for another kind."""
+    """Return a number in a dtype, or in float32 if it does not fit; None if the kinds differ."""
     if number.dtype == dtype:
         return number
     if number.dtype.kind != np.dtype(dtype).kind:
         return None
     size, finfo = abs(np.float64(number)), np.finfo(dtype)
+    # Comparisons with nan are False, so a dtype holds nan.
     holds = size == 0 or not size < finfo.tiny and (not size > finfo.max or np.isinf(size))
     return number.astype(dtype if holds else np.float32)
 
 
 def captured(const: Any) -> Value:
-    """Return the value of a captured constant, with the RMS of its ordinary values as its scale.
+    """Return the value of a captured constant. Its scale is the RMS of its ordinary elements.
 
-    0, inf, nan and masks are not ordinary. A mask may saturate, but stays beyond ordinary values.
+    0, inf, nan and masks are not ordinary. A mask may saturate, but stays beyond ordinary elements.
     """
     if _compat.is_traced(const) or not dtypes.is_scalable(const.dtype) or not const.shape:
         return Plain.of(const)
@@ -119,9 +120,9 @@ def captured(const: Any) -> Value:
 def constant_floor(number: Any, dtype: Any) -> Scale:
     """Return the smallest scale at which a constant is finite with three octaves to spare.
 
-    In float16, 3.0 gives 2**-11 and -1e4 gives 2**1. In wide dtypes it is at most 1, because their
-    data can be the constant itself. `finfo.min` and `finfo.max` are masks. They may saturate as
-    long as their values stay beyond 2**10.
+    In float16, 3.0 gives 2**-11 and -1e4 gives 2**1. In wide dtypes the scale is at most 1, because
+    the data can be the constant itself. `finfo.min` and `finfo.max` are masks. They may saturate,
+    as long as their values stay beyond +-2**10.
     """
     finfo = jnp.finfo(dtype)
     if abs(float(number)) >= float(finfo.max):
@@ -132,9 +133,9 @@ def constant_floor(number: Any, dtype: Any) -> Scale:
 
 
 def room(dtype: Any) -> Scale:
-    """Return by which factor a scale may be smaller than a number: 2**-12 in float16.
+    """Return the smallest ratio of a scale to a number at this scale: 2**-12 in float16.
 
-    The number's data is then at least three octaves below the largest data of the dtype.
+    The number's data is then at least three octaves below the largest number of the dtype.
     """
     return Scale(max(4 - jnp.finfo(dtype).maxexp, -CONSTANT_ROOM))
 
@@ -142,9 +143,9 @@ def room(dtype: Any) -> Scale:
 def constant_scale(number: Any, dtype: Any) -> Scale:
     """Return the scale of a constant that is joined with constants only.
 
-    It is at most 1, unless a narrow dtype needs more to hold the constant. With its own power of
-    two, a float32 mask would have the scale 2**127. A mask keeps its value, because it may later be
-    added to large values.
+    The scale is at most 1, unless a narrow dtype needs a larger scale to hold the constant. The
+    constant's own power of two would be too large: 2**127 for a float32 mask. At the scale 1 a mask
+    keeps its value, because it may later be added to large values.
     """
     floor = constant_floor(number, dtype)
     return Scale(max(floor.exponent, min(0, pow2.split_constant(number)[1])))
@@ -153,8 +154,8 @@ def constant_scale(number: Any, dtype: Any) -> Scale:
 def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
     """Return a nonzero finite constant divided by a scale, as a 0-d value or in the scale's shape.
 
-    It saturates at the largest number, and at the smallest normal number (of float16, the smallest
-    subnormal number).
+    The result saturates at the largest number of the dtype and at its smallest normal number (in
+    float16, its smallest subnormal number).
     """
     finfo = jnp.finfo(dtype)
     largest = float(finfo.max)
@@ -177,15 +178,15 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
 
 
 def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
-    """Return a floating value as an operand: a number is split, an array gets the scale 1.
+    """Return a floating value as an operand. A number is split, and an array gets the scale 1.
 
-    With `full`, an operand of equal elements has an array of full shape.
+    If `full`, a number is broadcast to an array of the value's shape.
     """
     if isinstance(value, Operand):
         return value
     if value.number is None:
         return Operand(value.array, ONE, facts=value.facts)
-    # A wide number is not divided by the scale, that which it would have in a narrow dtype.
+    # A wide number is a source with unit 1. Its scale is used only after a cast to a narrow dtype.
     wide, data, scale = not dtypes.is_narrow(value.dtype), value.number, ONE
     number = value.constant
     if number is None:

@@ -4,8 +4,8 @@ A rule's scale is an estimate. If a calibration (`numerics/calibrating.py`) has 
 value far from 1, the data is multiplied by `2**-k` and the scale by `2**k`. `k` is known while
 tracing, so the factor joins the rule's own factor in the same kernel, and no statistic is computed.
 Rules whose results may be larger than their operands multiply before they round (`Pending`), so
-that the data neither overflows nor underflows. Results of other rules are multiplied afterwards. A
-value without a correction gets no equation.
+that the data neither overflows nor underflows. Results of other rules are multiplied afterwards.
+Values without a correction add no equations.
 
 Example: a matmul's float16 data has the amax 2**14, and the correction is `k = 12`. The rule
 multiplies its float32 total by a further `2**-12`, and rounds data with the amax 2**2.
@@ -59,25 +59,26 @@ class Pending:
     taken: bool = False
 
     def take(self) -> int:
-        """Return the exponent, 0 without a correction. The rule that calls this applies it."""
+        """Return the exponent, or 0 without a correction. The calling rule must apply it."""
         self.taken = self.exponent != 0
         return self.exponent
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corrections:
-    """The corrections of the equations of one jaxpr, and of the jaxprs in them.
+    """The corrections of the equations of one jaxpr, and of the jaxprs inside these equations.
 
     Attributes:
         places: the places by the id of the equation.
-        choose: if not None, it chooses the corrections while tracing, instead of `places`.
+        choose: a function that chooses the corrections while tracing; None to take them from
+            `places`.
     """
 
     places: Mapping[int, Place]
     choose: Chooser | None = None
 
     def inside(self, eqn: Any) -> Corrections | None:
-        """Return the corrections of the jaxprs of an equation; None if there are none."""
+        """Return the corrections for the jaxprs inside an equation; None without corrections."""
         place = self.places.get(id(eqn))
         return Corrections(place.inside, self.choose) if place and place.inside else None
 
@@ -87,7 +88,7 @@ class Corrections:
         return place.names if place else ()
 
     def of_operands(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
-        """Return the operands of an equation. A cast's operand is corrected before the cast."""
+        """Return the operands of an equation, corrected if it `rounds`."""
         return self._corrected(eqn, values) if rounds(eqn) else list(values)
 
     def pending(self, eqn: Any) -> Pending:
@@ -98,7 +99,7 @@ class Corrections:
         return Pending(exponents[0] if len(exponents) == 1 else 0)
 
     def of_results(self, eqn: Any, values: Sequence[Value], pending: Pending) -> list[Value]:
-        """Return the corrected results of an equation."""
+        """Return the results of an equation, corrected unless this was done before it rounded."""
         return list(values) if pending.taken or rounds(eqn) else self._corrected(eqn, values)
 
     def _corrected(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
@@ -129,7 +130,7 @@ class Calibrated(Protocol):
 
 
 def rounds(eqn: Any) -> bool:
-    """Return whether an equation is a cast to fewer bits and a shorter range than float32's."""
+    """Return whether an equation is a cast to a narrow dtype that has fewer bits."""
     if traits_of(eqn.primitive.name).elements != "cast" or len(eqn.outvars) != 1:
         return False
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype

@@ -1,9 +1,9 @@
 """Derivatives of a scalified function, with the user's derivative rules.
 
-Inside `scalify`, derivatives have already been taken. If the scalified function itself is
-differentiated, JAX differentiates the equations that scale rules have emitted, and does not see the
-user's `custom_jvp` and `custom_vjp`. A function with such rules is therefore wrapped: its
-derivative is the scalified derivative of the plain function.
+Derivatives that are taken inside `scalify` are ordinary equations of the jaxpr. If the scalified
+function itself is differentiated, JAX differentiates the equations that scale rules have emitted,
+and does not see the user's `custom_jvp` and `custom_vjp`. A function with such rules is therefore
+wrapped: its derivative is the scalified derivative of the plain function.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _constant_scales_jvp(primals: Any, tangents: Any) -> Any:
 
 @jax.custom_jvp
 def _once_differentiable(residuals: list[Any]) -> list[Any]:
-    """Return residuals that must not be differentiated: a remat in them would lose user rules."""
+    """Return residuals. Differentiating them raises, because a remat would lose user rules."""
     return residuals
 
 
@@ -137,7 +137,7 @@ def _in_units_of(x: Any, like: Any, inverse: bool = False) -> Any:
 
 
 def _as_tangent(data: Any, like: Any) -> Any:
-    """Return the tangent or cotangent of an operand or a result. That of its scale is 0."""
+    """Return a tangent or cotangent for `like`, given its data. A dynamic scale has tangent 0."""
     if not is_scaled(like):
         return data
     return ScaledArray(data, like.scale if like.is_static else jnp.zeros_like(like.scale))
@@ -179,8 +179,8 @@ def _with_jvp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
             likes = [out for out in outputs if _is_floating(out)]
             return [_in_units_of(x, like) for x, like in zip(slopes, likes, strict=True)]
 
-        # A linear function is its own derivative at any point. Taken at 0, the scales of its
-        # results are computed from the 0, so JAX sees that they do not depend on the tangents, even
+        # A linear function is its own derivative at every point. At the point 0, the scales of its
+        # results are computed from zeros, so JAX sees that they do not depend on the tangents, even
         # if a remat or a loop returns both.
         data = list(map(_data, moved))
         slopes = iter(jax.jvp(slope_on_data, [jnp.zeros_like(d) for d in data], data)[1])
@@ -204,6 +204,7 @@ def _with_vjp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         primals, outputs = residuals
         floating = [i for i, p in enumerate(primals) if _is_floating(p)]
+        # `value = data * scale`, so a value's cotangent is its data's cotangent over the scale.
         slopes = [
             ScaledArray(c.data, _inverse(out)) if is_scaled(out) else c
             for out, c in zip(outputs, cotangents, strict=True)

@@ -1,4 +1,4 @@
-"""The evaluation of a jaxpr on scaled values, one equation after the other."""
+"""Evaluate a jaxpr on scaled values, one equation after the other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def evaluate(
 ) -> list[Value]:
     """Evaluate a closed jaxpr on values. Return the values of its results.
 
-    `leaving` is `RuleContext.wide` for the results of the jaxpr.
+    `leaving` says which results may stay in float32, in the form of `RuleContext.wide`.
     """
     jaxpr = closed.jaxpr
     env: dict[Any, Value] = {}
@@ -103,7 +103,7 @@ def _equation(eqn: Any, inputs: list[Value], known: dict[str, Any]) -> list[Valu
     rule = _rule_for(eqn, inputs, known["config"])
     if rule is None:
         return _wrap(eqn, _bind_plain(eqn, inputs), inputs, table)
-    # An elementwise rule gets an operand of equal elements as a 0-d number, unless all are such.
+    # Our elementwise rules get a number as a 0-d operand, unless all operands are numbers.
     gets_numbers = traits_of(eqn.primitive.name).elementwise and takes_numbers(rule)
     full = not gets_numbers or all(v.number is not None for v in inputs)
     if not full:
@@ -144,8 +144,9 @@ def _makes_scaled(rule: Any, eqn: Any, inputs: list[Value]) -> bool:
     if not any(dtypes.is_scalable(v.aval.dtype) for v in eqn.outvars):
         return False
     floating = [v for v in inputs if v.is_scalable]
-    # Integers and bools that are cast to float, such as one-hots, are constants of scale 1.
+    # Integers and bools that are cast to float, such as one-hots, get the scale 1.
     becomes_float = eqn.primitive.name == "convert_element_type" and not floating
+    # Numbers are scaled from the start: the 1/N of a mean belongs in the scale of every gradient.
     return becomes_float or any(v.number is not None for v in floating)
 
 
@@ -157,7 +158,7 @@ def _arguments(rule: Any, inputs: list[Value], table: ScaleTable, full: bool) ->
 
 
 def _apply(rule: Callable[..., Any], ctx: RuleContext, args: list[Any]) -> Any:
-    """Call a rule. A note on an error names the innermost equation."""
+    """Call a rule. If it raises, a note on the error names the innermost equation."""
     try:
         return rule(ctx, *args, **ctx.eqn.params)
     except Exception as error:
@@ -169,9 +170,9 @@ def _apply(rule: Callable[..., Any], ctx: RuleContext, args: list[Any]) -> Any:
 
 
 def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
-    """Broadcast an array to the shape of the result, if no array has this shape.
+    """Broadcast one array to the shape of the result, if no array has this shape.
 
-    Numbers are not filled: in `full((2, 3), 3.0) * x` with `x` of shape `(1, 3)`, the rule gets the
+    Numbers stay 0-d: in `full((2, 3), 3.0) * x` with `x` of shape `(1, 3)`, the rule gets the
     number 3.0 and `x` broadcast to `(2, 3)`.
     """
     aval = eqn.outvars[0].aval

@@ -19,7 +19,7 @@ _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_di
 
 
 def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
-    """Return what is known of the elements of an equation's results."""
+    """Return what is known about the elements of an equation's results."""
     if traits_of(eqn.primitive.name).elements == "rescaled":  # other operands are scales
         inputs = inputs[:1]
     return Facts(
@@ -36,8 +36,8 @@ def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
 def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
     """Return whether no element of an equation's outputs can be negative.
 
-    Integer results count as possibly negative, except casts: sums and products may wrap around. A
-    cast to a smaller integer may wrap around too.
+    Integer results may be negative, because integer sums and products wrap around. Casts are the
+    exception, unless they are to a smaller integer, which may wrap around too.
     """
     name = eqn.primitive.name
     if name == "convert_element_type":
@@ -51,7 +51,7 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
         return True
     if traits.is_matmul:  # one factor may have an integer dtype
         numbers = inputs[:2]
-    else:  # a result among several may be an integer operand, as of a barrier or `sort`
+    else:  # one of several results may be an integer operand, as in a barrier or `sort`
         numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
     if name == "max":
         return any(v.facts.nonneg for v in numbers)
@@ -70,7 +70,7 @@ def _is_never_negative(eqn: Any, traits: Traits) -> bool:
 
 
 def _are_multiples(inputs: list[Value]) -> bool:
-    """Return whether both operands are multiples of one array, of equal sign: `0.001 * g * g`."""
+    """Return whether operands are multiples of one array with equal signs: `(0.001 * g) * g`."""
     lhs, rhs = inputs
     if not isinstance(lhs, Operand) or not isinstance(rhs, Operand):
         return False
@@ -100,7 +100,7 @@ def _may_wrap(before: Any, after: Any) -> bool:
 
 
 def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
-    """Return whether results are computed: more than moved, cast or scaled arguments."""
+    """Return whether results are computed: not only arguments that were moved, cast or scaled."""
     name = eqn.primitive.name
     arrays = [v for v in inputs if v.is_scalable and v.number is None]
     if name in ("mul", "div") and len(arrays) == 1:
@@ -127,7 +127,7 @@ def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
 
 
 def _count_sums(eqn: Any, inputs: list[Value]) -> int:
-    """Count the cotangents that were added, for a weight or bias that is used several times."""
+    """Count the added cotangents of a weight or bias that is used several times."""
     traits, counts = traits_of(eqn.primitive.name), [v.facts.sums for v in inputs]
     if traits.elements == "summed":
         return 1
@@ -165,7 +165,7 @@ def _constant_among(eqn: Any, inputs: list[Value]) -> float | None:
     if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
         return None
     if traits.elements in ("joined", "placed"):
-        # One choice for the whole array chooses the scale as well.
+        # If the whole array is chosen at once, its scale is chosen with it.
         is_one = not eqn.outvars[0].aval.shape or (name == "select_n" and not inputs[0].shape)
         return largest(known if is_one else [*known, *map(_log2_of_constant, floats)])
     if name in _PRODUCTS:
@@ -210,7 +210,7 @@ def _log2_of_constant(value: Value) -> float | None:
 
 
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:
-    """Return for each result of a jaxpr whether it is non-negative, given that of its operands."""
+    """Return which results of a jaxpr are non-negative, given which operands are non-negative."""
 
     def known_of(atom: Any, flag: bool) -> Value:
         aval: Any = atom.aval

@@ -1,7 +1,7 @@
 """Gates: bounded factors that depend on the value that they multiply, as in `x * sigmoid(x)`.
 
-The mean of a sigmoid is 1/2, and so is its scale: a gradient that passes the gates of an LSTM is
-halved in each step. In an activation this scale is wrong. For large `x`, `silu(x)` and `gelu(x)`
+The mean of a sigmoid is 1/2, and so is its scale. This scale suits the gates of an LSTM, which
+halve a gradient in each step. In an activation it is wrong: for large `x`, `silu(x)` and `gelu(x)`
 are `x`, and their derivatives are 1. At half of `x.scale`, the data of an outlier would leave the
 range of float16. A product with a gate therefore has the scale of the other factor, in both passes
 (Balanca et al., "Scalify", 2024, section 3.2.1).
@@ -22,10 +22,10 @@ from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 
-# Functions `f` with `0 <= f <= 2 * scale`, and functions for which this holds of `1 + f`.
+# Functions `f` with `0 <= f <= 2 * scale`, and functions `f` for which this holds for `1 + f`.
 _BOUNDED, _FROM_MINUS_ONE = ("logistic", "erfc"), ("tanh", "erf")
 _MULTIPLES = ("mul", "div", "neg", "convert_element_type", "copy")
-_LARGEST = 8  # the largest constant factor in an activation: its second term stays the smaller one
+_LARGEST = 8  # a larger constant factor may make the second term of an activation exceed the first
 _MAX_LENGTH = 64  # the most equations of an activation and its derivative
 
 
@@ -34,7 +34,7 @@ class Gates:
     """The variables of a jaxpr that belong to gated activations.
 
     Attributes:
-        gates: factors that are bounded by twice their scale, and functions of the value that they
+        gates: factors that are bounded by twice their scale and depend on the value that they
             multiply.
         leading: terms of a sum that give the sum its scale, whatever the other term's scale is.
     """
@@ -44,7 +44,7 @@ class Gates:
 
     @classmethod
     def of(cls, jaxpr: Any) -> Gates:
-        """Find the gates of a jaxpr, without those in the jaxprs of its equations."""
+        """Find the gates of a jaxpr. Gates in the jaxprs of its equations are not included."""
         made = makers(jaxpr)
         sources = _sources(jaxpr, made)
         return cls(frozenset(sources), frozenset(_leading(jaxpr, made, sources)))
@@ -58,7 +58,7 @@ class Gates:
 
 
 def _sources(jaxpr: Any, made: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the gates of a jaxpr, each with the variable of which it is a function."""
+    """Return the gates of a jaxpr, each with the variable that it is a function of."""
     found = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "mul" or not all(map(is_var, eqn.invars)):
@@ -101,8 +101,8 @@ def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> list[
 def _passed(var: Any, sources: set[Any], made: dict[Any, Any]) -> set[Any] | None:
     """Return the variables that `var` is computed from, down to `sources`.
 
-    None, if an equation is not elementwise, or if `var` depends on other variables, or not on all
-    of `sources`.
+    Return None if an equation on the way is not elementwise, if `var` depends on another variable,
+    or if it does not depend on all of `sources`.
     """
     to_do, seen = [var], set()
     while to_do:
@@ -175,7 +175,7 @@ def _is_bounded(var: Any, made: dict[Any, Any]) -> bool:
 
 
 def _multiplied(var: Any, made: dict[Any, Any]) -> Any:
-    """Return the variable of which `var` is a multiple by constants of the program."""
+    """Return the array that `var` is a multiple of, by 0-d factors. It may be `var` itself."""
     while (eqn := made.get(var)) is not None and eqn.primitive.name in _MULTIPLES:
         if len(_variables(eqn)) != 1:
             break
@@ -192,5 +192,5 @@ def _is_elementwise(eqn: Any) -> bool:
 
 
 def _variables(eqn: Any) -> list[Any]:
-    """Return the operands of an equation that are arrays, without numbers."""
+    """Return the operands of an equation that are arrays of one dim or more."""
     return [v for v in eqn.invars if is_var(v) and v.aval.shape]

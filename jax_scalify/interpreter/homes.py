@@ -3,24 +3,24 @@
 Scales feed back from step to step: from a weight to its gradient, its moments, its update, and back
 to the weight. If `w + u` always had the larger scale, an estimate that is one octave too large
 would be 50 octaves too large after 50 steps. A float32 or bfloat16 array holds any value at any
-scale, so there a sum leaves the function at the scale of the leaf that it replaces, its *home*.
-Estimates then do not reach the next step. Inside the function the sum has the larger scale, and a
-cast to float16 uses it.
+scale. So a sum in these dtypes leaves the function at the scale of the leaf that it replaces, its
+*home*, and estimates do not reach the next step. Inside the function the sum has the larger scale,
+and a cast to float16 uses it.
 
 Example: a weight `0.5 * 2**0` and an update `2**-9 * 2**6`, whose scale is 9 octaves too large. At
 the larger scale the sum is `0.0098 * 2**6`, and the next gradient, moments and update inherit
 `2**6` from the weight. At home the sum is `0.625 * 2**0`, whatever the update's scale is.
 
-A leaf with a static scale has a home too. A result that is at this home leaves `scalify` with the
-static scale, also beside arguments with dynamic scales, so that a step returns its structure.
+A leaf with a static scale has a home too. A result at this home leaves `scalify` with the static
+scale, even if other arguments have dynamic scales. So a step returns a state of the same structure.
 
 A leaf of scale 0, such as a moment before the first step, has no home yet. It takes the scale of
 the term that is added to it: see `rules/shared/holding.py`.
 
-In float16 a sum has the larger scale, because float16 data cannot hold any value at any scale. If
-the leaf's scale is scalar, the sum's scale is made scalar too. A scan over layers gives the update
-of stacked weights one scale for each layer, and a step whose result and argument have different
-shapes would be compiled twice.
+In float16 a sum has the larger scale, because float16 data cannot hold every value at every scale.
+If the leaf's scale is scalar, the sum's scale is made scalar too. Otherwise a step might be
+compiled twice: a scan over layers gives the update of stacked weights one scale for each layer, and
+the new weights would have a scale of another shape than the old weights.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _IN_PLACE = ("same", "cast", "negated", "rescaled")
 
 
 def leaf_home(data: Any, scale: Scale) -> Scale | None:
-    """Return the home of an argument: its scale. Data in FP8 only has a home if it is static."""
+    """Return the scale of an argument as its home; None for a static 0 or a dynamic FP8 scale."""
     is_free = scale.is_zero if scale.is_static else dtypes.is_fp8(data.dtype)
     return None if is_free else scale
 
 
 def with_home(eqn: Any, inputs: list[Value], out: Operand) -> Operand:
-    """Return an equation's result with the home of the operand of which it is a multiple.
+    """Return an equation's result with the home of the operand that it is a multiple of.
 
-    The rules of `add`, `sub` and scatters set the home of a sum. What `match_scales` brings to the
-    scale of a leaf is at home there.
+    The rules of `add`, `sub` and scatters set the home of a sum. A value that `match_scales` brings
+    to the scale of a leaf is at home there.
     """
     if eqn.primitive.name == "match_scale":
         home = getattr(inputs[1], "home", None)
@@ -62,7 +62,7 @@ def with_home(eqn: Any, inputs: list[Value], out: Operand) -> Operand:
     (x,) = owners
     assert x.home is not None
     returns = x.returns and traits.elements != "rescaled"
-    returns &= not dtypes.is_narrow(out.dtype)  # float16 does not hold the value at any scale
+    returns &= not dtypes.is_narrow(out.dtype)  # float16 data may not fit at home
     if x.home == x.scale and traits.degree not in ("product", "quotient"):
         return out.with_home(out.scale, returns)
     moves = x.home.ndim and not traits.elementwise

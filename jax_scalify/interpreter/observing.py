@@ -43,17 +43,17 @@ def is_observing() -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Observed:
-    """An equation of the user, and how the operands of `observe` belong to it.
+    """An equation of the user, and what the operands of its `observe` equation are.
 
     Attributes:
         eqn: the equation.
         results: the positions of the observed results among the equation's results.
-        scaled: for each observed result, then for each operand, whether it has a scale. The scale
-            follows its array.
+        scaled: whether each observed result, and then each operand, has a scale. In the operands of
+            `observe`, a scale follows its array.
         makers: for each variable of the same jaxpr, the equation that computes it.
         names: the names of the equation's results in a calibration.
-        line: where the user's code makes it: its own line, or that of a call around it.
-        function: of `jax.nn`, that it is a part of; empty if it is a part of none.
+        line: the line of the user's code that makes the equation or calls a function that makes it.
+        function: the function of `jax.nn` that the equation is part of; otherwise empty.
     """
 
     eqn: Any
@@ -66,7 +66,7 @@ class Observed:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is a cast with a name. Its operand shows what rounding loses."""
+        """Whether it is a rounding cast with a name. Its operand shows what rounding loses."""
         return bool(self.names) and rounds(self.eqn)
 
     def pairs(self, arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -109,13 +109,13 @@ def observed(
 ) -> list[Value]:
     """Return an equation's results after `observe`."""
     results = tuple(i for i, value in enumerate(outputs) if _is_array(value))
-    # Equations inside of this equation are observed there. A `custom_scale` rule is observed whole.
+    # A call or a loop is observed inside its body. A `custom_scale` rule is observed as a whole.
     inside = eqn.primitive is not custom_scale_p and sub_jaxprs(eqn.params)
     if inside or not results:
         return list(outputs)
     pairs = [_pair(outputs[i], table) for i in results] + [_pair(v, table) for v in inputs]
     scaled = tuple(scale is not None for _, scale in pairs)
-    around = _compat.enclosing()  # with the equation itself
+    around = _compat.enclosing()  # includes the equation itself
     line, function = _compat.own_line(*reversed(around)), function_of_jax_nn(*around)
     info = Observed(eqn, results, scaled, makers, names, line, function)
     arrays = [jnp.asarray(a) for pair in pairs for a in pair if a is not None]

@@ -1,9 +1,9 @@
-"""The floating operand of a rule: an array, a scale, and what is known of the values.
+"""The floating operand of a rule: an array, a scale, and what is known about the values.
 
-Float16 and FP8 arrays hold data, `value / scale`. Arrays of wider dtypes hold the values
-themselves. The law's scale is kept beside them, and they are divided by it only when they are cast
-to a narrow dtype or returned by the function. The exception is an argument: it arrives as data, and
-stays data while it is moved, cast, summed, or multiplied by a constant or another matrix.
+Float16 and FP8 arrays hold data, `value / scale`. Arrays of wide dtypes hold the values themselves,
+and the scale that the law gives is kept beside them. They are divided by this scale only when they
+are cast to a narrow dtype or returned by the function. Arguments are the exception. They arrive as
+data, and stay data while they are moved, cast, summed, or multiplied by a constant or a matrix.
 
 Example: a float32 value 6 with the law's scale 4 has `source = 6`, `unit = 1` and `scale = 4`. Cast
 to float16 it has `source = 1.5`, `unit = 4` and `scale = 4`.
@@ -27,20 +27,21 @@ from jax_scalify.scales.multiplying import multiply
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known of the elements of a value.
+    """What is known about the elements of a value.
 
     Attributes:
         nonneg: no element is negative.
-        computed: the elements were computed, and not given to the function. Computed values may be
-            correlated, so a product of two need not have mean 0.
-        peaked: the elements are exponentials or a mask, in a dtype of short range. One element may
-            be as large as the sum of all others, and the dtype does not hold both extremes.
-        sums: the number of sums over axes, such as matmuls, that were added to give the value; 0 if
-            it is no such sum.
+        computed: the elements were computed, not given to the function as an argument. Computed
+            values may be correlated, so a product of two need not have mean 0.
+        peaked: the elements are exponentials or a mask, in a narrow dtype. One element may be as
+            large as the sum of all others, and the dtype does not hold both extremes.
+        sums: how many sums over axes, such as matmuls, were added to give the value; 0 if the value
+            is not a sum of such sums.
         bound: a lower bound of the elements if it is negative, an upper bound if it is positive:
             the constant of the first half of `clip`. None if there is no bound.
         constant: `log2` of the largest constant that was written among the elements. At the value's
-            scale its data may be nearly as large as the dtype holds. None if there is no constant.
+            scale, the data of this constant may be near the largest number of the dtype. None if
+            there is no constant.
         gate, leads: the value is a gate, or the larger term of a gate's derivative: see
             `interpreter/gates.py`.
     """
@@ -55,7 +56,7 @@ class Facts:
     leads: bool = False
 
     def join(self, other: Facts) -> Facts:
-        """Return what is known of a value that may be either of two."""
+        """Return what is known about a value that may be either of two values."""
         return Facts(
             self.nonneg and other.nonneg,
             self.computed or other.computed,
@@ -77,7 +78,7 @@ NOTHING = Facts()
 
 
 class Operand(ScaledArray):
-    """A `ScaledArray` inside the transform: values, a scale, and what is known of the values.
+    """A `ScaledArray` inside the transform: values, a scale, and what is known about the values.
 
     `value = source * unit` and `data = source * unit / scale`. In a narrow dtype `unit == scale`,
     and the source is the data. In a wide dtype the unit is usually 1, and the source is the value.
@@ -88,14 +89,14 @@ class Operand(ScaledArray):
         scale: the `Scale` that the law gives.
         unit: the `Scale` of the source. A unit with axes is always the operand's scale.
         origin, mantissa: the value is `mantissa * 2**k` times the source `origin`.
-        home: the scale of the leaf of the state of which the value is a multiple: see
-            `interpreter/homes.py`. None if it is a multiple of no leaf, or of several.
+        home: the scale of the leaf of the state that the value is a multiple of: see
+            `interpreter/homes.py`. None if it is not a multiple of exactly one leaf.
         returns: whether the value is a sum that replaces this leaf, and leaves the function at the
             leaf's scale.
         number: the 0-d plain value that every element equals: a NumPy scalar for a constant, or a
             traced array. None if elements may differ.
-        facts: what is known of the elements.
-        depth: the number of alignments that XLA may fuse into one kernel with its computation.
+        facts: what is known about the elements.
+        depth: how many alignments XLA may fuse into a kernel that reads the value: see `chains.py`.
         declared: the dtype in the program, if the source is float32 instead: see
             `interpreter/wide.py`. Otherwise None.
     """
@@ -143,7 +144,7 @@ class Operand(ScaledArray):
         return cls(value, scale, unit=ONE, **known)
 
     def as_result(self, facts: Facts, depth: int = 0, home: Scale | None = None) -> Operand:
-        """Return the same array as the result of an equation: only the new facts are known."""
+        """Return the same array as the result of an equation. Only the new facts are kept."""
         returns = self.returns and home is not None
         return self._with(facts=facts, number=None, depth=depth, home=home, returns=returns)
 
@@ -220,13 +221,13 @@ class Operand(ScaledArray):
     def at_scalar_unit(self) -> tuple[Any, Scale]:
         """The source and its unit; if the unit has axes, the array of values and 1.
 
-        For results whose unit is not their scale. Rules that move elements move a scale's axes
-        along, but not a unit's.
+        Used for results whose unit is not their scale. Rules that move elements also move the axes
+        of the scale, but not the axes of a separate unit.
         """
         return (self.value, ONE) if self.unit.ndim else (self.source, self.unit)
 
     def at_unit(self, unit: Scale, dtype: Any = None, **options: Any) -> Any:
-        """Return the array `value / unit`; `options` are those of `multiply`."""
+        """Return the array `value / unit`; `options` are passed to `multiply`."""
         same = self.unit is unit or self.unit == unit or self.unit.is_zero
         ratio = ONE if same else self.unit / unit
         return multiply(self.source, ratio, dtype, **options)
@@ -236,7 +237,7 @@ class Operand(ScaledArray):
         return self.at_unit(ONE, self.dtype if dtype is None else dtype)
 
     def _once(self, name: str, make: Any) -> Any:
-        """Return `make()`, memoised in the trace of `source`."""
+        """Return `make()`, memoised if it belongs to the trace of `source`."""
         made = self._made.get(name)
         if made is None:
             made = make()

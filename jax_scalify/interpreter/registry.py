@@ -54,7 +54,7 @@ class RuleInfo:
 
 _rules: dict[Primitive | str, Rule] = {}
 _infos: dict[str, RuleInfo] = {}
-_value_rules: dict[Rule, bool] = {}  # and whether they give values
+_value_rules: dict[Rule, bool] = {}  # rules that take `Value` objects: whether they return some too
 
 
 def register_scale_rule(
@@ -82,17 +82,18 @@ def register_scale_rule(
         primitives: `jax.extend.core.Primitive` objects, or names of primitives that JAX does not
             export.
         family: the section of the coverage page; by default the module of the rule.
-        dequantises: for a rule that computes with plain values, the reason. The primitive is
-            reported once, as a primitive that loses its scales.
-        elements: what the elements of the results are: "new", "summed", or the operand's own. Own
-            elements are "same", "cast", "rescaled", "negated", "moved", "picked" (extremes),
-            "taken" (by index or order), "joined" (side by side) or "placed" (among elements of
-            other operands). Facts about the operands hold for own elements. By default nothing is
-            known.
-        elementwise: whether each element is computed from the operands' elements at its index.
+        dequantises: the reason why the rule computes with plain values, if it does. The primitive
+            is then reported once, because its scales are lost.
+        elements: where the elements of the results come from. "new": they are computed. "summed":
+            they are sums along axes. The other choices are for elements that are the operand's own:
+            "same", "cast", "rescaled", "negated", "moved", "picked" (extremes), "taken" (by index
+            or order), "joined" (side by side) or "placed" (among elements of other operands). Facts
+            about the operand hold for its own elements. By default nothing is known.
+        elementwise: whether each element of the result is computed from the operands' elements at
+            the same index.
         nonnegative: "always", or "keeps" if no result is negative unless an operand is.
         degree: how results grow with operands: a power of the first operand, or the "sum",
-            "product" or "quotient" of all operands. It need not be given for own elements.
+            "product" or "quotient" of all operands. Optional for the operand's own elements.
 
     Raises:
         TypeError: if `primitives` is empty or holds anything but primitives and names.
@@ -122,7 +123,7 @@ def register_scale_rule(
             _rules[primitive] = rule
             where = family or own.replace("_", " ")
             _infos[name] = RuleInfo(where, name, law, dequantises)
-            if traits != Traits():  # a rule without traits keeps those of the primitive
+            if traits != Traits():  # a rule without traits keeps the primitive's
                 declare(name, traits)
         return rule
 
@@ -132,9 +133,9 @@ def register_scale_rule(
 def register_value_rule(
     *primitives: Primitive | str, family: str | None = None, elements: str | None = None
 ) -> Callable[[Rule], Rule]:
-    """Register a rule of this package that gets each `Value`, also a `Plain` one, not operands.
+    """Register a rule of this package that takes `Value` objects: plain values stay `Plain`.
 
-    Without `elements` it interprets a body, and its results are `Value` types with their facts.
+    Without `elements`, the rule interprets a body and returns `Value` objects with facts.
     """
 
     def register(rule: Rule) -> Rule:
@@ -145,9 +146,9 @@ def register_value_rule(
 
 
 def takes_numbers(rule: Rule) -> bool:
-    """Return whether an elementwise rule gets 0-d numbers beside arrays, as rules of ours do.
+    """Return whether an elementwise rule takes 0-d numbers beside arrays: rules of this package do.
 
-    A primitive from outside may take operands of one shape only.
+    A user's primitive may take operands of one shape only.
     """
     return (rule.__module__ or "").startswith("jax_scalify.")
 
@@ -191,10 +192,10 @@ class RuleContext:
         eqn: the equation.
         evaluate: interprets a jaxpr: `interpreter/evaluation.py`.
         corrections: the corrections of a calibration for the jaxprs of the equation.
-        pending: the calibration's correction of the result. A rule may ignore it: a correction that
-            it does not take is applied to its result.
-        wide: for each result, the number of its readers if all take it in float32; 0 if an equation
-            needs it in its own dtype.
+        pending: the calibration's correction of the result. If the rule does not take it, it is
+            applied to the rule's result.
+        wide: for each narrow result that may stay in float32 (see `interpreter/wide.py`), how many
+            equations read it; 0 for all other results.
     """
 
     primitive: Primitive
@@ -211,7 +212,7 @@ class RuleContext:
 
     @property
     def stays_wide(self) -> bool:
-        """Whether the first result may stay in float32, whatever its dtype is."""
+        """Whether the first result has a narrow dtype, but may stay in float32."""
         return bool(self.wide and self.wide[0])
 
     @property
@@ -221,7 +222,7 @@ class RuleContext:
 
     @property
     def holds_values(self) -> bool:
-        """Whether the first result has a wide dtype. It is then an array of values, not of data."""
+        """Whether the first result has a wide dtype. Its array then holds values, not data."""
         return not dtypes.is_narrow(self.out_dtype)
 
     def unit(self, scale: Scale) -> Scale:
@@ -233,12 +234,12 @@ class RuleContext:
         return x.value if self.holds_values else x.at_unit(scale, dtype)
 
     def on_values(self, scale: Scale, *args: Any, **params: Any) -> Operand:
-        """Apply the primitive to values. Return a result with the scale that the law gives."""
+        """Apply the primitive to values. `scale` is the scale that the law gives."""
         values = [x.value if isinstance(x, Operand) else x for x in args]
         return self.of_value(self.bind(*values, **params), scale)
 
     def of_value(self, value: Any, scale: Scale, unit: Scale = ONE) -> Operand:
-        """Return the result of values `value * unit`, with the pending correction."""
+        """Return the result with the values `value * unit`. The pending correction is applied."""
         scale = scale * Scale(self.pending.take())
         return Operand(dtypes.cast(value, self.out_dtype), scale, unit=unit)
 
@@ -266,7 +267,7 @@ class RuleContext:
         *,
         wide: Sequence[int] = (),
     ) -> list[Value]:
-        """Interpret a sub-jaxpr of the equation, in place, or in a new trace with its `table`.
+        """Interpret a sub-jaxpr of the equation: in place, or in a new trace, given its `table`.
 
         `wide` is `RuleContext.wide` for the results of the sub-jaxpr.
         """

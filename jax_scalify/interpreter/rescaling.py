@@ -1,4 +1,4 @@
-"""Rounding of narrow operands, and operands at other scales."""
+"""Round operands to narrow dtypes, and bring operands to other scales."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     return lax.convert_element_type(data, dtype)
 
 
-# An array of values does not show whether its computed scale fits. Before it is divided by a scale
-# that may be farther from 1 than `_FAR` octaves, the scale is brought within `_NEAR` octaves.
+# If an array holds values, a wrong scale has no effect until the array is divided by it. So a scale
+# that may be farther from 1 than `_FAR` octaves is first brought within `_NEAR` octaves.
 _FAR, _NEAR = 84, 42
 
 
@@ -90,7 +90,7 @@ def in_reach(x: Operand) -> Operand:
 
 
 def as_operand(x: ScaledArray, table: ScaleTable) -> Operand:
-    """Return what a rule returned as an operand. A number or array of a scale becomes a `Scale`."""
+    """Return a rule's result as an operand. A scale that is a number or array becomes a `Scale`."""
     if isinstance(x, Operand):
         return in_reach(x)
     scale = x.scale
@@ -114,5 +114,6 @@ def to_plain(x: ScaledArray, dtype: Any) -> Any:
         return x.to_array(dtype)
     x = Operand.of(x)
     if x.unit.is_one or dtype != x.dtype:
+        # A single given scale is applied at once. A product of two may leave float32's range.
         return x.at_unit(ONE, dtype, trusted=2 * GIVEN_EXTENT - 1)
     return x.value

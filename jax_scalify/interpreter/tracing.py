@@ -35,11 +35,11 @@ class Traced:
 
     Attributes:
         closed: the closed jaxpr, on plain arrays.
-        operands: the arrays and `ScaledArray` arrays among the arguments, in the jaxpr's order.
+        operands: the arrays and `ScaledArray`s among the arguments, in the order of the jaxpr.
         paths: the key paths of the operands in `(args, kwargs)`.
         out_tree: the structure of the results.
-        static_results: the results that are no arrays, by position: strings, callables, Python ints
-            and tangents of integers (`float0`).
+        static_results: the results that are not arrays, by position: strings, callables, Python
+            ints and tangents of integers (`float0`).
         finish: writes results into mutable arguments (NNX modules) and returns the other results.
     """
 
@@ -66,10 +66,10 @@ class Traced:
 def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) -> Traced:
     """Trace a function. Strings, callables, bools, ints and `None` among arguments are static.
 
-    A Python int may be a shape or an exponent. An int that should be traced is an array already,
-    because `jax.jit` makes arrays of ints. Python ints, strings and callables among the results, as
-    in an Equinox model, are static too, and so are tangents of integers. If `takes_blocks`, a
-    `BlockScaledArray` argument is converted to a `ScaledArray`.
+    Python ints are static because they may be shapes or exponents. An int that should be traced is
+    an array already, because `jax.jit` turns ints into arrays. Python ints, strings and callables
+    among the results, as in an Equinox model, are static too, and so are tangents of integers. If
+    `takes_blocks`, a `BlockScaledArray` argument is converted to a `ScaledArray`.
 
     Raises:
         TypeError: if `fun` uses or returns a `ScaledArray` that is not an argument.
@@ -101,7 +101,7 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
             raise
         if any(map(is_scaled, out)):
             raise TypeError(f"`fun` returned a ScaledArray. {_CLOSED_OVER}")
-        # Zero tangents of integers: NumPy arrays, which are no tracers.
+        # Zero tangents of integers are static results, so they must not be tracers.
         out = [np.zeros(x.shape, jax.dtypes.float0) if _is_float0(x) else x for x in out]
         # An FP8 argument that is returned unchanged stays FP8.
         out = [next((narrow[i] for i in wider if x is full[i]), x) for x in out]
@@ -122,7 +122,7 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
         arrays[i] = leaves[i].data if is_scaled(leaves[i]) else leaves[i]
     try:
         closed = jax.make_jaxpr(flat)(*jax.tree.unflatten(tree, arrays))
-    except jax.dtypes.TypePromotionError:
+    except jax.dtypes.TypePromotionError:  # JAX does not promote FP8: see `passes/widening.py`
         wider.update(_wider_dtypes(leaves, dynamic))
         if not wider:
             raise

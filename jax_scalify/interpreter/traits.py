@@ -1,4 +1,4 @@
-"""What is known of a primitive besides its scale law. Rules declare it when they are registered."""
+"""Traits, which rules declare: what is known about a primitive besides its scale law."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DEGREES = ("sum", "product", "quotient")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What is known of a primitive.
+    """What is known about a primitive.
 
     Attributes:
-        elements: what the elements of its results are, a key of `ELEMENTS`. None, if it was not
-            declared, counts as "new".
+        elements: what the elements of its results are: a key of `ELEMENTS`. None, which means that
+            it was not declared, counts as "new".
         elementwise: whether each element of the result is computed from the operands' elements at
             the same index. 0-d operands may stand beside arrays.
-        nonnegative: "always", or "keeps" if no result is negative unless an operand is. It is
+        nonnegative: "always", or "keeps" if no result is negative unless an operand is. "keeps" is
             implied for elements that are the operand's own, unless they are negated.
         degree: how results grow with operands: a power of the first operand, or the "sum",
             "product" or "quotient" of all operands. It is implied for elements that are the
@@ -57,7 +57,7 @@ class Traits:
 
     @property
     def is_given(self) -> bool:
-        """Whether the elements are those of one operand, or of several operands side by side.
+        """Whether the elements come from one operand, or from several operands side by side.
 
         Primitives that choose between operands do not count.
         """

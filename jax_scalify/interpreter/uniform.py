@@ -1,4 +1,4 @@
-"""Values with equal elements. They are computed once, as a number."""
+"""Evaluate values with equal elements once, as a number."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from jax_scalify.scales.algebra import Scale
 
 
 def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
-    """Evaluate an equation of uniform values on 0-d operands; of constants, while tracing.
+    """Evaluate an equation on 0-d numbers if each operand has equal elements.
 
-    Return None if the operands are not uniform, or if the primitive must see the arrays.
+    Constants are evaluated while tracing. Return None if elements of an operand may differ, or if
+    the primitive must see the arrays.
     """
     name = eqn.primitive.name
     if name == "empty2" and dtypes.is_scalable(eqn.outvars[0].aval.dtype):
@@ -76,7 +77,7 @@ def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
 
 
 def _of_constants(eqn: Any, inputs: list[Value]) -> Any:
-    """Return the result of an equation of constants; None if a dtype does not hold a number."""
+    """Return the result of an equation of constants; None if XLA's dtypes do not hold them."""
     out = fold_constants(eqn, [v.constant for v in inputs])
     if out is not None or any(v.is_beyond for v in inputs):
         return out

@@ -1,4 +1,4 @@
-"""The values of a traced function's variables: `Plain`, or scaled, which are operands of rules."""
+"""The values of a jaxpr's variables: `Plain` values, and scaled values, which are `Operand`s."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from jax_scalify.scales.algebra import Scale
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Plain:
-    """A value without a scale, and what is known of it.
+    """A value without a scale, and what is known about it.
 
     Attributes:
         shape, dtype: the shape and dtype of the variable.
         array: the array; None if all elements are equal and no array has been made.
-        number: the 0-d value that every element equals. It is a NumPy scalar for a constant, of a
-            wider dtype if float16 does not hold it, and a traced 0-d array for a scalar that was
-            broadcast (learning rate, loss / batch size). None if elements may differ.
-        facts: what is known of the elements.
+        number: the 0-d value that every element equals. A constant is a NumPy scalar, in a wider
+            dtype if float16 does not hold it. A scalar that is not known while tracing, such as a
+            learning rate or loss / batch size, is a traced 0-d array. None if elements may differ.
+        facts: what is known about the elements.
         known_scale: the symbolic scale, if the value is a scale from `get_data_and_scale`.
-        made_with: the explicit sharding, if all elements are equal and no array has been made.
+        made_with: the explicit sharding of the array, if it has not been made.
     """
 
     is_scaled = False

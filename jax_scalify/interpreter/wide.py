@@ -1,9 +1,10 @@
 """Values of float16 and FP8 that stay in float32 between equations.
 
-The data of a power leaves the range of float16 long before the value does: data of 300 at the scale
-`2**-8` is a value of about 1, and its cube is data of `2.7e7` at `2**-24`. XLA fuses a chain of
-elementwise equations into one kernel, where float32 intermediates cost nothing. A value is rounded
-to its own dtype at the end of the chain: at a matmul, a loop, or a result of the function.
+The data of a power may leave the range of float16 although its value does not. For example, the
+data 300 at the scale `2**-8` is the value 1.2. The cube is the value 1.6, but its scale is `2**-24`
+and its data `2.7e7`. XLA fuses a chain of elementwise equations into one kernel, where float32
+intermediates cost nothing. A value is rounded to its own dtype at the end of the chain: at a
+matmul, a loop, or a result of the function.
 
 Example: in `h = gelu(x)`, the cube, its multiple, the sum and the argument of `tanh` are float32.
 `h` itself is float16, because a matmul reads it. A value that several equations read is stored, and
@@ -22,8 +23,8 @@ import jax.numpy as jnp
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import applied, is_var
 
-# `_KEEPS`: equations whose result may stay in float32. `_TAKES`: equations that take such an
-# operand.
+# `_KEEPS`: primitives whose result may stay in float32. `_TAKES`: primitives that take such an
+# operand. `_CHEAP`: primitives that XLA is expected to recompute for each reader of their result.
 _KEEPS = frozenset(
     "mul div square integer_pow sqrt rsqrt cbrt add sub add_any neg abs max min clamp select_n "
     "reduce_sum tanh logistic erf erfc broadcast_in_dim reshape squeeze "
@@ -31,7 +32,7 @@ _KEEPS = frozenset(
 )
 _TAKES = _KEEPS | frozenset("eq ne lt le gt ge is_finite sign exp log log1p expm1 sin cos".split())
 _CHEAP = _KEEPS - frozenset("div sqrt rsqrt cbrt add sub add_any reduce_sum tanh logistic".split())
-# Calls whose rules pass on which results may stay wide.
+# Calls whose rules pass `RuleContext.wide` on to their bodies.
 _CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call core_call call".split())
 # The most equations that XLA is expected to recompute for each reader of their result.
 _MAX_COST = 3
@@ -47,8 +48,8 @@ def wide_variables(
     Args:
         jaxpr: the jaxpr of a function.
         equations: the equations of the jaxpr that are evaluated.
-        leaving: for each result, the number of equations outside that read it, or 0 if one of them
-            needs the result in its own dtype. Empty if this is unknown.
+        leaving: for each result, how many equations outside the jaxpr read it; 0 if the result must
+            leave in its own dtype. Empty means 0 for every result.
     """
     readers: collections.Counter = collections.Counter()
     refused = set()
@@ -78,7 +79,7 @@ def wide_variables(
 
 
 def _operands_taken(eqn: Any) -> list[bool]:
-    """Return for each operand whether the equation takes it in float32."""
+    """Return for each operand whether the equation takes it in float32 instead of its own dtype."""
     if eqn.primitive.name in _CALLS:
         body = applied(eqn)
         body = getattr(body, "jaxpr", body)

@@ -2,7 +2,7 @@
 
 Inside the transform a scale is a `Scale`: a static power of two times a monomial of *atoms*. An
 atom is an array of powers of two that is known at run time only. Products, quotients and exact
-roots are computed symbolically while tracing, so a chain of them adds no operations, and equal
+roots are computed symbolically while tracing. They add no operations to the program, and equal
 scales are known to be equal. A scale becomes an array only if data is multiplied by it.
 
 Example: with atoms `a` and `b`, `(2**3 * a) * (2**-5 * b) / a` is `2**-2 * b`.
@@ -22,16 +22,17 @@ import numpy as np
 
 from jax_scalify.base.pow2 import MAX_EXPONENT, floor_exponent, is_power_of_two
 
-# The most factors of a monomial. Fewer make a longer chain of maxima, which are computed one after
-# the other. Without a limit, a net of n layers without norms has monomials of n factors.
+# The most factors of a monomial. A lower limit makes longer chains of maxima, which are computed
+# one after the other. Without a limit, a net of n layers without norms has monomials of n factors.
 _MAX_FACTORS = 8
 
-# The expected exponents of scales that are given (GIVEN_EXTENT) and computed (LARGEST_EXTENT). A
-# scale beyond them is valid, but float32 data that is as far from 1 may leave its range.
+# The exponents of scales are expected within `+-extent`: GIVEN_EXTENT for arguments, LARGEST_EXTENT
+# for computed scales. A scale beyond its extent is valid, but float32 data that is as far from 1
+# may leave the range of float32.
 GIVEN_EXTENT = 40
 LARGEST_EXTENT = 42
-NARROW_EXTENT = 20  # float16 data cannot be farther from 1
-_SMALL_EXPONENT = 24
+NARROW_EXTENT = 20  # for float16, whose normal numbers reach from 2**-14 to 2**16
+_SMALL_EXPONENT = 24  # static factors within `2**+-24` are left out of `Scale.extent`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,14 +46,14 @@ class Atom:
         index: atoms are numbered in the order in which they were made.
         source: its array; None if a scale program computes it.
         number: its number in the scale program; None if it is not scalar or there is no program.
-        members: the monomials of which this atom is the maximum.
+        members: the monomials that this atom is the maximum of.
         nonzero: whether it is known not to be 0.
-        extent: its exponent is expected within `+-extent`. If so, its data may be up to
-            `2**+-extent` too.
-        is_number: whether it is the exponent of a traced scalar, whose data is close to 1.
-        limit: its exponent is always within `+-limit`.
+        extent: an expectation. The scale is within `2**+-extent`, and so is the data that it
+            belongs to.
+        is_number: whether it is the power of two of a traced scalar, whose data is close to 1.
+        limit: a guarantee. The scale is within `2**+-limit`, or 0.
         holds: a scale that it equals wherever that scale is not 0.
-        vanishes: atoms that make this atom 0 if one of them is 0.
+        vanishes: if one of these atoms is 0, this atom is 0 too.
     """
 
     table: Any
@@ -80,7 +81,7 @@ class Atom:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """`2**exponent * prod(atom**power)`. The exponent `-inf` is the scale 0, "any scale will do".
+    """`2**exponent * prod(atom**power)`. The exponent `-inf` is the scale 0: any scale will do.
 
     Supports `*`, `/`, integer `**` and `maximum`, also with powers of two as Python numbers.
     `scale.array` and `jnp.asarray(scale)` return its array.
@@ -124,25 +125,25 @@ class Scale:
 
     @functools.cached_property
     def is_nonzero(self) -> bool:
-        """Whether the scale is known not to be 0. An atom 0 to a negative power counts as 1."""
+        """Whether the scale is known not to be 0. An atom of 0 to a negative power counts as 1."""
         return not self.is_zero and all(atom.nonzero or p < 0 for atom, p in self.factors)
 
     @functools.cached_property
     def vanishes(self) -> frozenset[Atom]:
-        """The atoms that make the scale 0 if one of them is 0."""
+        """If one of these atoms is 0, the scale is 0."""
         own = [atom for atom, power in self.factors if power > 0]
         return frozenset(own).union(*(atom.vanishes for atom in own))
 
     @functools.cached_property
     def limit(self) -> float:
-        """The exponent is always within `+-limit`."""
+        """A guarantee: the scale is within `2**+-limit`, or 0."""
         if self.is_zero:
             return 0
         return abs(self.exponent) + sum(a.limit * abs(power) for a, power in self.factors)
 
     @functools.cached_property
     def most(self) -> float:
-        """An upper bound of the exponent, such as 0 for `min(1, s)`; inf if none is known."""
+        """An upper bound of the exponent: 0 for `min(1, s)`, inf if no bound is known."""
         most = self.exponent
         for atom, power in self.factors:
             least = dict(atom.members).get(())
@@ -153,15 +154,16 @@ class Scale:
 
     @property
     def may_leave_range(self) -> bool:
-        """Whether the exponent of this product may leave the range of scales, `+-MAX_EXPONENT`."""
+        """Whether `limit` lets the scale leave the range of scales, `2**+-MAX_EXPONENT`."""
         return self.limit > MAX_EXPONENT
 
     @functools.cached_property
     def extent(self) -> float:
-        """How far the data may be from 1, in octaves, if the values are close to 1: see `Atom`.
+        """How far the data is expected to be from 1, in octaves, if the values are close to 1.
 
-        A large static factor counts: it may belong to a constant that `select_n` did not choose, as
-        in `hypot`. A small static factor does not count.
+        The extents of the atoms add up. Traced scalars are left out, because their own data is
+        close to 1. Static factors within `2**+-24` are left out too. A larger static factor counts,
+        because it may belong to a constant that `select_n` did not choose, as in `hypot`.
         """
         if self.is_static:
             return 0 if self.is_zero else abs(self.exponent)
@@ -170,7 +172,7 @@ class Scale:
 
     @functools.cached_property
     def span(self) -> float:
-        """How far the scale may be from 1, in octaves, with static factors and traced scalars."""
+        """How far the scale itself is expected to be from 1, in octaves: every factor counts."""
         if self.is_static:
             return self.extent
         return abs(self.exponent) + sum(a.extent * abs(power) for a, power in self.factors)
@@ -184,7 +186,7 @@ class Scale:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """`()`, or the data's rank with each dim 1 or equal to the data's."""
+        """`()`, or a shape of the data's rank, with each dim 1 or equal to the data's."""
         shapes = (atom.shape for atom, _ in self.factors)
         return jnp.broadcast_shapes(*shapes)  # pyright: ignore[reportReturnType]
 
@@ -195,7 +197,7 @@ class Scale:
 
     @property
     def array(self) -> Any:
-        """The scale as an array of the scale dtype; a static scale as a NumPy scalar."""
+        """The scale as an array of the scale dtype; a static scale as a float32 NumPy scalar."""
         if self.is_static:
             return np.float32(self.value)
         return self.factors[0][0].table.request(self)
@@ -256,18 +258,18 @@ class Scale:
         return root * Scale(0, sorted_factors(whole)), rest
 
     def settled(self) -> tuple[Scale, Scale]:
-        """Replace a monomial of many factors by one atom. Return `(scale, rest)`.
+        """Split into `(scale, rest)`, where one atom replaces a monomial of many factors.
 
-        Each later maximum would otherwise multiply all factors again. `scale * rest` is the
-        monomial. The rest is 1 in a scale program, which computes exponents. Without a program the
-        atom is a floating-point array, and the rest takes what leaves its range.
+        Without this, each later maximum would multiply all factors again. `scale * rest` is the
+        monomial. A scale program computes exponents, so the rest is 1. Without a program the atom
+        is a floating-point array, and the rest is the factor that is beyond its range.
         """
         if len(self.factors) <= _MAX_FACTORS:
             return self, ONE
         return self.factors[0][0].table.settled(self)
 
     def bounded(self, limit: int = MAX_EXPONENT) -> tuple[Scale, Scale]:
-        """Split into `(bounded, rest)`, the first with an exponent within `+-limit`.
+        """Split into `(bounded, rest)`, where `bounded` is within `2**+-limit`.
 
         `2**140` splits into `2**126` and `2**14`. The data is multiplied by the rest.
         """
@@ -284,11 +286,12 @@ class Scale:
             return self
         if self.is_zero:
             return ONE
+        # Two inversions turn 0 into 1, because a 0 to a negative power counts as 1.
         inverse, rest = self.factors[0][0].table.settled(self**-1)
         return (inverse * rest) ** -1
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
-        """Apply a structural function to the scale's array; a scalar scale is unchanged."""
+        """Apply a function, such as a transpose, to the array. A scalar scale is unchanged."""
         if self.ndim == 0:
             return self
         within, rest = self.bounded() if self.may_leave_range else (self, ONE)
@@ -320,8 +323,8 @@ def join(*scales: Scale, narrow: bool = False) -> Scale:
 
     Monomials that differ by a static factor are compared while tracing: `max(a, 4 * a)` is `4 * a`.
     So are monomials with a static bound: `max(1, min(1, s))` is 1. Equal sets of scales give the
-    same atom, which is computed once. If `narrow`, the data is float16 or FP8, and the exponent is
-    expected within the range of float16.
+    same atom, which is computed once. If `narrow`, the data is float16 or FP8, and the extent of
+    the maximum is at most `NARROW_EXTENT`.
     """
     largest: dict[tuple, float] = {}
     for scale in scales:
@@ -344,9 +347,9 @@ def meet(*scales: Scale) -> Scale:
 
 
 def alignment(scale: Scale, joined: Scale) -> Scale:
-    """Return `scale / joined`, for a maximum `joined` of `scale` and others.
+    """Return `scale / joined`, where `joined` is the maximum of `scale` and other scales.
 
-    Where both are 0, the ratio is any finite number.
+    Where both are 0, the ratio is some finite number.
     """
     ratio = scale / joined
     if ratio.is_static:

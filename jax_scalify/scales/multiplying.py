@@ -29,14 +29,15 @@ def multiply(
         data: the array.
         factor: the scale to multiply by.
         dtype: the dtype of the result; by default the dtype of the computation.
-        trusted: a dynamic factor is expected within `2**+-trusted`, and is split if its span is
-            larger. With `inf` it is never split. This is for ratios to a larger scale, which may
+        trusted: the largest span of a dynamic factor that is applied in one multiplication. With
+            `inf` the factor is never split. This is for ratios to a larger scale, which may
             underflow to 0 without harm.
     """
     limit = pow2.MAX_EXPONENT if factor.is_static else trusted
     while factor.span > limit and not factor.is_zero:
         within, factor = factor.bounded()
         data = _multiply(data, within)
+        # XLA would merge two constant factors into one, which may be infinite.
         data = _compat.kept_apart(data) if within.is_static else data
         limit = limit if factor.is_static else np.inf
     data = data if factor.is_one else _multiply(data, factor)
@@ -44,7 +45,7 @@ def multiply(
 
 
 def _multiply(data: Any, factor: Scale) -> Any:
-    # bfloat16 has the range of float32, and products by powers of two are exact in it too.
+    # bfloat16 has the range of float32, and its products with powers of two are exact too.
     is_bfloat16 = data.dtype == jnp.bfloat16
     compute = data.dtype if is_bfloat16 else dtypes.compute_dtype(data.dtype)
     if factor.is_static:

@@ -32,8 +32,8 @@ from jax_scalify.scales.algebra import Scale
 
 # `max(max(a, b), c)` is computed as `max(a, b, c)` if it has at most this many monomials.
 _MAX_TERMS = 32
-# A norm over all leaves of a tree takes the maximum with one scale after the other. The largest
-# number of terms of such a chain that is computed at once.
+# A norm over all leaves of a tree takes the maximum with one scale after the other. Such a chain is
+# computed as one maximum if it has at most this many terms.
 _MAX_CHAIN = 128
 
 placeholder_p = jex_core.Primitive("scale_placeholder")
@@ -48,13 +48,13 @@ def _placeholder_aval(*, number: int, dtype: Any) -> Any:
 class Computed:
     """A scale that is computed from other scales.
 
-    It is one of four:
+    It is one of the following:
 
     - the maximum of several monomials, with an exponent of at most `limit`;
-    - one nonzero monomial, with its exponent clamped to `+-limit`;
+    - one monomial, with its exponent clamped to `+-limit` unless it is 0;
     - the root of a monomial (`degree > 1`), or, if `is_rest`, its rest:
       `root**degree * rest == monomial` with `1 <= rest <= 2**(degree - 1)`;
-    - if `is_held`, the first of two terms, or, where it is 0, the second clamped to `+-limit`.
+    - if `is_held`, the first of two terms; where it is 0, the second term, clamped to `+-limit`.
     """
 
     terms: tuple[Scale, ...]
@@ -103,7 +103,7 @@ class ScaleProgram:
             number = self.define(Computed(_largest(chain if goes_on else terms)))
             self._chains.add(number)
             return number
-        # max(a, b) * c = max(a * c, b * c). Written so, it need not wait for max(a, b).
+        # max(a, b) * c = max(a * c, b * c). The right side need not wait for max(a, b).
         products = [
             math.prod(chosen, start=Scale(term.exponent))
             for term, factors in zip(terms, choices, strict=True)
@@ -119,7 +119,7 @@ class ScaleProgram:
         return [Scale(term.exponent) * t for t in self.scales[number].terms]
 
     def _choices(self, term: Scale) -> list[list[Scale]]:
-        """Return for each factor the monomials of which it is the maximum, raised to its power."""
+        """Return for each factor the monomials that it is the maximum of, raised to its power."""
         choices = []
         for number, power in term.factors:
             scale = self.scales[number]
@@ -129,7 +129,7 @@ class ScaleProgram:
         return choices
 
     def define(self, computed: Computed) -> int:
-        """Return the number of a computed scale."""
+        """Return the number of a computed scale. Equal scales have one number."""
         if computed in self._numbers:
             return self._numbers[computed]
         self._numbers[computed] = len(self.scales)
@@ -160,7 +160,7 @@ class ScaleProgram:
 
 
 def _largest(monomials: Sequence[Scale]) -> tuple[Scale, ...]:
-    """Drop monomials that are smaller than another by a static factor."""
+    """Drop monomials that are smaller than another monomial by a static factor."""
     largest: dict[tuple, float] = {}
     for m in monomials:
         largest[m.factors] = max(m.exponent, largest.get(m.factors, -math.inf))

@@ -1,7 +1,7 @@
 """The evaluation of a scale program: in rounds of a few operations on vectors of exponents.
 
-A round is placed before the first equation that needs one of its scales. It computes every scale
-whose sources are known there.
+A round is placed before the first equation that needs one of its scales. It computes every
+requested scale whose sources are known there.
 
 Example: a round with sources `a = 2**3`, `b = 2**-1` and the request `max(a, b) / b` starts from
 the exponents `[0, 3, -1]` (the first is always 0). Its one level appends `max(3, -1) = 3`. The
@@ -31,8 +31,8 @@ from jax_scalify.base.pow2 import MAX_EXPONENT, exponent, exponent_layout
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
 
-# The exponent that stands for the scale 0. Exponents below the limit are 0 too: a root of 0, or 0
-# times other scales.
+# The exponent of the scale 0. Exponents below `_ZERO_LIMIT` stand for 0 too: they belong to a root
+# of 0, or to 0 times other scales.
 _ZERO = -float(2**22)
 _ZERO_LIMIT = -float(2**18)
 # A held scale is computed as a maximum: its first term is raised by this exponent, so that it wins
@@ -57,8 +57,8 @@ def resolve(program: ScaleProgram, closed: Any) -> Any:
 def _pinned_together(equations: Sequence[Any]) -> list[Any]:
     """Pin all constants in one barrier.
 
-    XLA merges barriers of equal constants. If one kernel shares constants with others and another
-    kernel does not, they take their operands in different orders, and XLA compiles both.
+    XLA merges barriers of equal constants. If one of two equal kernels shares constants with other
+    kernels, the two take their operands in different orders, and XLA compiles both.
     """
     pins = [e for e in equations if e.primitive is pin_p]
     pins = [e for e in pins if not any(map(is_var, e.invars))]
@@ -72,7 +72,7 @@ def _pinned_together(equations: Sequence[Any]) -> list[Any]:
 
 
 class _Rounds:
-    """The rounds of a program. Each round appends to the exponents of the last round."""
+    """The rounds of a program. Each round appends to the exponents of the rounds before it."""
 
     def __init__(self, program: ScaleProgram, jaxpr: Any, sources: Sequence[Any]):
         self._program = program
@@ -184,8 +184,8 @@ class _Round:
         values: the requested monomials.
         dtype: the dtype of sources and requests.
         is_first: whether there are no exponents yet.
-        size: the number of exponents after the round, which it returns as its last result; None if
-            it adds no exponents.
+        size: the number of exponents after the round, whose last result is the vector of all
+            exponents. None if the round adds no exponents, and does not return them.
     """
 
     levels: Sequence[_Level]
@@ -220,7 +220,7 @@ class _Style:
 
     Attributes:
         levels: the exponents are stored after this many levels. A kernel recomputes the levels
-            since then for each of its elements.
+            since the last store for each of its elements.
         sums: how exponents are added and compared. "rows" reduces along an axis, "columns" adds
             one column after the other, and "matrix" multiplies by a matrix, without a gather.
     """
@@ -244,8 +244,8 @@ def _lowered(style: _Style) -> Any:
     return mlir.lower_fun(lambda *arrays, computed: computed(style, *arrays), multiple_results=True)
 
 
-# XLA fuses no reduction into another kernel on GPUs, where each kernel is a launch. It compiles a
-# gather to many kernels on TPUs. On CPUs, compile time dominates.
+# On GPUs each kernel is a launch, and XLA fuses no reduction into another kernel. On TPUs it
+# compiles a gather to many kernels. On CPUs compile time dominates.
 ON_CPU = _Style(levels=1, sums="rows")
 ON_GPU = _Style(levels=2, sums="columns")
 ON_TPU = _Style(levels=1, sums="matrix")
@@ -322,7 +322,7 @@ class _Level:
             size = found.size // self._width
             parts = [lax.slice_in_dim(found, i, i + size) for i in range(0, found.size, size)]
             found = functools.reduce(lax.max, parts)
-        is_root = self._degree > 1
+        is_root = self._degree > 1  # roots get infinite bounds: they are not clamped
         low, high = (np.where(is_root, b * np.inf, b) for b in (self._low, self._high))
         within = found if is_root.all() else lax.clamp(low, found, high)
         within = lax.select(found < np.float32(_ZERO_LIMIT), found, within)
@@ -337,7 +337,7 @@ class _Level:
 
 
 def _ranked(scale: Computed) -> tuple[Scale, ...]:
-    """Return the monomials whose maximum is computed."""
+    """Return the monomials whose maximum is computed: see `_HELD`."""
     if not scale.is_held:
         return scale.terms
     first, second = scale.terms
@@ -345,7 +345,7 @@ def _ranked(scale: Computed) -> tuple[Scale, ...]:
 
 
 def _times(exponents: Any, power: np.ndarray) -> Any:
-    """Return `exponents * power`. A 0 to a negative power counts as 1."""
+    """Return `exponents * power`. A scale of 0 to a negative power counts as 1."""
     if (power < 0).any():
         limit = np.where(power < 0, _ZERO_LIMIT, -np.inf).astype(np.float32)
         exponents = lax.select(exponents < limit, jnp.zeros_like(exponents), exponents)

@@ -51,8 +51,8 @@ class ScaleTable:
 
         Args:
             dtype: the dtype of scales.
-            program: computes scalar scales together when the trace is over. Scales with axes, and
-                all scales if it is None, are computed one by one.
+            program: computes scalar scales together when the trace is over. Scales with axes are
+                computed one by one, and so are all scales without a program.
             splits_scalars: whether a traced scalar is split into data and scale. Otherwise it has
                 the scale 1.
             narrow: whether the trace has values of float16 or FP8.
@@ -93,7 +93,7 @@ class ScaleTable:
         return Scale.of_factor(atom)
 
     def _together(self, *scales: Scale) -> tuple[ScaleProgram, list[Scale]] | None:
-        """Return the program, and the scales in its numbers; None if it does not have them all."""
+        """Return the program and the scales in its numbers; None if an atom has no number."""
         atoms = {atom for scale in scales for atom, _ in scale.factors}
         if self._program is None or any(atom.number is None for atom in atoms):
             return None
@@ -118,7 +118,7 @@ class ScaleTable:
         return self.memoised(("request", scale), lambda: pin(self.product(scale)))
 
     def settled(self, scale: Scale) -> tuple[Scale, Scale]:
-        """Return one atom for a monomial, and the rest that its array cannot hold."""
+        """Return one atom for a monomial, and the factor that is beyond the range of its array."""
 
         def make() -> tuple[Scale, Scale]:
             together = self._together(scale)
@@ -145,7 +145,8 @@ class ScaleTable:
                 number = program.define(Computed((monomial,), limit=limit))
                 within = self._computed(number, **known)
                 return within, scale / within
-            # In floating point, overflow is clamped, and underflow gives 0.
+            # In floating point, overflow is clamped. Underflow looks like a scale of 0, and is
+            # clamped only if the scale is known not to be 0.
             array = self.product(scale)
             low, high = (np.array(math.ldexp(1.0, e), self.dtype) for e in (-limit, limit))
             inside = lax.clamp(low, array, high)
@@ -159,7 +160,7 @@ class ScaleTable:
         return self.memoised(("bounded", scale, limit), make)
 
     def output(self, scale: Scale) -> jax.Array:
-        """Return the array of a scale that leaves the trace. It must be within range."""
+        """Return the array of a scale that leaves the trace. The scale must be within range."""
         return jnp.array(scale.value, self.dtype) if scale.is_static else jnp.asarray(scale.array)
 
     def product(self, scale: Scale) -> jax.Array:
@@ -183,7 +184,7 @@ class ScaleTable:
         return self.memoised(("product", scale), make)
 
     def _chain(self, terms: tuple[tuple[Atom, int], ...]) -> jax.Array:
-        """Return the product of atoms and reciprocals. Products with a common start share it."""
+        """Return the product of atoms and reciprocals. Products with a common prefix share it."""
         *first, (atom, power) = terms
         factor = atom.array if power > 0 else self._reciprocal(atom)
         if not first:
@@ -195,7 +196,7 @@ class ScaleTable:
     def _reciprocal(self, atom: Atom, guarded: bool = True) -> jax.Array:
         """Return `1 / atom`, computed on the bits: XLA gives a float division its own kernel.
 
-        `guarded`, the reciprocal of 0 is 1. Otherwise it is the largest power of two.
+        If `guarded`, the reciprocal of 0 is 1. Otherwise it is the largest power of two.
         """
 
         def make() -> jax.Array:
@@ -211,13 +212,14 @@ class ScaleTable:
         return self.memoised(("reciprocal", atom, guarded), make)
 
     def alignment(self, ratio: Scale) -> Scale:
-        """Return the ratio of a scale to a maximum of which it is a member."""
+        """Return the ratio of a scale to a maximum that it is a member of."""
         below = [a for a, power in ratio.factors if power == -1 and a.members]
         if not below or self._together(ratio):
             return ratio
         joined = below[-1]
 
         def make() -> Scale:
+            # If the maximum is 0, `top` is 0 too, so the reciprocal of 0 needs no guard.
             top = (ratio * Scale.of_factor(joined)).array
             inverse = self._reciprocal(joined, guarded=False)
             return self.atom(_broadcast(lax.mul)(top.astype(self.dtype), inverse))
@@ -233,7 +235,7 @@ class ScaleTable:
             if _members([term]) == members:
                 return term * common
 
-        # Maxima that differ by a static factor share one atom, that of the first of them.
+        # Maxima that differ by a static factor share the atom of the maximum that was made first.
         low = min(exponent for _, exponent in members)
         key = frozenset((factors, exponent - low) for factors, exponent in members)
         known: dict[str, Any] = dict(
@@ -277,7 +279,7 @@ class ScaleTable:
         return self.memoised(("held", first, second, limit), make)
 
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
-        """Return root and rest of a monomial without a symbolic root. The root of 0 is 0."""
+        """Return the root and the rest of a monomial that has no exact root. The root of 0 is 0."""
         extent = math.ceil(scale.span / degree)
 
         def make() -> tuple[Scale, Scale]:
@@ -310,10 +312,10 @@ class ScaleTable:
     def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
         """Split a traced array into data in [1, 2) and a scale, element by element: 12 = 1.5 * 8.
 
-        Values in [1/2, 1) get the scale 1: a decay of 0.9 as `1.8 * 2**-1`, applied repeatedly,
-        would double the data and halve the scale each time. Non-finite values get the scale 1 too.
-        They may come from the untaken side of a `where`, and their scale must not underflow the
-        other side.
+        Values in [1/2, 1) get the scale 1. If a decay of 0.9 were `1.8 * 2**-1`, its repeated use
+        would double the data and halve the scale each time. Non-finite values get the scale 1 too,
+        because they may come from the untaken side of a `where`, and their scale must not make the
+        other side underflow.
         """
         if not self.splits_scalars:
             return value, ONE
@@ -350,7 +352,7 @@ def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
 
 
 def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
-    """Return the monomials of a maximum, with those of nested maxima, without dominated ones."""
+    """Flatten nested maxima into monomials. Keep the largest of those with the same factors."""
     largest: dict[tuple, float] = {}
     for term in terms:
         atom = term.factors[0][0] if len(term.factors) == 1 and term.factors[0][1] == 1 else None
