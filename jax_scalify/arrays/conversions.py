@@ -162,7 +162,7 @@ def _convert(leaf: Any, path: tuple, options: Options) -> Any:
 def _in_blocks(
     leaf: Any, block: tuple[Any, int | None], path: tuple, options: Options, found: Any
 ) -> BlockScaledArray:
-    """Quantise a leaf. A `ScaledArray` keeps its scale. MX formats need no scale of the array."""
+    """Quantise a leaf. A `ScaledArray` keeps its scale. An MX array needs only block scales."""
     (format, block_axis), (scale, dtype, scale_dtype, axis) = block, found
     key = options.key_of_leaf(path) if format.rounding == "stochastic" else None
     types = dict(axis=block_axis, dtype=leaf.dtype if dtype is None else dtype, key=key)
@@ -214,12 +214,12 @@ def as_scaled_array(
         scale_dtype: dtype of the scales; by default float32.
         axis: axis or axes along which each index has its own scale. The scale has shape
             `(..., n, ...)`, with 1 for the other axes. A leaf without this axis has one scale.
-        block: a block format, `jsa.BlockFormat` or its name. Leaves of rank 2 and more become
-            `jsa.BlockScaledArray`. Or a pair of a format and the axis along which blocks lie,
-            by default the axis before the last, the inputs of a kernel `(inputs, outputs)`. With
-            `scale=None`, an MX array has the static scale 1, and an NVFP4 array the smallest power
-            of two with which all values are in range. Otherwise the leaf is first divided by
-            `scale`.
+        block: a block format (a `jsa.BlockFormat` or its name), or a pair of a format and the axis
+            along which blocks lie. The default axis is the axis before the last, the inputs of a
+            kernel `(inputs, outputs)`. Leaves of rank 2 and more become `jsa.BlockScaledArray`.
+            With `scale=None`, an MX array has the static scale 1, and an NVFP4 array has the
+            smallest power of two with which all values are in range. Otherwise the leaf is first
+            divided by `scale`.
         key: `jax.random` key, for a block format whose rounding is stochastic.
         static: whether scales are static, Python floats that the compiler knows. Use it for
             weights: the passes through the model then need no arithmetic for scales, and a step
@@ -227,13 +227,13 @@ def as_scaled_array(
             at the same scales. Data has room to grow, as in `freeze_scales`. A leaf of zeros gets
             2**-6, or 1 with `scale=None`. Scales along axes stay dynamic.
 
-    Each of `scale`, `dtype`, `axis` and `block` may be a rule: a function of a `jax.tree_util` key
-    path and the floating leaf there that returns the argument for this leaf. If `dtype` or `scale`
-    returns `None`, the leaf is unchanged, without a scale. If `axis` returns `None`, the leaf has
-    one scale, and if `block` returns `None`, it has no blocks.
+    Each of `scale`, `dtype`, `axis` and `block` may be a rule: a function that takes a
+    `jax.tree_util` key path and the floating leaf there, and returns the argument for this leaf. If
+    `dtype` or `scale` returns `None`, the leaf is unchanged, without a scale. If `axis` returns
+    `None`, the leaf has one scale. If `block` returns `None`, the leaf has no blocks.
 
     Returns:
-        The tree with `ScaledArray` leaves, with dynamic scales unless `static`, or
+        The tree with `ScaledArray` leaves, whose scales are dynamic unless `static`, or with
         `BlockScaledArray` leaves.
 
     Raises:
@@ -287,7 +287,7 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
         tree: any pytree. Plain leaves are unchanged, except that floating-point leaves are cast if
             `dtype` is given.
         dtype: dtype of the values; by default the data's. Use `jnp.float32` for evaluation:
-            `data * scale` may be outside of the range of float16. Complex leaves keep their dtype
+            `data * scale` may be outside the range of float16. Complex leaves keep their dtype
             unless `dtype` is complex.
 
     Raises:

@@ -19,15 +19,16 @@ from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.stochastic_rounding import keep_nonzero
 from jax_scalify.blocks.array import is_array_of_ours
 
-# The octaves of room above the largest element of a frozen leaf, by the bits of its dtype. After a
-# thousand steps, a second moment is a hundred times as large as after ten.
+# The octaves of room above the largest element of a frozen leaf, for dtypes of 8 and 16 bits. A
+# second moment is a hundred times as large after a thousand steps as after ten.
 _ROOM = {8: 3, 16: 10}
 
 
 def octaves_too_high(log2_max: float, dtype: Any) -> float:
     """Return how many octaves of room are missing above the largest element of a leaf.
 
-    Negative if there is more room than needed; -inf for dtypes with the range of float32.
+    The number is negative if there is more room than needed. It is -inf for dtypes with the range
+    of float32, and if `log2_max` is not finite.
     """
     if not dtypes.is_narrow(dtype) or not math.isfinite(log2_max):
         return -math.inf
@@ -39,9 +40,9 @@ def freeze_scales(tree: Any) -> Any:
     """Make each scalar scale of concrete state static: a Python float in the tree's structure.
 
     A step that is traced with static scales has no arithmetic for these scales. Scales with axes
-    stay dynamic. A step returns a leaf of the state at its static scale if it is unchanged, or
-    stored by `jsa.optim` or `match_scales`, or is a float32 or bfloat16 sum of the old leaf and an
-    update.
+    stay dynamic. A step returns a leaf of the state at its static scale if the leaf is unchanged,
+    is stored by `jsa.optim` or `match_scales`, or is a float32 or bfloat16 sum of the old leaf and
+    an update.
 
     The data keeps room to grow: 10 octaves below the largest float16, or 3 octaves below the
     largest FP8 number. If a leaf has less room, powers of two move from its data into its scale, so
@@ -64,7 +65,7 @@ def freeze_scales(tree: Any) -> Any:
 
 
 def with_static_scale(leaf: Any, path: tuple, of_zero: float = 0.0) -> Any:
-    """Return a leaf with a static scale, if it has a scalar scale. `of_zero` replaces a scale 0."""
+    """Make the scale of a leaf static, if it is scalar. `of_zero` replaces a scale of 0."""
     if not is_array_of_ours(leaf) or leaf.is_static or np.ndim(leaf.scale):
         return leaf
     if _compat.is_traced(leaf.scale):
@@ -106,7 +107,7 @@ def largest_finite(data: jax.Array) -> float:
 def times_power(data: jax.Array, exponent: int) -> jax.Array:
     """Return `data * 2**exponent`.
 
-    In dtypes of short range, nonzero elements do not become 0: optimizers divide by moments.
+    In narrow dtypes, nonzero elements do not become 0, because optimizers divide by moments.
     """
     powers = []
     while exponent:  # float32 does not hold the ratio of the largest to the smallest scale

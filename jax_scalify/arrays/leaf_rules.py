@@ -23,7 +23,7 @@ class Options:
     """The options of `as_scaled_array`.
 
     Attributes:
-        scale, dtype, axis: its arguments, checked unless they are rules.
+        scale, dtype, axis: the arguments with these names, checked unless they are rules.
         scale_dtype: the dtype of scales.
         block: a block format and the axis along which blocks lie, or a rule, or None.
         key: the key for stochastic rounding.
@@ -99,6 +99,7 @@ class Options:
             raise ValueError(
                 "`key` must be a key of `jax.random` for a block format with stochastic rounding."
             )
+        # Not `hash`, which differs from process to process.
         return jax.random.fold_in(self.key, zlib.crc32(tree_util.keystr(path).encode()))
 
     def check_matches(self, paths: list[str]) -> None:
@@ -126,7 +127,7 @@ def _known_statistic(scale: Any) -> Any:
 
 
 def _known_block(block: Any) -> tuple[BlockFormat, int | None] | None:
-    """Return a block format, and the axis along which blocks lie, or None for the default."""
+    """Return a block format and the axis along which blocks lie (None for the default axis)."""
     if block is None:
         return None
     format, axis = block if isinstance(block, (tuple, list)) and len(block) == 2 else (block, None)

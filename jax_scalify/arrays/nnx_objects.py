@@ -19,7 +19,7 @@ from jax_scalify.blocks.array import is_array_of_ours
 def _stops(nnx: Any) -> Callable[[Any], bool]:
     """Return the `is_leaf` that stops at NNX objects, states and `ScaledArray` arrays.
 
-    A `ScaledArray` must be a leaf, because inside of a function an array stands for it.
+    A `ScaledArray` must be a leaf, because inside the function an array stands for it.
     """
     return lambda x: is_scaled(x) or isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
 
@@ -48,7 +48,7 @@ def _find(tree: Any) -> tuple[Any, Any, list[Any], list[int]]:
     """Find the NNX objects of a tree.
 
     Return the module `flax.nnx`, the structure of the tree around objects, its leaves, and the
-    positions of objects among them. If NNX is not imported, there are no objects.
+    positions of objects among them. If NNX is not imported, no object can exist.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -60,7 +60,7 @@ def _find(tree: Any) -> tuple[Any, Any, list[Any], list[int]]:
 def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function of pytrees to a tree that may hold NNX objects. Return new objects.
 
-    A shared variable stays shared. Flattened as pytrees, it would become two variables.
+    A shared variable stays shared. If the objects were flattened as pytrees, it would become two.
     """
     nnx, outer, leaves, where = _find(tree)
     if not where:
@@ -80,7 +80,7 @@ def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
 def shares_scaled(tree: Any) -> bool:
     """Return whether NNX objects in a tree share a `ScaledArray`.
 
-    Shared streams of random numbers do not count: dropout layers share them.
+    Shared streams of random numbers, as of dropout layers, do not count.
     """
     nnx, _, leaves, where = _find(tree)
     if not where:
@@ -115,8 +115,8 @@ def pure_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> PureCall:
     """Return a pure call for a function that may write into NNX objects.
 
     NNX modules, optimizers and streams of random numbers hold variables, which may be shared and
-    written to. As `nnx.jit` does, the pure function takes their states and returns what was
-    written.
+    written to. As `nnx.jit` does, the pure function takes their states and returns the variables
+    that were written.
 
     Returns:
         The pure call. If no argument holds an object, it calls `fun` unchanged.
@@ -130,7 +130,7 @@ def pure_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> PureCall:
         return PureCall(fun, args, kwargs)
     objects = tuple(leaves[i] for i in where)
     structure, state = nnx.split(objects)
-    for number, i in enumerate(where):  # the state of a shared variable is the first object's
+    for number, i in enumerate(where):  # a shared variable is in the first object's state
         leaves[i] = state.get(number, {})
 
     def pure(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -23,8 +23,8 @@ from jax_scalify.base.stochastic_rounding import cast
 class ScaledArray:
     """A tensor `data * scale`, with `scale` a power of two.
 
-    Arithmetic and `jax.numpy` raise, because they belong under `scalify`; of a single number, as a
-    loss is, they return plain arrays. Comparisons (`==`, `<`, ...) compare values, element by
+    Arithmetic and `jax.numpy` raise, because they belong under `scalify`. For a single number, such
+    as a loss, they return plain arrays. Comparisons (`==`, `<`, ...) compare values, element by
     element, in at least float32. A Python number is first rounded to the precision of `dtype`, as
     in JAX. A hash identifies the object, not its values.
 
@@ -137,7 +137,7 @@ class ScaledArray:
         return f"ScaledArray(data={self.data!r}, scale={self.scale!r}{problem})"
 
     def __getattr__(self, name: str) -> Any:
-        # With `__jax_array__`, JAX takes the array as a value. Without, it leaves operators to it.
+        # JAX converts an operand with `__jax_array__`. Without it, the operator of our class runs.
         if name == "__jax_array__" and _is_number(self):
             return lambda: _comparable(self, None)
         raise AttributeError(f"A ScaledArray has no `{name}`. {_ADVICE}")
@@ -197,7 +197,7 @@ def _has_values(x: Any) -> bool:
 
 
 def _comparable(x: Any, dtype: Any) -> Any:
-    """Return the value in at least float32, or a Python number rounded to the bits of `dtype`."""
+    """Return the value in at least float32, or a Python number in the precision of `dtype`."""
     if is_scaled(x):
         _check_form(x)
         return x.to_array(dtypes.compute_dtype(x.dtype))
@@ -260,8 +260,8 @@ def check_scaled(
     """Raise if a `ScaledArray` of a tree is invalid. The message names the leaf.
 
     The data must be a floating array, and the scale must have a shape that fits. "usable" scales
-    are not packed for storage and, if concrete, powers of two, or 0 if the data is zero. "powers"
-    may be packed, and 0 with any data, for `data * scale`. Values of "any" scales are not checked.
+    are not packed for storage and, if concrete, powers of two, or 0 if the data is zero. "powers",
+    for `data * scale`, may be packed, and may be 0 with any data. "any" checks no values of scales.
     """
     for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
         if is_scaled(leaf):
@@ -320,7 +320,7 @@ def _is_lost(data: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _is_known(x: Any) -> bool:
-    """Return whether it is an array or number, not traced nor on devices of other processes."""
+    """Return whether `x` is a readable number or array: not traced, nor on other processes."""
     is_array = isinstance(x, (int, float, np.generic, np.ndarray, jax.Array))
     return is_array and not _compat.is_traced(x) and getattr(x, "is_fully_addressable", True)
 
@@ -345,7 +345,7 @@ def align_scale(scale: Any, ndim: int) -> jax.Array:
 
 
 def check_scale(scale: Any, data: Any, name: str = "scale") -> None:
-    """Raise if a scale cannot belong to the data. Of a traced scale only the shape is checked."""
+    """Raise if a scale cannot belong to the data. The values of a traced scale are not checked."""
     _check_real(scale, name)
     shape, data_shape = np.shape(scale), np.shape(data)
     _check_shape(shape, data_shape, name)
@@ -393,7 +393,7 @@ def check_scale_dtype(scale_dtype: Any) -> Any:
 def rescale_data(data: jax.Array, ratio: jax.Array, dtype: Any = None) -> jax.Array:
     """Return `data * ratio`, multiplied in at least float32 and cast once.
 
-    Outside of `jit` it is one compiled program.
+    Outside `jit`, this is one compiled program.
     """
     compute = dtypes.compute_dtype(data.dtype)
     values = dtypes.times(data.astype(compute), ratio.astype(dtypes.real_dtype(compute)))

@@ -39,9 +39,9 @@ def apply_updates(
             step, so is the rounding. With the same batch in every step and updates smaller than the
             spacing of the dtype, training stalls. Give `jax.random.fold_in(key, step)` in this
             case.
-        policy: how the scales of parameters are chosen, except static scales. "statistic": RMS 1,
-            or less if an element would leave the range. "gradient": the larger scale of parameter
-            and update, without statistics, inside `scalify`. This scale never decreases: if an
+        policy: how dynamic scales of parameters are chosen. "statistic": the RMS of the data is 1,
+            or less if an element would leave the range. "gradient": inside `scalify`, the larger
+            scale of parameter and update, without statistics. This scale never decreases. If an
             optimizer divides by almost 0, its updates have a huge scale, and the parameters
             underflow.
         rounding: "stochastic", so that updates smaller than the spacing of the parameters' dtype
@@ -107,7 +107,7 @@ def rounded(params: Any, updates: Any, policy: str, factor: jax.Array) -> Any:
 
 
 def _is_narrow(param: Any, update: Any) -> bool:
-    """Return whether a parameter is updated, and of a floating dtype of less than 32 bits."""
+    """Return whether a parameter is updated, and has a floating dtype of less than 32 bits."""
     kind = param.dtype if is_scaled(param) else dtypes.leaf_dtype(param)
     is_float = kind is not None and dtypes.is_scalable(kind)
     return update is not None and is_float and dtypes.compute_dtype(kind) != kind
@@ -122,7 +122,7 @@ def _applied(
 ) -> list[Any]:
     """Return new parameters, given pairs of a parameter and its update."""
     new: list[Any] = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
-    follows = policy == "gradient"  # scales are those of the sums
+    follows = policy == "gradient"  # the sums keep the scales that `scalify` gives them
     updated = [i for i, (_, update) in enumerate(pairs) if update is not None and not follows]
     for i, x in zip(updated, read_together([new[i] for i in updated]), strict=True):
         new[i] = x

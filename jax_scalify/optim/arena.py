@@ -18,7 +18,7 @@ from jax_scalify.base.pins import slices
 
 # Leaves with at most this many elements lie in an arena.
 SMALL = 2**16
-# The elements of a row, where leaves of several shapes share an arena.
+# The number of elements of a row in which leaves of several shapes share an arena.
 _LANES = 128
 
 Shape = tuple[int, ...]
@@ -27,8 +27,8 @@ Shape = tuple[int, ...]
 def row_of(shape: Shape) -> Shape:
     """Return the shape of the rows in which a leaf lies in an arena.
 
-    Where devices share a leaf, its rows have its own shape: XLA would have to gather the leaf to
-    cut it into other rows.
+    If devices may share a leaf, its row has the leaf's own shape. To cut the leaf into other rows,
+    XLA would have to gather it.
     """
     size = math.prod(shape)
     fits = size > 0 and size % _LANES == 0
@@ -46,11 +46,11 @@ def rank(shape: Shape) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Arena:
-    """How leaves lie in an array of shape `(rows, *row)`: each in its rows, one after the other.
+    """The places of leaves in an array of shape `(rows, *row)`: one leaf after the other.
 
     Attributes:
         shapes: the shapes of the leaves, sorted by `rank`.
-        row: the shape of a row, of which each leaf fills a whole number.
+        row: the shape of a row. Each leaf fills a whole number of rows.
     """
 
     shapes: tuple[Shape, ...]
@@ -87,7 +87,7 @@ class Arena:
         return [lax.reshape(x, shape) for x, shape in zip(parts, self.shapes, strict=True)]
 
     def spread(self, numbers: Any) -> Any:
-        """Return one number a leaf, `(leaves,)`, as one a row, in a shape that broadcasts."""
+        """Repeat one number per leaf, `(leaves,)`, for its rows, in a shape that broadcasts."""
         shape = (sum(self.counts), *(1,) * len(self.row))
         if isinstance(numbers, np.ndarray):
             return np.repeat(numbers, self.counts).reshape(shape)
@@ -99,12 +99,12 @@ class Arena:
     def reduced(
         self, rows: jax.Array, reduce: Callable[[jax.Array], jax.Array], neutral: Any
     ) -> jax.Array:
-        """Reduce one number a row, `(rows,)`, to one a leaf.
+        """Reduce one number per row, `(rows,)`, to one number per leaf.
 
         Args:
             rows: the numbers.
             reduce: reduces the last axis of an array of two axes.
-            neutral: the number that does not change the result, as 0 in a sum.
+            neutral: the number that does not change the result, such as 0 in a sum.
         """
         most = max(self.counts)
         if set(self.counts) == {most}:
@@ -115,8 +115,9 @@ class Arena:
         return reduce(jnp.where(place < counts, found, np.array(neutral, rows.dtype)))
 
     def taken(self, array: jax.Array, which: Sequence[int], *, is_full: bool) -> jax.Array:
-        """Return the rows, or the numbers if not `is_full`, of some leaves, by position."""
+        """Return the rows of the leaves at these positions; if not `is_full`, their numbers."""
         starts, counts = (self.starts, self.counts) if is_full else (range(len(self.shapes)), None)
+        # Leaves that lie side by side are taken as one slice.
         runs: list[list[int]] = []
         for i in which:
             start, count = starts[i], 1 if counts is None else counts[i]

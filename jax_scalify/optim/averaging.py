@@ -39,32 +39,33 @@ class EmaState(NamedTuple):
 def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Any:
     """Average parameters or updates exponentially: `optax.ema` with its state in few bits.
 
-    The steps of a slow average are smaller than the spacing of float16 numbers. Rounded to nearest,
-    they are lost and the average does not move. Here they are computed in float32 and rounded
+    The steps of a slow average are smaller than the spacing of float16 numbers. With rounding to
+    nearest, they are lost and the average does not move. `ema` computes them in float32 and rounds
     stochastically, so that they count on average, at any decay. With `debias`, the state is the
     unbiased average `ema / (1 - decay**count)`, updated by
 
         ema += (1 - decay) / (1 - decay**count) * (x - ema)
 
-    It has the size of the averaged values from the first step on, so that static scales
-    (`freeze_scales`) always fit. It works in a plain step and inside `scalify`.
+    This state has the size of the averaged values from the first step on, so that static scales
+    (`freeze_scales`) always fit. `ema` works in a plain step and inside `scalify`.
 
-    Stochastic rounding adds noise of mean 0. If `x` stays at a distance `d` from the average, its
-    standard deviation is at most `sqrt(d * spacing / 2)`. The spacing of float16 numbers is
-    `2**-10` of their size. A float32 state has no such noise, and takes two bytes more.
+    Stochastic rounding adds noise of mean 0. If `x` stays at a distance `d` from the average, the
+    standard deviation of the noise is at most `sqrt(d * spacing / 2)`. The spacing of float16
+    numbers is `2**-10` of their size. A float32 state has no such noise, and takes two bytes more
+    per element.
 
     Args:
         decay: weight of the old average, from 0 to less than 1.
         dtype: dtype of the state: float32, bfloat16, float16 or FP8.
-        debias: whether to average the values seen only. Otherwise the average starts from zero.
+        debias: whether to average only the values seen. Otherwise the average starts from zero.
 
     Returns:
         `init(params)`, which makes an `EmaState`, and `update(params, state)`, which returns the
-        average in the dtypes of `params`, and the new state. Leaves that are not floating point
-        have their newest value.
+        average in the dtypes of `params`, and the new state. A leaf that is not floating point has
+        its newest value.
 
     Raises:
-        TypeError: if `dtype` is not one of these. When called, if a leaf is complex.
+        TypeError: if `dtype` is not one of these dtypes. When called, if a leaf is complex.
         ValueError: if `decay` is out of range. When called, if the state has another structure.
 
     Example:
@@ -87,7 +88,7 @@ def ema(decay: float, dtype: Any = jnp.float16, *, debias: bool = True) -> Any:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaState]:
         del params
-        count = jnp.minimum(state.count, np.int32(2**31 - 2)) + 1
+        count = jnp.minimum(state.count, np.int32(2**31 - 2)) + 1  # int32 does not overflow
         weight = _weight(decay, count) if debias else stop_scaling(jnp.float32(1 - decay))
         olds, tree = jax.tree.flatten(state.ema, is_leaf=is_scaled)
         bits = [_counted_bits(x, count, i) for i, x in enumerate(olds)]
@@ -112,9 +113,9 @@ def incremental_update(
     average                                  `step_size`
     =======================================  ==============================================
     exponential, with a decay                `1 - decay`
-    target networks                          theirs, as 0.005
+    target networks                          their own, such as 0.005
     Polyak-Ruppert, SWA: of all snapshots    `1 / (n + 1)`, for the snapshot of number `n`
-    slow weights of Lookahead                theirs, as 0.5, every few steps
+    slow weights of Lookahead                their own, such as 0.5, every few steps
     =======================================  ==============================================
 
     Args:
@@ -126,7 +127,7 @@ def incremental_update(
             lost. Give `jax.random.fold_in(key, step)` in this case.
 
     Returns:
-        A tree like `old_tensors`. Static scales are kept, others are chosen by statistic.
+        A tree like `old_tensors`. Static scales are kept. Dynamic scales are chosen by statistic.
 
     Raises:
         TypeError: if a leaf is complex. The message names it.
@@ -183,6 +184,7 @@ def _zeros(leaf: Any, dtype: Any) -> Any:
 def _weight(decay: float, count: jax.Array) -> jax.Array:
     """Return the weight of the newest of `count` values: 1 at first, `1 - decay` in the end."""
     steps = stop_scaling(count.astype(jnp.float32))
+    # `decay**count - 1`, without the cancellation of a decay close to 1.
     kept = jnp.expm1(steps * math.log(decay)) if decay else jnp.float32(-1)
     return stop_scaling(jnp.where(count <= 1, 1.0, (decay - 1) / kept))
 
@@ -197,8 +199,8 @@ def _moved(
 ) -> list[Any]:
     """Return each leaf moved from its old towards its new value, in float32.
 
-    Leaves that are not floating point have their new value. Inside `scalify` the numbers are plain,
-    and their scales are chosen by statistic.
+    A leaf that is not floating point has its new value. Inside `scalify`, results are plain values,
+    and `_stored` chooses their scales by statistic.
     """
     _check_real(new, names[0])
     olds, tree = old
@@ -220,7 +222,7 @@ def _moved(
 def _stored(
     totals: list[Any], likes: list[Any], bits: list[Any] | None = None, salts: Any = None
 ) -> list[Any]:
-    """Store leaves like `likes`, rounded with bits, with bits made from salts, or to nearest."""
+    """Store leaves like `likes`: rounded with the bits, with bits from the salts, or to nearest."""
     averaged = [i for i, y in enumerate(likes) if totals[i] is not None and _is_averaged(y)]
     likes = list(likes)
     for i in averaged:

@@ -65,5 +65,5 @@ _DEGREES = Interpretation(
 
 
 def degrees_of_results(jaxpr: Any, degrees: Sequence[Degree]) -> list[Degree]:
-    """Return the degree of each result of a jaxpr, given those of its operands."""
+    """Return the degree of each result of a jaxpr, given the degrees of its operands."""
     return _DEGREES.results(jaxpr, degrees)

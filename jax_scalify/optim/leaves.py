@@ -1,7 +1,7 @@
 """Leaves of a state in few bits, with the scales of all leaves chosen together.
 
 Small leaves lie in arenas, so that XLA makes one kernel for an arena instead of one for each leaf.
-The rest is a few operations on vectors of scales.
+A few operations on vectors choose the scales of all leaves.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Kind:
 
     Attributes:
         wide: whether its elements spread over a wide range, as squares do.
-        degree: the scale is a power of the gradient's scale with this degree, and the gradient is
-            the salt. None if the scale is chosen by statistic.
+        degree: the scale is a constant times the gradient's scale to this power, and the salt is
+            the gradient. None if the scale is chosen by statistic.
         fades: whether it is a first moment. Without a step count, it is rounded towards 0 where its
             gradient is 0.
         is_root: whether it is a square root. Rounding then keeps the mean of its square.
@@ -57,12 +57,13 @@ class Kind:
 
 
 class Leaf(NamedTuple):
-    """A leaf to store, and how it is stored so far; or an arena of leaves.
+    """A leaf to store, and the stored leaf that it replaces; or an arena of leaves.
 
     Attributes:
         x: float32 array.
-        like: array of its shape. The result has its dtype and shape of scale. For an arena, a list.
-        salt: array of its shape, from which random bits are made together with `x`.
+        like: the stored leaf, which gives the result its dtype and the shape of its scale. For an
+            arena, a list of stored leaves.
+        salt: array of the shape of `x`. Random bits are made from both.
         bits: random bits. With neither salt nor bits, rounding is to nearest even.
     """
 
@@ -125,7 +126,7 @@ def stored(leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | Non
 
 
 def _alike(leaves: Sequence[Leaf], kinds: Sequence[Kind]) -> list[list[int]]:
-    """Return the positions of leaves that are stored in one arena, for each arena."""
+    """Group the positions of leaves: each group is one arena, or a single leaf."""
     groups: dict[Any, list[int]] = {}
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         parts = [part for part in (leaf.salt, leaf.bits) if part is not None]
@@ -160,7 +161,7 @@ class _Group:
         leaf: all leaves as one `Leaf`, with the first leaf's `like`.
         likes: the `like` of each leaf.
         kind: the kind of all leaves.
-        old: the old scales: one a leaf, or of a single leaf in a shape that broadcasts to it.
+        old: the old scales: one per leaf, or of a single leaf in a shape that broadcasts to it.
         arena: where the leaves lie; None for a single leaf.
     """
 
@@ -201,7 +202,7 @@ class _Group:
         return self.arena.spread(scale) if self.arena else scale
 
     def reduced(self, unit: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the largest size and the sum of squares of all that shares a scale."""
+        """Return for each scale the largest size and the sum of squares of its elements."""
         x, old, unit = self.leaf.x, self.spread(self.old), self.spread(unit)
         largest, total = reduced(x, old, unit)
         if self.arena is None:
@@ -231,7 +232,7 @@ class _Group:
         """Return each leaf at the given scales, or at its own scale."""
         scale = self._own_scale() if scale is None else scale.reshape(self.old.shape)
         (x, like, salt, bits), kind = self.leaf, self.kind
-        # A leaf of scale 0 has data 0.
+        # At the scale 0, the inverse 0 makes the data 0.
         data = x * self.spread(inverse(scale, 0.0)).astype(x.dtype)
         salt = salt.data if is_scaled(salt) else salt
         bits = bits_to_round(x, salt, bits, count, like.dtype, fades=kind.fades)
@@ -273,10 +274,10 @@ class _Group:
 
 
 def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
-    """Return the scales by statistic of leaves with scalar scales, one vector for each group.
+    """Choose scalar scales by statistic. Return one vector of scales for each group.
 
-    They are computed on two vectors, of maxima and of sums, which devices that share the leaves
-    exchange.
+    The scales are computed from two vectors, of maxima and of sums. Devices that share the leaves
+    exchange only these.
     """
     if not groups:
         return []
@@ -284,7 +285,7 @@ def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
     ends = np.cumsum(counts)
     olds = jnp.concatenate([g.old.reshape(-1) for g in groups])
     units = inverse(olds)
-    if len(olds) > 1:  # otherwise XLA:GPU makes a kernel for each
+    if len(olds) > 1:  # otherwise XLA:GPU makes a kernel for each slice
         units = lax.optimization_barrier(units)
     starts = [*(ends - counts)]
     units = slices(units, starts, counts)
@@ -305,7 +306,7 @@ def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
 def _reduced_together(
     groups: Sequence[_Group], units: Sequence[jax.Array]
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Return for each group the vectors of its leaves' largest elements and sums of squares."""
+    """Return two vectors for each group: the largest elements and the sums of squares by leaf."""
     found: list[Any] = [None] * len(groups)
     by_rows: dict[int, dict[int, tuple[jax.Array, jax.Array]]] = {}
     for i, (g, unit) in enumerate(zip(groups, units, strict=True)):

@@ -36,7 +36,7 @@ class Optimizer(NamedTuple):
 
 
 def checked_dtype(dtype: Any, name: str) -> Any:
-    """Return `dtype` as a dtype of stored leaves; raise a `TypeError` if it is not one."""
+    """Return `dtype` as a dtype of stored leaves, or raise a `TypeError`."""
     names = [jnp.dtype(d).name for d in _DTYPES]
     given = getattr(dtype, "name", getattr(dtype, "__name__", dtype))
     if given not in names:
@@ -57,10 +57,10 @@ def low_precision(
 
     An update reads gradients, state and parameters as float32, runs the optimizer's own update, and
     stores each floating leaf of the new state: it chooses a scale and casts once. Scalars and
-    leaves of no parameter (counts, hyperparameters, norms) are unchanged. Leaves that start from
-    the parameters (copies, averages) keep their dtype. It works in a plain training step, where the
-    state has `ScaledArray` leaves, and inside `scalify`, where parameters and gradients have scales
-    too.
+    leaves that belong to no parameter (counts, hyperparameters, norms) are unchanged. Leaves that
+    start from the parameters (copies, averages) keep their dtype. The optimizer works in a plain
+    training step, where the state has `ScaledArray` leaves, and inside `scalify`, where parameters
+    and gradients have scales too.
 
     The role of a leaf (a second moment, an accumulated gradient) is found in the optimizer's
     equations. So any optax optimizer works, wrapped or wrapping: `MultiSteps`, `apply_if_finite`,
@@ -74,9 +74,9 @@ def low_precision(
       second moment) has `scale = 2**j * s**d`, where `s` is the scale of its parameter's gradient.
       Other leaves use "statistic". Only inside `scalify`.
 
-    With first and second moments in E4M3 and weights in float16, AdamW takes 4 bytes a parameter.
+    With first and second moments in E4M3 and weights in float16, AdamW takes 4 bytes per parameter.
 
-    Data out of range saturates. Use "gradient" for moments that are averages of gradients only.
+    Data out of range saturates. Use "gradient" only for moments that are averages of gradients:
     Adagrad's sum of squares would stop growing at the top of the range, and Prodigy multiplies
     gradients by 1e-6 first. Rounding is stochastic, with bits made from the rounded numbers and the
     counts of steps in the state, so an update is still a function of its arguments. If the state
@@ -87,10 +87,10 @@ def low_precision(
         dtype: dtype of the stored leaves: float32, bfloat16, float16 or FP8.
         first_moment_dtype: dtype of leaves of degree 1 that may be negative; by default `dtype`.
         second_moment_dtype: dtype of leaves of degree 2; by default `dtype`. In FP8, leaves that
-            are never negative are stored as `SquareRoot` objects, at scales by statistic.
+            are never negative are stored as `SquareRoot` objects, with scales by statistic.
         policy: how scales are chosen.
         round_updates: whether updates lead exactly to numbers of the parameters' dtype, rounded as
-            in `apply_updates`. For code that adds updates itself: `TrainState.apply_gradients`,
+            in `apply_updates`. Use it if other code adds the updates: `TrainState.apply_gradients`,
             `nnx.Optimizer.update`. The random bits depend on the counts of steps in the state.
 
     Returns:
@@ -105,7 +105,7 @@ def low_precision(
     Quantization", 2021.
 
     Raises:
-        TypeError: if `optimizer` is not an optimizer, or a dtype is not one of these.
+        TypeError: if `optimizer` is not an optimizer, or if a dtype is not one of these dtypes.
         ValueError: if `policy` is unknown. When called, if "gradient" is used outside `scalify`, if
             `round_updates` gets no parameters, or if trees do not match.
 
@@ -327,7 +327,7 @@ def _first_difference(name: str, tree: Any, like_name: str, like: Any) -> str | 
 
 
 def _is_stored(x: Any, role: Role) -> bool:
-    """Return whether a leaf is stored in few bits: a real floating array of a parameter."""
+    """Return whether a leaf is stored in few bits: a real array that belongs to a parameter."""
     kind = x.aval.dtype if isinstance(x, Item) else dtypes.leaf_dtype(x)
     floating = kind is not None and jnp.issubdtype(kind, jnp.floating)
     return floating and bool(_shape(x)) and role.param is not None
@@ -380,7 +380,7 @@ def _store(
 
 
 def _as_stored(leaf: Leaf, kind: Kind) -> Leaf:
-    """Return a leaf with the value that is stored: the square root, if its kind is a root."""
+    """Return a leaf with the value to store: its square root, if its kind is a root."""
     return leaf._replace(x=jnp.sqrt(leaf.x)) if kind.is_root else leaf
 
 

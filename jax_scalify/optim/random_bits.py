@@ -13,6 +13,7 @@ from jax import lax
 from jax_scalify.base import dtypes
 from jax_scalify.base.mixing import mixed
 
+# Rounding goes away from 0 if the bits are below a threshold. These bits never are.
 _TOWARDS_ZERO = np.uint32(2**32 - 1)
 
 
@@ -20,8 +21,8 @@ _TOWARDS_ZERO = np.uint32(2**32 - 1)
 def bits_of(x: jax.Array, salt: jax.Array, count: jax.Array | None = None) -> jax.Array:
     """Make random bits from the numbers that are rounded, and from numbers that change every step.
 
-    Rounded to nearest, the small steps of a moving average are lost or too large (0.999 x in
-    float16, 0.9 x in E4M3). These bits need no key in the state, and a step is reproducible.
+    With rounding to nearest, the small steps of a moving average are lost or too large: `0.999 * x`
+    in float16, `0.9 * x` in E4M3. These bits need no key in the state, and a step is reproducible.
 
     Args:
         x: the numbers to round, in float32.

@@ -19,7 +19,7 @@ from jax_scalify.optim.square_roots import moved_for_square
 
 # `j` in `scale = 2**j * s**d`, for a leaf of degree `d` and a gradient of scale `s`. The data of
 # gradients has an RMS of 2**-9 to 2**4, and single elements are 2**4 times as large. A float16
-# second moment then overflows at an element of 2**7, and has 8 bits left at an RMS of 2**-9.
+# second moment then overflows at a gradient of 2**7, and keeps 8 bits at an RMS of 2**-9.
 GRADIENT_EXPONENTS = {1: -6, 2: -2}
 
 
@@ -60,9 +60,9 @@ def reduced(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, j
     """Return the largest size in `x`, and the sum of `(x * unit)**2`, in one reading of `x`.
 
     `unit` is the `inverse` of the `old` scale. Both results have the shape of the `old` scale, and
-    are infinite if an element is not finite. If the old scale is 0, the largest finite element is
-    returned instead, because infinity at the scale 0 would be nan. The largest of no elements is
-    -inf.
+    are infinite if an element is not finite. But if the old scale is 0, the largest size counts
+    finite elements only, because infinity at the scale 0 would be nan. Without elements, the
+    largest size is -inf.
     """
     axes = tuple(a for a in range(x.ndim) if not old.ndim or old.shape[a] == 1)
     largest, total = _reduced(x, old, unit, axes)
@@ -104,9 +104,9 @@ def _largest_and_sum(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the maximum of the sizes and the sum of the squares.
 
-    They are one reduction, so that devices that share the array exchange both at once, and a GPU
-    needs one final kernel. XLA:CPU would add up sequentially in such a reduction, where a float32
-    sum of ones stops at 2**24. There they are two reductions.
+    Both are one reduction, so that devices that share the array exchange both at once, and a GPU
+    needs one final kernel. On CPUs they are two reductions. XLA:CPU would add up sequentially in a
+    joint reduction, and a float32 sum of ones would stop at 2**24.
     """
 
     def apart(sizes: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,7 +128,7 @@ def scale_by_statistic(
 ) -> jax.Array:
     """Choose scales for `data = x / scale` from `sizes`, the largest element and the mean square.
 
-    `by_rms`, the RMS of the data is in [1, 2). Otherwise the maximum of the data is in
+    If `by_rms`, the RMS of the data is in [1, 2). Otherwise the maximum of the data is in
     `[2**top, 2 * 2**top)`, near the top of the range. The maximum is used too if an element would
     leave the range, or if values are 2**-50 or 2**64 times the old scale, so that their squares
     leave the range of float32. Zeros get the scale 0. Non-finite sizes keep the `old` scale.
@@ -145,7 +145,7 @@ def scale_by_statistic(
 
 
 def top_exponent(dtype: Any) -> int:
-    """Return the exponent to which the maximum of the data is brought, if it chooses the scale."""
+    """Return the exponent that the data's maximum gets, if the maximum chooses the scale."""
     return min(pow2.floor_exponent(jnp.finfo(dtype).max) - 1, 14)
 
 

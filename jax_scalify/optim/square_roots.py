@@ -48,7 +48,7 @@ def is_leaf(x: Any) -> bool:
 def moved_for_square(x: jax.Array, dtype: Any) -> jax.Array:
     """Move numbers so that, rounded stochastically, their squares have the mean `x**2`.
 
-    Between neighbours `low` and `high`, the upper is then chosen with the probability
+    Of the neighbours `low` and `high`, `high` is then chosen with the probability
     `(x**2 - low**2) / (high**2 - low**2)` instead of `(x - low) / (high - low)`. With the latter,
     the mean of the square would be too large by the variance.
 
@@ -64,6 +64,7 @@ def moved_for_square(x: jax.Array, dtype: Any) -> jax.Array:
     # A computed square root may miss a number of the dtype by some ulps.
     slack = np.float32(1 + 2.0**-20)
     size = x * slack
+    # The largest bits always round down.
     low = round_stochastically(size, jnp.full_like(x, 2**32 - 1, jnp.uint32), dtype)
     pattern = lax.bitcast_convert_type(low, bits)
     high = lax.bitcast_convert_type(jnp.minimum(pattern + bits.type(1), top), dtype)

@@ -40,8 +40,8 @@ def updated(
         plain: whether values are computed without scales, also inside `scalify`.
 
     Returns:
-        The leaves of gradients, updates, the new state, and the jaxpr of the update; None if it was
-        not traced. A leaf is an array or an `Item`.
+        The leaves of gradients, updates, the new state, and the jaxpr of the update (None if it was
+        not traced). A leaf is an array or an `Item`.
     """
     leaves, tree = jax.tree.flatten((grads, state, params), is_leaf=is_leaf)
     count, size = len(jax.tree.leaves(grads, is_leaf=is_leaf)), len(owners)
@@ -62,7 +62,7 @@ def _on_stacks(
     tree: Any,
     arenas: Sequence[dict[int, int]],
 ) -> tuple[list[Item], Any, Any] | None:
-    """Evaluate the update on stacks. Return items, results, jaxpr; None if it has side effects."""
+    """Evaluate the update on stacks. Return items, results and jaxpr, or None if it has effects."""
     items: list[Any] = [None] * len(leaves)
     params = {param: jnp.shape(_array(leaves[param])) for which in arenas for param in which}
     in_order = sorted(params, key=lambda param: (*rank(params[param]), param))

@@ -51,8 +51,8 @@ class Stack:
             number.
         shapes: the shape of every leaf, by place.
         members: the values by place. Places number the leaves in the order of their arena.
-        array: the values in the order of their places: an array of the arena, or one number a leaf;
-            None until they are computed.
+        array: the values in the order of their places: the array of the arena, or one number per
+            leaf. None until they are computed.
     """
 
     depth: int
@@ -63,7 +63,7 @@ class Stack:
 
     @functools.cached_property
     def parts(self) -> dict[int, Any]:
-        """The part of each place, behind a barrier, so that XLA does not recompute it for each."""
+        """The part of each place. A barrier keeps XLA from recomputing the array for each part."""
         array = lax.optimization_barrier(self.array) if self.depth else self.array
         places, arena = self.places, self.arena
         if not self.is_full:
@@ -92,7 +92,7 @@ class Item:
         eqn, operands: the equation that computes it, and its operands; None for inputs.
         results: all results of this equation.
         stack, place: its stack and place, if the equation is repeated for other leaves.
-        number: the 0-d item that all its elements are, if it is a broadcast of one.
+        number: the 0-d item that every element equals, if the value is a broadcast number.
         known: its array; None until it is computed.
     """
 
@@ -182,14 +182,14 @@ class _Graph:
         if key is None:
             return made
         if not is_full and any(x.is_common and x.stack is None for x in operands):
-            return made  # `(s0 + s1) + s2`
+            return made  # the sum over leaves `(s0 + s1) + s2` is a chain
         shapes = next(x.stack.shapes for x in operands if x.stack is not None)
         stack = self._stacks.setdefault(key, Stack(depth, is_full, shapes))
         [item.place], item.stack, item.operands = places, stack, operands
         return [stack.members.setdefault(item.place, item)]
 
     def _number(self, eqn: Any, operands: Sequence[Item]) -> Item | None:
-        """Return the 0-d item that all elements of the result are, if it is not 0-d itself."""
+        """Return the 0-d item that every element of a result with axes equals, or None."""
         numbers = [x.number or x for x in operands]
         if not eqn.outvars[0].aval.shape or any(x.aval.shape for x in numbers):
             return None
@@ -229,10 +229,10 @@ def _may_be_stacked(eqn: Any) -> bool:
 
 
 def _in_stack(eqn: Any, operands: Sequence[Item]) -> tuple[dict[str, Any], list[Item], bool] | None:
-    """Return an equation as one on arenas; None if it depends on the shapes of leaves.
+    """Return an equation's form on arenas; None if it depends on the shapes of leaves.
 
-    The result is its parameters without shapes, its operands with numbers in place of their
-    broadcasts, and whether its result has the elements of the leaf.
+    The form consists of the parameters without shapes, the operands with numbers in place of their
+    broadcasts, and whether the result has the elements of the leaf.
     """
     name, out, params = eqn.primitive.name, eqn.outvars[0].aval, dict(eqn.params)
     if name in _REDUCTIONS:
@@ -291,6 +291,7 @@ def _compute(unit: Item | Stack) -> None:
     eqn = unit.eqn
     params = eqn.primitive.get_bind_params(eqn.params)
     pairs = zip(unit.operands, eqn.invars, strict=True)
+    # An item that is alone in its stack has numbers in place of their broadcasts.
     is_number = not unit.aval.shape
     operands = [x.array if is_number else _broadcast(x.array, v.aval.shape) for x, v in pairs]
     out = eqn.primitive.bind(*operands, **params)

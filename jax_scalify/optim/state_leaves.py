@@ -98,7 +98,7 @@ def owners_of(state: Any, params: Any) -> list[int | None]:
 
 
 def _nonnegative(step: Any, start: Any, count: int, size: int) -> list[bool]:
-    """Return for each leaf whether it starts and stays non-negative: the largest fixed point."""
+    """Return for each leaf whether it starts and stays non-negative (the largest fixed point)."""
     flags = nonnegative_results(start, [False] * len(start.invars))
     while True:
         rest = [False] * (len(step.invars) - count - size)
@@ -110,7 +110,7 @@ def _nonnegative(step: Any, start: Any, count: int, size: int) -> list[bool]:
 
 
 def _degrees(step: Any, count: int, weights: list[bool]) -> list[Degree]:
-    """Return the degrees of the state's leaves that no longer change from step to step."""
+    """Return the degree of each leaf of the state; None if it still changes after two steps."""
     size = len(weights)
     known: list[Degree] = [None] * size
     rounds = []

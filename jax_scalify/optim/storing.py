@@ -1,6 +1,7 @@
 """Store the leaves of a state: as `ScaledArray` arrays, or inside `scalify` as arrays with scales.
 
-Inside `scalify`, it is the `custom_scale` rule of a function that only casts.
+Inside `scalify`, the scale rule of a `custom_scale` function stores them. The function itself only
+casts.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _value(x: Any) -> Any:
 
 
 def _with_array(x: Any) -> ScaledArray:
-    """Return a rule's operand with its `Scale` as a float if it is static, or as an array."""
+    """Return a rule's operand with its `Scale` as a float if static, as an array if dynamic."""
     if not is_scaled(x):
         return ScaledArray(x, 1.0)
     scale = x.scale
@@ -182,8 +183,8 @@ def _loaded(leaves: list[Any]) -> jax.Array:
 def read_together(leaves: Sequence[Any]) -> list[Any]:
     """Return leaves whose dynamic scalar scales are read at once, as slices of one array.
 
-    A result takes the buffer of a donated scale. XLA copies the scale if it is read after that, and
-    each copy is a kernel on a GPU.
+    A new scale takes the buffer of a donated old scale. If the old scale is read after that, XLA
+    copies it first, and each copy is a kernel on a GPU.
     """
     if any(map(is_scaled, leaves)):
         return _with_one_array_of_scales(list(leaves))

@@ -21,7 +21,7 @@ from jax_scalify.base.jaxprs import LazyJaxpr, as_function, of_some
 class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
     """Define a scale rule for a function, and optionally a scale rule for its cotangents.
 
-    Outside of `scalify`, the function and its derivatives are unchanged. Inside, each call is one
+    Outside `scalify`, the function and its derivatives are unchanged. Inside, each call is one
     equation, and the rule is applied if an operand is scaled: under `jit`, `grad` (inside
     `scalify`), `vmap`, `scan`, control flow and `jax.checkpoint`.
 
@@ -36,14 +36,14 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
 
     Args:
         fun: a function of arrays, or pytrees of arrays. Rules get its arguments, with defaults, but
-            not the arrays that it closes over. With respect to those, its derivative is the plain
-            derivative, without a rule.
+            not the arrays that it closes over. With respect to these arrays, its derivative is the
+            plain derivative, without a rule.
         static_argnames: names of arguments that are not arrays (an axis, a flag). Rules get them
             by keyword.
         keeps_plain: for functions of whole trees: rules get plain arrays for arguments without a
             scale, and may return plain arrays.
-        result_types: a function of the arguments that returns the results' shapes and dtypes. Then
-            `fun`, which must not close over traced arrays, is traced only where it is needed.
+        result_types: a function of the arguments that returns the results' shapes and dtypes. With
+            it, `fun` is traced only where it is needed, and must not close over traced arrays.
 
     Raises:
         TypeError: if `fun` or a rule is not callable or does not take the arguments. When called,
@@ -100,7 +100,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         return super().__new__(cls)
 
     def defscale(self, rule: Callable) -> Callable:
-        """Define the scale rule. It takes the function's arguments, floating arrays scaled."""
+        """Define the scale rule. It takes the function's arguments, with floating arrays scaled."""
         self._rule = self._checked_rule(rule, "defscale", 0)
         return rule
 
@@ -190,7 +190,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """A traced function with a rule. It takes the arrays it closes over, and flat arguments."""
+    """A traced function with a rule. Its arguments are flat, after the arrays it closes over."""
 
     jaxpr: Any
     applied: AppliedRule
@@ -211,7 +211,7 @@ def _traced(
 ) -> tuple[_Call, list[Any]]:
     """Return the call of a function of `(*consts, *operands)`, and the arrays that it takes.
 
-    The function is traced later if `results` has the types of its results.
+    If `results` gives the types of its results, the function is traced when it is needed.
     """
     arrays, tree = jax.tree.flatten(operands)
     types, result_tree = jax.tree.flatten(results)
@@ -241,7 +241,7 @@ def _types(arrays: Sequence[Any]) -> list[str]:
 
 
 def _has_special_type(x: jax.Array) -> bool:
-    """Return whether a type has more than shape and dtype, which results would inherit."""
+    """Return whether a type has more than shape and dtype. Results would inherit the rest."""
     kind = jax.typeof(x)
     return bool(kind.weak_type or _compat.explicit_sharding(kind) or _compat.varying_axes(kind))
 
@@ -249,8 +249,8 @@ def _has_special_type(x: jax.Array) -> bool:
 def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
     """Apply `call` with a `custom_vjp` whose backward pass has the scale rule of the cotangents.
 
-    The backward pass computes the plain derivative. Arrays that the function closes over have the
-    plain derivative without a scale rule.
+    The backward pass computes the plain derivative. With respect to arrays that the function closes
+    over, it has no scale rule.
     """
     function = jax.custom_vjp(call)
     count, tree = call.applied.num_consts, call.applied.in_tree
@@ -302,10 +302,10 @@ class AppliedRule:
         rule: the scale rule; None to interpret the body of the function.
         in_tree, out_tree: the structures of arguments and results.
         num_consts: the number of arrays before the arguments that the function closes over.
-        num_cotangents: the number of last arrays in which the function is linear.
+        num_cotangents: the number of cotangents, the last arrays. The function is linear in them.
         keeps_plain: whether operands and results without a scale are plain arrays.
-        batched: for each enclosing `vmap`, innermost first: whether each argument has its axis (in
-            front), the size of the axis, and its name.
+        batched: for each enclosing `vmap`, innermost first: whether each argument has the mapped
+            axis (in front), the size of this axis, and its name.
     """
 
     name: str
@@ -336,7 +336,7 @@ mlir.register_lowering(custom_scale_p, mlir.lower_fun(_impl, multiple_results=Tr
 
 
 def _jvp(primals: Any, tangents: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
-    """Differentiate the plain function. Without a cotangent rule, its equations stand for it."""
+    """Differentiate the plain function. The equations of the derivative have their own rules."""
     moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     of_moved = of_some(as_function(jaxpr), primals, moved)
     outputs = custom_scale_p.bind(*primals, jaxpr=jaxpr, applied=applied)
@@ -364,6 +364,7 @@ ad.primitive_transposes[custom_scale_p] = _transpose
 
 
 def _batch(axis: Any, args: Any, dims: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
+    # A function that names the axis, as in `lax.axis_index`, is mapped even if no operand is.
     named = any(getattr(effect, "name", None) == axis.name for effect in jaxpr.effects)
     if not named and all(d is None for d in dims):
         out = custom_scale_p.bind(*args, jaxpr=jaxpr, applied=applied)

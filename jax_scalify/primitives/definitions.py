@@ -1,6 +1,6 @@
 """Primitives that set or read scales: their evaluation, types, derivatives and batching.
 
-Outside of `scalify` each primitive is the identity on values, so a model that uses them runs
+Outside `scalify`, each primitive is the identity on values, so a model that uses them runs
 unchanged. Inside, their rules (`rules/own_primitives.py`) move powers of two between data and
 scale. The functions that bind them are in `ops/`.
 """
@@ -117,6 +117,7 @@ ad.primitive_jvps[on_backward_p] = _on_backward_jvp
 
 
 def _get_data_and_scale_jvp(primals, tangents, *, scale_dtype):
+    # `data = x / scale`, where the scale is a constant to derivatives.
     data, scale = get_data_and_scale_p.bind(*primals, scale_dtype=scale_dtype)
     inverse = lax.convert_element_type(1 / lax.stop_gradient(scale), data.dtype)
     return (data, scale), (lax.mul(tangents[0], inverse), ad.Zero(jax.typeof(scale)))

@@ -2,8 +2,8 @@
 
 On GPUs, XLA folds a constant factor after a matmul into cuBLAS's kernel, which applies it to its
 float32 sums. The kernel writes float16, and devices that share the contracted axis exchange
-float16. On other platforms the sums are float32 in the program: a float16 sum might overflow before
-it is multiplied.
+float16. On other platforms the sums are float32 in the program, because a float16 sum might
+overflow before it is multiplied.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from jax_scalify.base.jaxprs import of_some
 from jax_scalify.base.pins import pin_constant
 
 # Triton's matmuls and sums over devices do not fold the factor: they round to float16 before it. So
-# no factor below 2**-6 follows the matmul, and elements of up to 2**10 times the expected size stay
-# in range. The rest of a smaller factor, at least 2**-10, multiplies an operand. There elements of
-# 2**-7 still have the precision of bfloat16; the smallest RMS of gradients is 2**-9.
+# the factor behind the matmul is at least 2**-6, and elements of up to 2**10 times the expected
+# size stay in range. If the factor is smaller, an operand is multiplied by the rest, at least
+# 2**-10. Operand elements of 2**-7 then still have the precision of bfloat16. The smallest RMS of
+# gradients is 2**-9.
 _SMALLEST_BEHIND = -6
 SMALLEST_EXPONENT = _SMALLEST_BEHIND - 10
 

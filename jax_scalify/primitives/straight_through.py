@@ -1,12 +1,12 @@
 """A value with the derivative of another function.
 
-JAX gives a tangent the dtype of its value, and float8 tangents underflow. Here a value that was
-computed from narrow arrays gets the derivative of a function of wide arrays. If it is not
-differentiated, only the value is computed, and the wide arrays are dead code. XLA drops them, even
+JAX gives a tangent the dtype of its value, and float8 tangents underflow. `straight_through` gives
+a value that was computed from narrow arrays the derivative of a function of wide arrays. Without
+differentiation, only the value is computed, and the wide arrays are dead code. XLA drops them, even
 from loops, and `scalify` drops them earlier (`passes/pruning.py`).
 
-It is a primitive because JAX 0.10 forgets the rule of a `jax.custom_jvp` function inside of a
-`scan` that is differentiated in reverse mode.
+`straight_through` is a primitive because JAX 0.10 forgets the rule of a `jax.custom_jvp` function
+inside a `scan` that is differentiated in reverse mode.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Aligning primitives. The scale is the largest vote, and every operand is brought to it.
+"""Aligning primitives. The largest vote is the scale, and every operand is brought to it.
 
-The votes are those of `rules/shared/joining.py`: an array votes with its scale, and a constant with
-its own power of two in a sum, otherwise with the smallest scale at which it can be written.
+`rules/shared/joining.py` computes the votes. An array votes with its scale. In a sum, a constant
+votes with its own power of two. Elsewhere it votes with the smallest scale at which its data fits.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             return rounded(ctx, filled(lhs.data, out), lhs.scale)
         if lhs.constant == 0 and not ctx.holds_values:
             data = rhs.data
-            # `0 - x` and not `-x`: the difference of zeros is 0, not -0.
+            # Not `-x`: if `x` is 0, `0 - x` is 0 but `-x` is -0.
             data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data
             return rounded(ctx, filled(data, out), rhs.scale)
         operation = lax.sub if negate_rhs else lax.add  # `add_any` does not broadcast numbers
         leading = [x for x in (lhs, rhs) if x.facts.leads]
-        if len(leading) == 1:
+        if len(leading) == 1:  # the larger term of a gate's derivative: see `interpreter/gates.py`
             scale = leading[0].scale
         else:
             scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
@@ -87,7 +87,11 @@ def _sum_rule(negate_rhs: bool) -> Rule:
 
 
 def _growth(ctx: RuleContext, *terms: Operand) -> Scale:
-    """Return the growth of a sum of cotangents: `sqrt(n)` for a weight that is used n times."""
+    """Return the growth of a sum of cotangents, relative to its larger term.
+
+    A weight that is used n times has n cotangents, and their sum grows like `sqrt(n)`. If they are
+    added one at a time, the fourth doubles the scale, and the second and third leave it unchanged.
+    """
     counts = [x.facts.sums for x in terms]
     if ctx.primitive.name != "add_any" or not all(counts):
         return algebra.ONE
@@ -143,8 +147,8 @@ def pad_rule(
 ) -> ScaledArray:
     """`scale = max(votes)` of the array and the padding value.
 
-    If the array has scales along a padded axis, new indices get the scale 0 when the padding value
-    is 0, and otherwise the array's largest scale.
+    If the array has scales along a padded axis, new indices get the scale 0 for the padding value
+    0, and the largest vote for any other value.
     """
     x = x if x.size else uniform_over(x)
     if not x.scale.ndim:
@@ -165,6 +169,7 @@ def pad_rule(
     if number is not None and (number == 0 or not np.isfinite(number)):
         out = ctx.bind(data, value.data, padding_config=padding_config, **params)
         return ScaledArray(out, scale)
+    # The padding value's data differs where scales differ, but `lax.pad` takes one number.
     zero, config = np.zeros((), data.dtype), padding_config
     out = ctx.bind(data, zero, padding_config=config, **params)
     inside = lax.pad(jnp.ones(data.shape, bool), np.zeros((), bool), config)
@@ -204,7 +209,7 @@ def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> Sc
     windows = Windows.gathered(params["dimension_numbers"], params["slice_sizes"])
     fill = params["fill_value"]
     if fill is not None and not np.isfinite(fill):
-        own = x.scale.or_one()
+        own = x.scale.or_one()  # at the scale 0, the fill value would be 0 * inf = nan
         x = x.as_pair(x.data, own) if x.holds_data else x.with_scale(own)
     if fill is None or fill == 0 or not np.isfinite(fill):
         scale = gathered_scale(ctx, x.scale, indices, windows)
@@ -220,8 +225,8 @@ def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> Sc
     return ScaledArray(jnp.where(inside, taken, align_constant(fill, x.dtype, scale)), scale)
 
 
-# In float16 and FP8, sparse updates lower the scale by at most 2**-4. Data of unit size is then
-# 2**4, and 12 octaves remain up to the largest float16.
+# The smallest factor by which sparse updates lower a scale in float16 and FP8. An update of unit
+# size then has data of 2**4, and 12 octaves remain up to the largest float16.
 _LEAST_DENSITY = Scale(-4)
 
 
@@ -233,8 +238,9 @@ def scatter_rule(
 ) -> ScaledArray:
     """`scale = max(votes)` of array and updates; updates are summed in float32.
 
-    The sum of n zeros and k updates has `scale * pow2(sqrt(k / n))`, its RMS: a gradient that picks
-    one logit for each token is almost everywhere 0. `x.at[i].apply(f)` applies `f` to plain values.
+    If k updates are added to n zeros, the scale is multiplied by `pow2(sqrt(k / n))`, the RMS of
+    the result. For example, the gradient of a loss that picks one logit per token is 0 almost
+    everywhere. `x.at[i].apply(f)` applies `f` to plain values.
     """
     x, updates = least_scales(x, updates)
     if ctx.primitive is lax.scatter_p and applies_function(params):

@@ -40,7 +40,7 @@ def _extremum_rule(sign: int) -> Rule:
         numbers = [x.constant for x in args]
         harmless = [n is not None and sign * n <= 0 for n in numbers]
         bound = None
-        if any(harmless):  # max(x, c <= 0): the constant may saturate, exact for every finite x
+        if any(harmless):  # max(x, c <= 0): exact for every finite x, even if c saturates
             which = harmless.index(True)
             other = args[which ^ 1]
             scale, limit = other.scale, _bound(args[which])
@@ -57,7 +57,7 @@ def _extremum_rule(sign: int) -> Rule:
         if ctx.holds_values:
             return ctx.on_values(scale, lhs, rhs, **params)
         out = ctx.bind(*same_dtype(*(align(x, scale) for x in args)), **params)
-        if bound is not None:  # at the scale of the first half it may have underflowed
+        if bound is not None:  # it may have underflowed at the scale of the first half
             again = align_constant(bound, out.dtype, scale)
             out = lax.max(out, again) if sign < 0 else lax.min(out, again)
         return rounded(ctx, out, scale)
@@ -105,10 +105,10 @@ def clamp_rule(
 def _own_number(
     ctx: RuleContext, operands: Sequence[Operand], scale: Scale, params: dict[str, Any]
 ) -> Operand | None:
-    """Return a 0-d result, chosen among operands of different scales, at its own exponent.
+    """Return a 0-d choice among operands of different scales at its own exponent; otherwise None.
 
     At the shared scale 1, `min(1e-9, 1.0)` would have data 1e-9, and float16 data that is
-    multiplied by it would underflow. The rule returns data of about 1 at the scale 2**-30.
+    multiplied by it would underflow. The result has data of about 1 at the scale 2**-30.
     """
     numbers = [x.constant for x in operands]
     zeros = [n is not None and (n == 0 or not np.isfinite(np.float64(n))) for n in numbers]
@@ -126,7 +126,7 @@ def _own_number(
 
 
 def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:
-    """Return by which factor, at most 1, a choice among multiples of one array lowers the scale.
+    """Return the factor, at most 1, by which a choice of multiples of one array lowers the scale.
 
     `hypot` computes `where(x < 0.03, 4096 * x, x)`, which multiplies small elements only. At the
     scale of `4096 * x`, all other elements would underflow.
@@ -147,12 +147,12 @@ _NEAR = 2
 
 
 def _chosen(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Operand | None:
-    """Return the case that a 0-d predicate chooses; None if one shared scale is as good.
+    """Return the case that a 0-d predicate chooses, at its own scale.
 
-    `where(norm < 1, g, g / norm)` may have gradients of 1e-9 on one side and of 1 on the other.
-    One scale is as good if the cases' scales are nearly equal, and in a step of wide dtypes that
-    returns its state at given static scales (`splits_scalars` is False). A chosen constant 0 has
-    the scale 0.
+    In `where(norm < 1, g, g / norm)`, gradients may be 1e-9 on one side and 1 on the other. A
+    chosen constant 0 has the scale 0. The result is None where one shared scale is as good: if the
+    cases' scales are nearly equal, or in a step of wide dtypes that returns its state at given
+    static scales (`splits_scalars` is False).
     """
     numbers = [None if x.constant is None else np.complex128(x.constant) for x in cases]
     scales = [x.scale for x, n in zip(cases, numbers) if n is None or (n != 0 and np.isfinite(n))]
@@ -170,6 +170,7 @@ def _chosen(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Operand |
         for x, n in zip(cases, numbers, strict=True)
     ]
     common, own = _apart(each)
+    # `select_n` takes the scales as arrays, so they must be in range.
     within = [s.bounded()[0] if s.may_leave_range else s for s in own]
     cases = [
         x if new is old else at_scale(x, common * new)
@@ -182,7 +183,7 @@ def _chosen(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Operand |
 
 
 def _apart(scales: Sequence[Scale]) -> tuple[Scale, list[Scale]]:
-    """Return what nonzero scales have in common, and the scales without it."""
+    """Return the common factor of the nonzero scales, and all scales divided by it."""
     nonzero = [s for s in scales if not s.is_zero]
     factors = set.intersection(*(set(s.factors) for s in nonzero))
     common = Scale(min(s.exponent for s in nonzero), sorted_factors(dict(factors)))
@@ -190,10 +191,10 @@ def _apart(scales: Sequence[Scale]) -> tuple[Scale, list[Scale]]:
 
 
 def _chosen_scale(table: ScaleTable, which: Any, own: Sequence[Scale], common: Scale) -> Scale:
-    """Return the scale that `which` chooses: one atom for all arrays with the same choice.
+    """Return the scale that `which` chooses. All arrays with the same choice share one atom.
 
-    Clipping chooses between the scales `g` and `g / norm` of each gradient. The factor `g` is
-    common to both, and the choice between 1 and `1 / norm` is made once for all gradients.
+    Clipping by a norm chooses between the scales `g` and `g / norm` of each gradient. The factor
+    `g` is common to both. The choice between 1 and `1 / norm` is made once for all gradients.
     """
     shape = np.broadcast_shapes(*(s.shape for s in own))
     extent = min(max(0, NARROW_EXTENT - int(common.extent)), int(max(s.span for s in own)))

@@ -1,6 +1,6 @@
 """Collectives. Devices may have different scales, so data is first brought to the largest scale.
 
-Only scales are compared. No statistic of the data is taken.
+Devices compare only their scales, and compute no statistic of the data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax_scalify.scales.multiplying import multiply
 
 
 def _axis_names(params: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the named axes. `vmap` replaces a name by a positional axis, an integer."""
+    """Return the named axes only. `vmap` replaces a name with a positional axis, an integer."""
     axes = params["axes"] if "axes" in params else params["axis_name"]
     axes = axes if isinstance(axes, (tuple, list)) else (axes,)
     return tuple(a for a in axes if not isinstance(a, int))
@@ -56,13 +56,16 @@ def _largest(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) 
 
 
 def _collected(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> Scale:
-    """Apply the collective to the scale. The scale may vary along the axes of the data."""
+    """Apply the collective to the scale, typed to vary along the mesh axes of the data."""
     varying = _compat.varying_axes(data) & set(_axis_names(params))
     return ctx.table.atom(ctx.bind(_compat.as_varying(scale.array, varying), **params))
 
 
 def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple[Any, Scale]:
-    """Return the data at the scale of all devices, and that scale, uniform over mixed axes."""
+    """Return the data at the largest scale of all devices, and this scale.
+
+    The scale is uniform over the axes along which the collective moves elements.
+    """
     x = x.moved(filled(x.source, ctx.in_avals[0]), x.scale)
     x = uniform_over(x, _mixed_axes(ctx, params))
     scale = _largest(ctx, x.scale, x.source, params)
@@ -83,7 +86,7 @@ def _mixed_axes(ctx: RuleContext, params: dict[str, Any]) -> Any:
 
 
 def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
-    """Return the scale of a result with one axis more or less: untiled collectives have one."""
+    """Return the scale with the axis that an untiled collective adds or removes."""
     if params.get("tiled", True):
         return scale
     if "all_gather_dimension" in params:
@@ -115,10 +118,10 @@ def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = max(devices' scales) * pow2(n**p)` for n devices; p as in `reduce_sum`.
 
-    Data of 16 bits is communicated in 16 bits. float16 data is divided by `pow2(n**p)` before the
-    collective, so that partial sums do not overflow. bfloat16 has the range of float32, so it is
-    divided afterwards. `ScalifyConfig(sum_dtype=...)` chooses float32 instead, or FP8 for
-    gradients.
+    Arrays of 16 bits are communicated in 16 bits. float16 data is divided by `pow2(n**p)` before
+    the collective, so that partial sums do not overflow. bfloat16 has the range of float32, so its
+    values are added as they are. `ScalifyConfig(sum_dtype=...)` chooses float32 instead, or FP8
+    for gradients.
     """
     data, scale = _at_one_scale(ctx, x, params)
     positional = [a for a in params.get("axes", ()) if isinstance(a, int)]
@@ -154,7 +157,7 @@ def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:
 
 
 def _summed_in_fp8(ctx: RuleContext, data: Any, params: dict[str, Any], devices: int) -> Any:
-    """Return each device's part of the sum: data communicated in E5M2, added in float32.
+    """Return each device's part of the sum. Data is communicated in E5M2 and added in float32.
 
     Each term is rounded to E5M2 once. A reduction in E5M2 would round the partial sums too: a sum
     of ones would stop at 8, because `8 + 1` rounds to 8. If the number of devices does not divide

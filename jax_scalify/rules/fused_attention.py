@@ -1,8 +1,8 @@
 """Attention in one cuDNN kernel: `jax.nn.dot_product_attention(..., implementation="cudnn")`.
 
-The result is linear in the value operand, and the gradients are linear in the value operand and the
-cotangent. The kernel gets the data of these, and their scales multiply its results. Queries, keys
-and the bias are arguments of an `exp`, so they are dequantised.
+The result is linear in the value operand, and the gradients are linear in the value operand and in
+the cotangent. So the kernel takes the data of these two, and their scales multiply its results.
+Queries, keys and the bias are inside an `exp`, so they are dequantised.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.scales.algebra import ONE
 
-# The forward operands are query, key, value, bias, and six of sequence lengths and pages. The
-# backward operands are these, the softmax statistics, the result and its cotangent.
+# The forward operands are query, key, value, bias, and six arrays of sequence lengths and pages.
+# The backward operands are these ten, the softmax statistics, the result and its cotangent.
 _VALUE, _RESULT, _COTANGENT = 2, 11, 12
 
 

@@ -26,7 +26,7 @@ def _matrix(ctx: RuleContext, index: int, x: Operand) -> Operand:
 
 
 def _on_values(ctx: RuleContext, scale: Scale, *operands: Operand, **params: Any) -> Operand:
-    """Apply the primitive to values, which are float32 where the dtype has a short range."""
+    """Apply the primitive to values; values of narrow dtypes are computed in float32."""
     if ctx.holds_values:
         return ctx.on_values(scale, *operands, **params)
     values = [x.to_array(dtypes.compute_dtype(x.dtype)) for x in operands]
@@ -43,7 +43,7 @@ def _factor_rule(*degrees: int) -> Rule:
             if not dtypes.is_scalable(out.dtype):
                 results.append(out)
                 continue
-            drop = tuple(range(out.ndim, x.ndim))  # eigenvalues: one axis less
+            drop = tuple(range(out.ndim, x.ndim))  # eigenvalues have one axis less
             scale = x.scale.map(lambda s, drop=drop: lax.squeeze(s, drop)) if drop else x.scale
             results.append(Operand.of_value(out, scale if degree else ONE))
         return results

@@ -18,26 +18,26 @@ from jax_scalify.rules.shared.products import bind_product, rounded, widened
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
-# The largest `2 * |y|` of `x**y` that has a power law. Models have no larger powers, and their
-# scales would leave the range of every dtype.
+# The largest `2 * |y|` for which `x**y` has a power law. Models have no larger powers, and the
+# scales of larger powers would leave the range of every dtype.
 _LARGEST_POWER = 64
-# The scale of a power is 2**3 times that of its law in float16 and FP8. Powers spread their data:
-# the square of normal numbers with an RMS from 1 to 2 has one from 1.7 to 7, squares of sums of
-# squares still more, and data of 2**-5 gives 2**15 in `x**-3`, close to the largest float16.
-# Inverse squares have no room: the derivative of each quotient, and so of each softmax, contains
-# one. With room, gradients would lose three octaves in each layer of attention.
+# In float16 and FP8, the scale of a power is 2**3 times the scale of its law, because powers spread
+# their data. Normal numbers with an RMS of 1 to 2 have squares with an RMS of 1.7 to 7, and squares
+# of sums of squares spread further. In `x**-3`, data of 2**-5 becomes 2**15, close to the largest
+# float16. Inverse squares get no such room: the derivative of each quotient, and so of each
+# softmax, contains one, and gradients would lose three octaves in each layer of attention.
 _SPREAD = 3
 
 
 def _sign_of(x: Operand) -> int:
-    """Return 1 or -1 if the operand is a constant whose data is that number, else 0."""
+    """Return 1 or -1 if the operand is a constant with this number as its data, else 0."""
     if x.constant is None:
         return 0
     return int(x.data == 1) - int(x.data == -1)
 
 
-# Data of float32 times a constant may leave the range of float32 if the constant is larger than
-# this, or smaller than its inverse.
+# The product of float32 data and a constant may leave the range of float32 if the constant is
+# larger than this, or smaller than its inverse.
 _LARGEST_FACTOR = 2.0**32
 
 
@@ -68,6 +68,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
             mantissa = _mantissa(x)
             if not mantissa:
                 return ctx.on_values(scale, lhs, rhs, **params)
+            # The source keeps its unit, so that an argument's scale need not be multiplied into it.
             source, unit = other.at_scalar_unit
             out = ctx.bind(*(a.value if a is x else source for a in (lhs, rhs)), **params)
             return ctx.of_value(out, scale, unit).as_multiple(other, mantissa)

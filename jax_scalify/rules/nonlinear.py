@@ -26,8 +26,8 @@ def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any
 def exp_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = 1`; evaluated in at least float32, and for bfloat16 in bfloat16.
 
-    Of a softmax and its derivative, XLA's compiler for an H100 makes six kernels if the exponential
-    is in float16, and three if it is in float32. For a bfloat16 exponential it makes two.
+    Compiled for an H100, a softmax and its derivative are six kernels if the exponential is in
+    float16, and three if it is in float32. With a bfloat16 exponential they are two.
     """
     if x.dtype == jnp.bfloat16 and not ctx.pending.exponent:
         return ScaledArray(ctx.bind(ctx.dequantise(x, x.dtype), **params), ONE)
@@ -98,8 +98,8 @@ def polynomial_rule(
 def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = 1/2`, the value at 0; evaluated on dequantised values in at least float32.
 
-    With a scale of 1, each gate in a chain of gates, as in a recurrent network, would make the
-    scale twice as large as the values.
+    A scale of 1 would be twice the mean of the gate. In a chain of gates, as in a recurrent
+    network, this error would double with each gate.
     """
     half = Scale(-1)
     return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, half)

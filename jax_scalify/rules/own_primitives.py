@@ -65,10 +65,10 @@ def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
     x = x.moved(filled(x.source, ctx.out_avals[0]), x.scale)
     if x.scale.is_zero:
         return Operand(x.source, scale)
-    if not scale.is_nonzero:  # where the given scale is 0, "any scale will do": keep the value's
+    if not scale.is_nonzero:  # where the given scale is 0 ("any scale will do"), keep the value's
         asked = jnp.asarray(scale.array, ctx.table.dtype)
         own = jnp.asarray(x.scale.array, ctx.table.dtype)
-        if own.ndim:  # elements that share a scale in `scale` must share one here
+        if own.ndim:  # elements that share a requested scale must share their own scale
             axes = tuple(a for a in range(own.ndim) if not asked.ndim or asked.shape[a] == 1)
             own = jnp.max(own, axes, keepdims=asked.ndim > 0, initial=0)
         scale = x.scale if scale.is_zero else ctx.table.atom(jnp.where(asked == 0, own, asked))
@@ -85,7 +85,7 @@ def cast_rule(ctx: RuleContext, x: Operand, *, dtype: Any) -> ScaledArray:
 def block_round_rule(ctx: RuleContext, x: Operand, *, quantiser: Any, **dims: Any) -> ScaledArray:
     """Round the data to a block format; scale unchanged."""
     data = filled(x.data, ctx.out_avals[0])
-    if ctx.inputs[0].is_scaled:
+    if ctx.inputs[0].is_scaled:  # its data has unit size
         quantiser = quantiser.of_unit_data(0)
     return ScaledArray(block_round_p.bind(data, quantiser=quantiser, **dims), x.scale)
 
@@ -138,8 +138,8 @@ def dynamic_rescale_rule(
 ) -> list[Any]:
     """Move a statistic of the data, rounded to a power of two, into the scale.
 
-    An array of zeros gets the scale 0. A statistic that is not finite changes nothing. No nonzero
-    element becomes 0: optimizers divide by second moments.
+    An array of zeros gets the scale 0. If the statistic is not finite, the value is unchanged. A
+    nonzero element never becomes 0, because optimizers divide by second moments.
     """
     examples = ctx.out_avals[1].shape
     if not isinstance(value, Operand):
@@ -167,7 +167,7 @@ def _measured_axes(x: Operand, batch_ndim: int) -> tuple[int, ...] | None:
 
 
 def _of_examples(finite: jax.Array, examples: tuple[int, ...]) -> jax.Array:
-    """Return whether all scales of each example of a batch are finite."""
+    """Return for each example of a batch whether all its statistics are finite."""
     rest = tuple(range(len(examples), finite.ndim))
     return jnp.broadcast_to(jnp.all(finite, rest), examples)
 
@@ -178,8 +178,8 @@ def delayed_rescale_rule(
 ) -> list[Any]:
     """`scale = 2**(amax - top)`, where the history gives the exponent `amax`.
 
-    The exponent of the current data enters the history. An empty history leaves the scale
-    unchanged.
+    The exponent of the current largest value enters the history, unless this value is not finite.
+    An empty history leaves the scale unchanged.
     """
     examples = ctx.out_avals[2].shape
     if not isinstance(value, Operand):
@@ -201,9 +201,9 @@ def delayed_rescale_rule(
 def _amax_exponent(
     ctx: RuleContext, x: Operand, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the exponent of the largest value for each scale, and whether the value is finite.
+    """Return for each scale the exponent of the largest value, and whether this value is finite.
 
-    Both have the given shape, that of the scales in the history.
+    Both results have the given shape, the shape of one entry of the history.
     """
     shared = [d == 1 for d in shape] or [True] * x.ndim
     own = [d == 1 for d in x.scale.shape] or [True] * x.ndim

@@ -33,7 +33,7 @@ def is_finite_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
 
 
 def _can_be_infinite(x: Operand) -> bool:
-    """Return whether finite data times its scale may leave the range of at least float32."""
+    """Return whether finite data times its scale may be infinite in the dtype of computation."""
     finfo = jnp.finfo(dtypes.compute_dtype(x.dtype))
     return x.unit.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
 
@@ -58,7 +58,7 @@ def _at_one_scale(lhs: Operand, rhs: Operand) -> list[Any]:
 def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Any:
     """Align, then compare in at least float32; the output is plain."""
     numbers = [x.constant for x in (lhs, rhs)]
-    if any(n is not None and n == 0 for n in numbers):
+    if any(n is not None and n == 0 for n in numbers):  # a sign does not depend on the scale
         return ctx.bind(*same_dtype(lhs.source, rhs.source), **params)
     if any(n is not None and not np.isfinite(np.complex128(n)) for n in numbers):
         wide = [ctx.dequantise(x) if _can_be_infinite(x) else x.source for x in (lhs, rhs)]

@@ -45,7 +45,7 @@ _SCATTERS = {
 
 
 def scatter(ctx: RuleContext, x: Any, indices: Any, updates: Any, params: dict[str, Any]) -> Any:
-    """Scatter data in any dtype. The equation's `update_jaxpr` only takes its own dtype."""
+    """Scatter data of any dtype. The equation itself, with its `update_jaxpr`, takes one dtype."""
     return _SCATTERS[ctx.primitive](
         x,
         indices,
@@ -66,13 +66,13 @@ def scatter_along_axes(
     params: dict[str, Any],
     dtype: Any,
 ) -> tuple[Any, Scale]:
-    """Scatter with scales along axes. Return the data, in `dtype`, and its scale.
+    """Scatter with scales along axes. Return data in `dtype`, or wide values, and the scale.
 
     Each scale of the result is `factor` times the maximum of the array's scale and the scales of
     the updates that are written to its elements. For `x.at[rows].add(u)` with one scale for each
     row of `x`, `out.scale = x.scale.at[rows].max(u.scale)`, and `u` is brought to
-    `out.scale[rows]`. If an update replaces all elements of a scale, the array's scale does not
-    count there.
+    `out.scale[rows]`. If an update replaces all elements that share a scale, the array's own scale
+    does not count there.
     """
     shape, rank = x.shape, updates.ndim
     dims = params["dimension_numbers"]
@@ -117,7 +117,7 @@ def _with_few_scales(
     axes = _axes_of_result(x, updates, windows, partial)
     each = math.prod(updates.scale.shape) == math.prod(updates.shape)
     into_zeros = x.constant == 0
-    # Updates with a scale each, scattered into zeros, are the gradient of a diagonal.
+    # The gradient of a diagonal scatters updates with one scale each into zeros.
     if _is_worth_it(x, axes) or (each and into_zeros):
         return updates, axes
     whole = [d for d, a in zip(windows.dims, windows.axes, strict=True) if a not in partial]
@@ -145,15 +145,19 @@ def _axes_of_result(x: Operand, updates: Operand, windows: Windows, partial: set
 
 
 def _is_worth_it(x: Operand, axes: list[int]) -> bool:
-    """Return whether scales along `axes` are fewer than elements, or no more than given."""
+    """Return whether the result may have scales along `axes`.
+
+    It may if they are the axes of the array's own scale, if the array is 1-d, or if there are fewer
+    scales than elements.
+    """
     given = len(axes) == len(varying_axes(x.scale))
     return given or x.ndim == 1 or math.prod(x.shape[a] for a in axes) < math.prod(x.shape)
 
 
 def applies_function(params: dict[str, Any]) -> bool:
-    """Return whether a scatter is `x.at[i].apply(f)`, which replaces elements `v` by `f(v)`.
+    """Return whether a scatter is `x.at[i].apply(f)`, which replaces elements `v` with `f(v)`.
 
-    An ordinary scatter replaces them by the updates: its jaxpr returns its second operand.
+    An ordinary scatter replaces them with the updates: its jaxpr returns its second operand.
     """
     jaxpr = params["update_jaxpr"]
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -165,7 +169,7 @@ def apply_function(
 ) -> ScaledArray:
     """Evaluate `x.at[i].apply(f)` on plain values, in at least float32.
 
-    As in JAX, `f` is applied as often as an index occurs.
+    As in JAX, `f` is applied to an element once for each occurrence of its index.
     `scale = max(x.scale, f(x).scale)`, where the rules give the scale of `f(x)`.
     """
     jaxpr, consts = params["update_jaxpr"], params["update_consts"]

@@ -28,8 +28,8 @@ from jax_scalify.rules.shared.products import made, rounded
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
-# The exponent up to which the scale of float16 leaves room for a constant among the elements. A
-# larger constant is a mask, or is infinite in plain float16 too. It saturates, and the other
+# A narrow scale leaves room for a constant among the elements if its exponent is at most this. A
+# larger constant is a mask, or is infinite in plain float16 too. It saturates, so that the other
 # elements keep their precision.
 _LARGEST_WITH_ROOM = 20
 # How far from 1, in octaves, one float32 factor may be.
@@ -73,10 +73,10 @@ def structural_rule(
 
 
 def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
-    """Return the scale of a result, given its array.
+    """Return the scale of a result, given the array of the scale.
 
     A scale with one element keeps its axes if the result has an axis of length 1. It then counts as
-    the scale of this index. The gradient of a slice pads with zeros, which must not get this scale.
+    the scale of this index only: the gradient of a slice pads with zeros, which must not get it.
     """
     own = math.prod(array.shape) == 1 and 1 in aval.shape
     return ctx.table.atom(array) if own else scale_of(ctx.table, array)
@@ -183,9 +183,10 @@ def reshape_rule(
 ) -> ScaledArray:
     """`out = reshape(data)`; the scales along an axis move to the axes that it becomes.
 
-    With scales `(4, 1)`, data of shape `(4, 6)` reshaped to `(2, 2, 6)` has scales `(2, 2, 1)`, and
-    reshaped to `(24,)` it has scales `(24,)`, one for each element. In wide dtypes, scales for each
-    element are replaced by their maximum. float16 and FP8 keep them: small elements would be lost.
+    Example: data of shape `(4, 6)` has scales of shape `(4, 1)`. Reshaped to `(2, 2, 6)`, it has
+    scales of shape `(2, 2, 1)`. Reshaped to `(24,)`, it has one scale per element. In wide dtypes,
+    such scales are replaced with their maximum. float16 and FP8 keep them, because small elements
+    would be lost.
     """
     if dimensions is not None:  # the order in which the axes are read
         scale = x.scale.map(lambda s: lax.transpose(s, dimensions))

@@ -1,6 +1,7 @@
 """Summing primitives. The scale grows by `pow2(n**p)`: see `rules/shared/growth.py`.
 
-They accumulate in at least float32, multiply by the reciprocal of the factor and cast once.
+A sum is accumulated in at least float32. In a narrow dtype, it is divided by this factor and cast
+once. In a wide dtype, it keeps its value.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def reduce_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 def _sum(
     ctx: RuleContext, x: Operand, axes: Any, count: int, params: Any, move: Any = None
 ) -> Operand:
-    """Return a sum over axes, accumulated in at least float32; of values, in their unit."""
+    """Return a sum over axes, accumulated in at least float32. Values are added in their unit."""
     x = uniform_over(x, axes)
     factor = growth(ctx, count, Terms.of(x))
     scale = x.scale.map(move) if move else x.scale
@@ -166,7 +167,7 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
     lhs, rhs, scale, unit, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     data = [lhs.source, rhs.source]
     params = {name: value for name, value in params.items() if name != "preferred_element_type"}
-    if params.get("precision") in _OF_FLOAT16:  # `preferred_element_type` says the same everywhere
+    if params.get("precision") in _OF_FLOAT16:  # `preferred_element_type` works everywhere
         params["precision"] = None
     kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
     by = -factor.exponent - ctx.pending.exponent
@@ -217,7 +218,7 @@ def of_data(quantiser: Quantiser, value: Value) -> Quantiser:
 
 
 def _preferred(ctx: RuleContext, kinds: set[Any]) -> Any:
-    """Return the `preferred_element_type` of a matmul; `kinds` are its operands' and result's."""
+    """Return the `preferred_element_type` of a matmul, given the dtypes of operands and result."""
     keeps_16_bits = ctx.config.sum_dtype != np.float32
     keeps_16_bits &= all(dtypes.is_fp8(k) or k == jnp.bfloat16 for k in kinds)
     return (dtypes.sum_dtype if keeps_16_bits else dtypes.compute_dtype)(ctx.out_dtype)

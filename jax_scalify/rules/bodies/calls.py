@@ -32,6 +32,7 @@ def _constrain(value: Value, sharding: Any) -> Value:
 @register_value_rule("jit", "pjit")
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body in place; shardings become constraints on the data."""
+    # Without floating operands and results, no scale passes: keep the call.
     if not any(map(dtypes.is_scalable, (v.dtype for v in (*args, *ctx.out_avals)))):
         return [Plain.of(x) for x in ctx.bind(*(v.whole() for v in args), jaxpr=jaxpr, **params)]
     inputs = [_constrain(v, s) for v, s in zip(args, params["in_shardings"], strict=True)]
@@ -75,12 +76,12 @@ def observe_rule(ctx: RuleContext, *args: Value, observed: Observed) -> list[Val
 
 
 def call_in_place(ctx: RuleContext, closed: Any, args: list[Value]) -> list[Value]:
-    """Interpret the body of a function with its own derivative rule.
+    """Interpret the body of a function that has its own derivative rule.
 
-    A body that reads bits of float32 is evaluated on plain values, and its floating results have
-    the scale 1. In JAX, the derivative of `erf` reads bits: it splits a float32 in two to compute
-    `exp(-x**2)`. Wide dtypes lose nothing by this. A body that reads bits of narrow dtypes is
-    interpreted as usual, and `bitcast_convert_type` is reported.
+    A body that reads the bits of float32 is evaluated on plain values, and its floating-point
+    results get the scale 1. For example, JAX's derivative of `erf` splits a float32 in two, by its
+    bits, to compute `exp(-x**2)`. Wide dtypes lose nothing by this. If the body has values of
+    narrow dtypes too, it is interpreted as usual, and `bitcast_convert_type` is reported.
     """
     if not any(v.is_scaled for v in args) or not _reads_wide_bits(closed.jaxpr):
         return ctx.scale_jaxpr(closed, args, wide=ctx.wide)
@@ -90,7 +91,7 @@ def call_in_place(ctx: RuleContext, closed: Any, args: list[Value]) -> list[Valu
 
 
 def _reads_wide_bits(jaxpr: Any) -> bool:
-    """Return whether a jaxpr reads bits of floats, and all its floats have the range of float32."""
+    """Return whether a jaxpr reads the bits of floats, and has no floats of narrow dtypes."""
     equations = list(all_equations(jaxpr))
     read = [e.invars[0].aval for e in equations if e.primitive is lax.bitcast_convert_type_p]
     avals = [v.aval for v in jaxpr.invars] + [v.aval for e in equations for v in e.outvars]

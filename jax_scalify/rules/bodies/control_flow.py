@@ -25,10 +25,11 @@ from jax_scalify.scales.algebra import LARGEST_EXTENT, ONE
 
 
 def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
-    """Return the forms of carries with which the fixpoint iteration starts.
+    """Return the forms of the carries from which the fixpoint iteration starts.
 
-    In a loop over scaled values, an accumulator that starts from a constant becomes scaled, and
-    computed scales have the largest extent. Starting there saves interpreting the body once more.
+    In a loop over scaled values, an accumulator that starts from a constant ends up scaled, and
+    computed scales end up with the largest extent. Starting from these forms saves interpreting the
+    body once more.
     """
     any_scaled = any(v.is_scaled for v in (*values, *others))
     forms = [Form.of(v) for v in values]
@@ -47,7 +48,10 @@ def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
 
 
 def _with_room(forms: list[Form], values: list[Value]) -> list[Value]:
-    """Give the scale 1 to small constants whose carry keeps its scale, as plain JAX has."""
+    """Give small constants the scale 1 if their carry keeps its scale.
+
+    A carry that starts from the constant `2**-20` would otherwise keep this scale in all steps.
+    """
     return [
         Operand(v.whole(), ONE, facts=v.facts)
         if _keeps_scale(form) and v.constant is not None and 0 < abs(v.constant) < 1
@@ -63,12 +67,12 @@ def _keeps_scale(form: Form) -> bool:
 
 
 def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
-    """Keep the scales of float32 carries from step to step, where they are not 0.
+    """Keep the nonzero scales of float32 carries from step to step.
 
-    A rule's scale is an estimate, and its error compounds over the steps: a scale that doubles in
-    each of 1,000 steps leaves every range, while the values stay where they are. A 0-d carry cannot
-    drift, because its scale is its exponent. Data of 16 bits must follow its scale, or layers of
-    small weights would make it underflow.
+    A rule's scale is an estimate, and its error compounds over the steps. A scale that doubles in
+    each of 1,000 steps leaves the range of every dtype, even if the values do not grow. A 0-d carry
+    cannot drift, because its scale is its exponent. A carry of 16 bits takes the scale of each
+    step, because layers of small weights would make its data underflow at a constant scale.
     """
     old, new, out = iter(before), iter(after), []
     for form in forms:
@@ -100,7 +104,7 @@ def scan_rule(
         return interpret(ctx, jaxpr, [*const_forms, *carry_forms, *steps])
 
     body, carry_forms = fixpoint(make, _first_guess(init, [*consts, *xs]), num_carry)
-    y_forms = [
+    y_forms = [  # a "uniform" result has one number per step
         dataclasses.replace(f, kind="plain") if f.kind == "uniform" else f
         for f in body.forms[num_carry:]
     ]
@@ -161,11 +165,11 @@ def _grouped(forms: list[Form], arrays: list[Any]) -> list[list[Any]]:
 
 
 def _shared_scales(body: Body, forms: list[Form], varies: list[bool]) -> list[bool]:
-    """Return for each stacked result whether all steps have the same scale.
+    """Return for each stacked result whether all steps share its scale.
 
-    They do if the scale depends on no step's values. Otherwise each block of a `lax.map` with
-    `batch_size` would have its own scale, and reshaping the blocks to one axis would give each
-    element of this axis a scale.
+    They do if the scale depends neither on the carry nor on scanned arrays. Without this, each
+    block of a `lax.map` with `batch_size` would have its own scale. Reshaping the blocks to one
+    axis would then give each element of this axis a scale.
     """
     arrays = sum(form.array_count for form in forms)
     found = _grouped(forms, depends(body.jaxpr, varies)[-arrays or len(varies) :])
@@ -175,7 +179,8 @@ def _shared_scales(body: Body, forms: list[Form], varies: list[bool]) -> list[bo
 def _scales_stacked_together(forms: list[Form], shared: list[bool]) -> list[list[int]]:
     """Return groups of stacked results whose scales are stacked as one array.
 
-    XLA launches one GPU kernel for each array that a step writes.
+    On a GPU, XLA launches one kernel for each array that a step writes. One array for all scales of
+    a group saves launches.
     """
     groups: dict[frozenset[Any], list[int]] = {}
     for i, (form, is_shared) in enumerate(zip(forms, shared, strict=True)):
@@ -187,7 +192,7 @@ def _scales_stacked_together(forms: list[Form], shared: list[bool]) -> list[list
 def _stacked(
     ctx: RuleContext, forms: list[Form], ys: list[Any], shared: list[Any], length: int
 ) -> list[Value]:
-    """Return the values of stacked results, with one scale for each step unless it is shared."""
+    """Return the values of stacked results, with one scale per step unless all steps share it."""
     rest, values = iter(shared), []
     for form, own in zip(forms, ys, strict=True):
         form = dataclasses.replace(form, shape=(length, *form.shape))
@@ -225,6 +230,7 @@ def while_rule(
 
     body, forms = fixpoint(make, _first_guess(init, list(body_consts)), len(init))
     test = interpret(ctx, cond_jaxpr, [*cond_forms, *forms])
+    # `lax.while_loop` needs the condition as an array, even if it is constant.
     plain = [dataclasses.replace(f, kind="plain", constant=None) for f in test.forms]
     captured = pack(cond_forms, cond_consts, ctx.table), pack(body_forms, body_consts, ctx.table)
     out = lax.while_loop(
@@ -236,7 +242,10 @@ def while_rule(
 
 
 def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple[Any, Any]:
-    """Rewrite a `while` that `vmap` made: it runs while any example runs, and keeps the others."""
+    """Rewrite a `while` whose condition `vmap` has batched.
+
+    The new loop runs while any example runs. A step leaves finished examples unchanged.
+    """
     carry = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in body.in_avals[body_count:]]
     cond_consts, body_consts = (
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.in_avals[:count]]

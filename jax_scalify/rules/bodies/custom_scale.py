@@ -44,7 +44,7 @@ def custom_scale_rule(
     for value in values:
         if value.is_scalable and (value.is_scaled or not applied.keeps_plain):
             x = promote(value, ctx.table, full=True)
-            known = isinstance(x.source, jax.Array)
+            known = isinstance(x.source, jax.Array)  # rules get JAX arrays, also of constants
             operands.append(x if known else x.moved(jnp.asarray(x.source), x.scale))
         else:
             operands.append(value.whole())
@@ -63,7 +63,8 @@ def custom_scale_rule(
 def _nonnegative(jaxpr: Any, applied: AppliedRule, given: list[bool]) -> list[bool]:
     """Return for each result whether it is non-negative.
 
-    A gradient has no sign if no cotangent has one. Then its equations need not be traced.
+    A gradient is linear in the cotangents, so its sign is unknown if their signs are unknown. A
+    lazy jaxpr is not traced then, nor if it has no cotangents.
     """
     cotangents = given[len(given) - applied.num_cotangents :]
     if isinstance(jaxpr, LazyJaxpr) and not any(cotangents):
@@ -84,7 +85,7 @@ def _symbolic(x: Any, table: ScaleTable) -> Any:
 
 
 def _flat_rule(function: Callable, applied: AppliedRule) -> FlatRule:
-    """Return the rule as a function of flat operands that checks its results' structure."""
+    """Return the rule as a function of flat operands. It checks the structure of the results."""
 
     def rule(*operands: Any) -> list[Any]:
         out = function(*jax.tree.unflatten(applied.in_tree, operands))
@@ -160,6 +161,7 @@ class _Batched:
         count = len(jax.tree.leaves(data))
         leaves = _compat.inlined(closed, given)
         out, out_scales = jax.tree.unflatten(jax.tree.structure(types), leaves)
+        # A scale that does not depend on data is the same for all examples.
         differs = depends(closed, [i < count for i in range(len(given))])[len(out) :]
         if any(axis is not None for axis in axes):
             differs = [True] * len(differs)
@@ -192,7 +194,10 @@ class _Batched:
     def _example(
         self, operands: Sequence[Any], statics: list[Any], data: list[Any], scales: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return data and dynamic scales of an example's results; store the static ones."""
+        """Return data and dynamic scales of an example's results.
+
+        `statics` gets the results with static scales.
+        """
         table = ScaleTable(self.dtype)
         arguments = [
             (Operand(d, x.scale, home=x.home) if s is None else Operand(d, table.atom(s)))
@@ -207,7 +212,7 @@ class _Batched:
 
 
 def _parts(x: Any, table: ScaleTable) -> tuple[Any, Any, Any]:
-    """Return the data of a result, and the array of its scale or, if that is static, itself."""
+    """Return the data of `x`, the array of its scale if dynamic, and `x` itself if static."""
     if not is_scaled(x):
         return x, None, None
     x = within_range(x)

@@ -1,8 +1,8 @@
 """How values enter and leave the trace of a loop's body or a branch.
 
-A body is interpreted on arrays, with a scale table of its own. A `Form` says which arrays stand for
-a value, and what is known of the value on the other side. A dynamic scale enters as an array beside
-its data. A static scale stays in the form.
+A body is interpreted on arrays, with a scale table of its own. A `Form` says which arrays carry a
+value into or out of the trace, and what is known of the value on the other side. A dynamic scale is
+an array beside the data. A static scale stays in the form.
 
 Example: in a `scan` over scaled values, a carry starts as the constant 0 of shape `(8,)`. Its form
 is "scaled" with a dynamic scale, so the new `scan` carries two arrays: data of shape `(8,)` and a
@@ -42,14 +42,15 @@ class Form:
 
     Attributes:
         shape, dtype: the shape and dtype of the value.
-        kind: "constant": no array, the number is known. "uniform": a 0-d array that every element
-            equals. "plain": the array. "scaled": data and, unless it is static, the scale.
+        kind: "constant": no array, because the number is known. "uniform": a 0-d array that every
+            element equals. "plain": the array. "scaled": the data or values, and the array of the
+            scale unless the scale is static.
         constant: the number, if the kind is "constant".
         scale: the static scale; None if the scale is an array.
         scale_shape: the shape of a scale array: `()`, or the rank of the value with each dim 1 or
-            the value's.
+            equal to the value's.
         extent: the extent of a scale array: see `Atom`.
-        holds_data: whether the array of a scaled value is its data. Otherwise it is the values.
+        holds_data: whether the array of a scaled value holds its data. Otherwise it holds values.
         facts: what is known of the elements.
         is_home: whether the value's scale is its home: see `interpreter/homes.py`.
         sharding: the sharding, if it is explicit and therefore part of the type.
@@ -115,7 +116,10 @@ class Form:
         return dataclasses.replace(self, shape=self.shape[1:], scale_shape=rest, sharding=sharding)
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the shape and dtype of the array, without that of a scale."""
+        """Return the type of the value's array, in a list; `[]` for a constant, which has no array.
+
+        The array of the scale is not included.
+        """
         if self.kind == "constant":
             return []
         if self.kind == "uniform":
@@ -156,7 +160,7 @@ class Form:
             scale = x.unit * exponent
             x = Operand(data, scale) if x.holds_data else x.with_scale(scale)
         if any(atom.limit < LARGEST_EXTENT for atom, _ in x.scale.factors):
-            # A calibration may multiply the scale by a factor in each step: it must not run away.
+            # A calibration may multiply the scale by a factor in each step. Keep it in range.
             x = x.with_scale(x.scale.bounded(LARGEST_EXTENT)[0])
         x = within_range(x)
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
@@ -207,6 +211,7 @@ def join(a: Form, b: Form) -> Form:
 def _join_scaled(a: Form, b: Form, known_of_both: dict[str, Any]) -> Form:
     known = [f.scale for f in (a, b) if f.kind == "scaled"]
     others = [f for f in (a, b) if f.kind != "scaled"]
+    # The constant 0 fits any scale, so a static scale stays static.
     zero = all(f.kind == "constant" and f.constant == 0 for f in others)
     holds_data = all(f.holds_data for f in (a, b) if f.kind == "scaled")
     known_of_both = dict(known_of_both, holds_data=holds_data)
@@ -284,7 +289,7 @@ def fixpoint(
 def _carried(before: Form, after: Form) -> Form:
     """Return the joined form of a carry. The fact `constant` keeps its first value.
 
-    It may grow in every round, and the fixpoint would not be reached.
+    A body such as `3 * x` would raise the constant in every round, and the iteration would not end.
     """
     joined, constant = join(before, after), before.facts.constant
     if constant is None:

@@ -1,8 +1,9 @@
 """The rule of `shard_map`. Its body is interpreted on each device's shard of the data and scales.
 
 A scalar scale is replicated. A scale along axes is sharded as its data is. If a body computes a
-scale from its shard, as a rescale does, devices have different scales: the data is brought to the
-largest scale of all devices. All scales that vary along the same mesh axes share one `pmax`.
+scale from its shard, as a rescale does, devices have different scales. The data of such a result is
+brought to the largest scale of all devices. All scales that vary along the same mesh axes share one
+`pmax`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
 
 
 def _part(form: Form, aval: Any) -> Form:
-    """Return the form of a device's shard of a value, or of the value that shards make up."""
+    """Return the form of a value's shard, or of the whole value, given the aval of either."""
     scale_shape = tuple(
         1 if n == 1 and m != 1 else size
         for n, m, size in zip(form.scale_shape, form.shape, aval.shape, strict=False)
@@ -89,12 +90,12 @@ def _part(form: Form, aval: Any) -> Form:
 
 
 def _as_array(form: Form) -> Form:
-    """Return a form in which equal elements are an array: devices may have different numbers."""
+    """Return a form in which a "uniform" value is an array: devices may have different numbers."""
     return dataclasses.replace(form, kind="plain") if form.kind == "uniform" else form
 
 
 def _specs(form: Form, spec: Any) -> list[Any]:
-    """Return the spec of each array. A scale has its data's, except on axes of length 1."""
+    """Return the spec of each array. A scale has its data's spec, except along axes of length 1."""
     if form.kind == "constant":
         return []
     if form.kind == "uniform":
@@ -116,7 +117,7 @@ def _at_common_scales(
     """Bring data to the largest scale of all devices, along mesh axes that do not shard the scale.
 
     `may_differ` names the mesh axes along which scales may differ. If it is None, the types of the
-    scales say so.
+    scales name these axes.
     """
     positions, axes, at = [], [], 0
     for form, of_form in zip(forms, specs, strict=True):

@@ -1,8 +1,8 @@
 """Scales along axes, in operations that move elements.
 
-The scale of the result is the same operation, applied to the operand's scale along the axes on
-which it differs. For `W` of shape `(1000, 64)` and a scale of shape `(1, 64)`, `W[rows]` keeps the
-scale, and `W[:, columns]` has the scale `scale[:, columns]`.
+The same operation moves the operand's scale, along the axes on which the scale differs. For `W` of
+shape `(1000, 64)` and a scale of shape `(1, 64)`, `W[rows]` keeps the scale, and `W[:, columns]`
+has the scale `scale[:, columns]`.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def scale_array(table: ScaleTable, scale: Scale, shape: Sequence[int] | None = N
 
 
 def largest(scale: Scale) -> Scale:
-    """Return the maximum over all axes of a scale, a scalar scale."""
+    """Return the maximum of a scale over all its axes, as a scalar scale."""
     return scale.map(lambda s: jnp.max(s, initial=0))
 
 
 def own_scales(*operands: Operand) -> list[Scale]:
     """Return the scale of each operand, where operands keep different scales.
 
-    Arrays keep their scales. A constant 0 gets the scale 0, which takes the scale of any update.
-    Any other constant gets the scale that all operands would share.
+    Arrays keep their scales. A constant 0 gets the scale 0, so that any update sets the scale. Any
+    other constant gets the scale that all operands would share.
     """
-    together = [x.as_pair(x.source, largest(x.scale)) for x in operands]  # used for its votes only
+    together = [x.as_pair(x.source, largest(x.scale)) for x in operands]  # only for their votes
     own = []
     for x in operands:
         if x.constant is None:
@@ -76,7 +76,7 @@ def own_scales(*operands: Operand) -> list[Scale]:
 
 
 def least_scales(*arrays: Operand) -> list[Operand]:
-    """Make the scale of an array scalar if it does not differ, or if the array is empty."""
+    """Make the scale of an array scalar if it is equal everywhere, or if the array is empty."""
     return [x if varying_axes(x.scale) and 0 not in x.shape else uniform_over(x) for x in arrays]
 
 
@@ -141,15 +141,16 @@ class Windows:
         return {a for a, (size, n) in enumerate(zip(self.sizes, shape, strict=True)) if size != n}
 
     def along(self, axes: Sequence[int], indices: jax.Array) -> tuple[Windows, jax.Array]:
-        """Return the windows of an operand with length 1 along other axes, and their indices."""
+        """Return the windows and indices for an operand whose length is 1 except along `axes`."""
         sizes = tuple(n if a in axes else 1 for a, n in enumerate(self.sizes))
         batch = tuple(pair for pair in self.batch if pair[0] in axes)
+        # The only index of an axis of length 1 is 0.
         columns = np.array([a in axes for a in self.starts], indices.dtype)
         indices = indices if columns.all() else indices * columns
         return dataclasses.replace(self, sizes=sizes, batch=batch), indices
 
     def shape_along(self, axes: Sequence[int], shape: Sequence[int]) -> list[int]:
-        """Return the shape of the array of these windows, given that of the whole windows."""
+        """Return the shape of the windows array of `along(axes)`, given the full array's shape."""
         whole = {d for d, a in zip(self.dims, self.axes, strict=True) if a not in axes}
         return [1 if d in whole else n for d, n in enumerate(shape)]
 
@@ -159,7 +160,7 @@ class Windows:
         return tuple(a for a in range(len(self.sizes)) if a not in (*self.axes, *batch))
 
     def take(self, array: jax.Array, indices: jax.Array) -> jax.Array:
-        """Gather the windows of an array. Windows that lie outside are clipped to the inside."""
+        """Gather the windows of an array. Windows that reach outside are moved inside."""
         dims = lax.GatherDimensionNumbers(
             offset_dims=self.dims,
             collapsed_slice_dims=self._left_out,
@@ -181,7 +182,7 @@ class Windows:
         return scatter(array, indices, updates, dims, mode=mode)
 
     def on_windows(self, array: jax.Array, rank: int) -> jax.Array:
-        """Reshape an array with the operand's axes to those of the windows array.
+        """Reshape an array from the operand's axes to the axes of the windows array.
 
         The array has length 1 along the partial axes.
         """
@@ -211,7 +212,7 @@ def gathered_scale(ctx: RuleContext, scale: Scale, indices: Any, windows: Window
 
 
 def uniform_over(x: Operand, axes: Sequence[int] | None = None) -> Operand:
-    """Replace the scale by its maximum along axes; by default over all axes, as a scalar."""
+    """Replace the scale with its maximum along `axes`; by default, with one scalar for all axes."""
     if x.scale.ndim == 0:
         return x
     axes = range(x.ndim) if axes is None else axes

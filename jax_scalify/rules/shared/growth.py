@@ -16,11 +16,12 @@ from jax_scalify.rules.shared.products import for_constants, ratio_of
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.multiplying import multiply
 
-# A sum of n non-negative terms grows like n. In 16 bits and less the factor stops at 2**10. In a
-# softmax over 128,256 classes with one confident logit the sum is 1, and with a factor of 2**16 its
-# data would be 2**-16. The probability 1 would be 65536 * 2**-16, which float16 does not hold.
+# A sum of n non-negative terms grows like n. For dtypes of at most 16 bits, the factor is at most
+# 2**10. Example: in a softmax over 128,256 classes with one confident logit, the sum is 1. With a
+# factor of 2**16 its data would be 2**-16, and the probability 1 would be 65536 * 2**-16. float16
+# does not hold 65536.
 NONNEGATIVE_LIMIT = 10
-# The count that a symbolic dimension, as the batch of an exported function, stands for.
+# The assumed size of a symbolic dimension, such as the batch of an exported function.
 _SYMBOLIC_COUNT = 256
 
 
@@ -32,13 +33,13 @@ class Terms(enum.Enum):
     ALIKE: computed values have a part in common, assumed to be `n**(-1/8)` of their size. The
     gradients of a batch's examples agree in part, and so do the values that attention averages.
     Their sum grows like `n**(7/8)`: 1448 for `n = 4096`.
-    PRODUCTS: in products of two computed values the common parts are multiplied, `n**(-1/4)`.
-    Their sum grows like `n**(3/4)`: 512 for `n = 4096`.
+    PRODUCTS: in products of two computed values the common parts are multiplied: `n**(-1/4)` of
+    their size. Their sum grows like `n**(3/4)`: 512 for `n = 4096`.
     NONNEGATIVE: the sum grows like `n`.
 
     Peaked terms (exponentials, masks) count as independent. Their sum may be as small as one term
-    or as large as `n` terms, and the gradient of a softmax divides by its square. float16 has room
-    for both ends only if the scale lies in the middle.
+    or as large as `n` terms, and the gradient of a softmax divides by the square of the sum.
+    float16 has room for both ends only if the scale lies in the middle.
     """
 
     INDEPENDENT = 1 / 2
@@ -62,7 +63,7 @@ class Terms(enum.Enum):
 def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
     """Return `pow2(count**p)`, the expected size of a sum of `count` terms of unit RMS.
 
-    A symbolic count, as the batch of an exported function, counts as 256.
+    A symbolic count, such as the batch of an exported function, counts as 256.
     """
     count = count if isinstance(count, int) else _SYMBOLIC_COUNT
     if count <= 1:

@@ -1,4 +1,4 @@
-"""Sums that keep the scale of a leaf of the state. `interpreter/homes.py` says why they do."""
+"""Sums that keep the scale of a leaf of the state. `interpreter/homes.py` explains why."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jax_scalify.scales.algebra import ONE, Scale
 # non-negative terms, such as squares, the limit is 2**+-32: `m` and `sqrt(v)` then have the same
 # range, and the scale of `m / sqrt(v)` fits its values, whatever the scale of the gradient is.
 LARGEST_HOME = 16
-# The smallest exponent of a multiple of a leaf that may be the leaf's next value. Smaller multiples
-# are, for example, weight decay that is added to a gradient.
+# A multiple of a leaf may be the leaf's next value if its factor is from 2**-2 to 2**2. A smaller
+# multiple is, for example, the weight decay that is added to a gradient.
 _SMALLEST_SHARE = -2
 # The log2 of the length of a random walk of a thousand steps: sqrt(1000) is about 2**5.
 _WALK = 5
@@ -25,7 +25,8 @@ _WALK = 5
 def at_its_home(out: Operand, home: Scale | None, *terms: Operand) -> Operand:
     """Return the sum `out` with its `home`, the result of `home_of_sum`.
 
-    A float16 sum has the larger scale. It is at home if that is the static scale of a leaf.
+    Without a home, as in float16, the sum has the larger scale of its terms. It is at home if this
+    is the static scale of a term's leaf.
     """
     if home is not None:
         return out.with_home(home, returns=True)
@@ -44,9 +45,9 @@ def home_of_sum(ctx: RuleContext, *terms: Operand, negate_rhs: bool = False) -> 
 def in_unit(x: Operand, unit: Scale) -> Any:
     """Return the array `value / unit` of a term of a sum. The unit is 1, or the home of the sum.
 
-    A sum that is computed in the unit in which it leaves the function is one kernel. As a value, it
-    would be a second kernel in each step for each leaf of the state. A leaf of scale 0 holds
-    zeros, which need no multiplication to be in another unit.
+    A sum that is computed in the unit in which it leaves the function is one kernel. A sum of
+    values would need a second kernel for each leaf of the state, to divide it by the home. A leaf
+    of scale 0 holds zeros, which are the same in every unit.
     """
     if unit.is_one:
         return x.value
@@ -61,7 +62,7 @@ def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
     if any(x.number is not None for x in terms):
         return None
     found = [i for i, x in enumerate(terms) if _may_keep(x, aval)]
-    if len(found) > 1:  # w + 0.9 * v
+    if len(found) > 1:  # in `w + 0.9 * v`, only `w` has no factor
         found = [i for i in found if terms[i].mantissa == 1 and terms[i].scale == terms[i].home]
     return found[0] if len(found) == 1 else None
 
@@ -119,9 +120,9 @@ def _vanishes_with(scale: Scale, home: Scale) -> bool:
 def _growth(keeper: Operand, other: Operand, is_sum: bool) -> Scale:
     """Return the size of `x` over the size of `y` after many steps of `x = b * x + y`.
 
-    `1 / (1 - b)` if `y` is non-negative, else `sqrt(1 / (1 - b**2))`. With `b = 0.999` these are
-    2**9 and 2**4. For `b >= 1`, as for a weight that starts from 0, it is 2**5: a random walk of a
-    thousand steps.
+    The ratio is `1 / (1 - b)` if `y` is non-negative, else `sqrt(1 / (1 - b**2))`. For `b = 0.999`,
+    these round down to 2**9 and 2**4. For `b >= 1`, as for a weight that starts from 0, it is 2**5,
+    the length of a random walk of a thousand steps.
     """
     if not is_sum:
         return ONE

@@ -31,7 +31,7 @@ def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
     An array votes with its scale. In a sum (`additive`), a constant or a traced number votes with
     its own power of two, so that `1 + x` is right for tiny `x`. Elsewhere it votes with the
     smallest scale at which it is finite with three octaves to spare: in float16, -1e4 votes 2**1,
-    and 1 votes 2**-12. If there are constants only, they vote with `constant_scale`. The constants
+    and 1 votes 2**-12. If all voters are constants, they vote with `constant_scale`. The constants
     0, inf and nan, and empty arrays, do not vote.
     """
     arrays, numbers, constants = _voters(operands)
@@ -50,9 +50,9 @@ def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
 def _unless_zero(scale: Scale, other: Scale) -> Scale:
     """Return `scale`, or `other` where it is 0 at run time.
 
-    If `x` is zero, `where(x == 0, 1, x)` then has the scale of the constant 1. Without this, data
-    of a wide dtype could be as large as 2**40, and a quotient by it would have a scale that is
-    wrong by as much. In narrow dtypes the constant's vote is close enough.
+    If `x` is zero, `where(x == 0, 1, x)` then has the scale of the constant 1. The constant's vote
+    is much lower: in a wide dtype, data at this scale could be as large as 2**40, and the scale of
+    a quotient by it would be wrong by the same factor. In narrow dtypes the vote is close enough.
     """
     if scale.is_nonzero or scale.is_static:
         return scale
@@ -79,7 +79,8 @@ def _voters(
 def shared_scale(*operands: Operand, additive: bool = False) -> Scale:
     """Return the largest vote; without votes, 0 if every operand is 0, else 1.
 
-    If an operand is infinite or nan, a scale that is 0 at run time counts as 1: 0 * inf is nan.
+    If an operand is infinite or nan, a scale that is 0 at run time counts as 1, because 0 * inf is
+    nan.
     """
     scales = votes(*operands, additive=additive)
     numbers = [x.constant for x in operands]
@@ -124,7 +125,7 @@ def at_shared_scale(
 ) -> list[Any]:
     """Return the operands' arrays, filled to `avals`: data at `scale`, or values if wide.
 
-    Data that `grows`, since `scale` is not the largest, is float32.
+    If `grows`, `scale` is below the largest vote. Data is then larger, and is returned in float32.
     """
     if ctx.holds_values:
         return [filled(x.value, aval) for x, aval in zip(operands, avals, strict=True)]

@@ -54,8 +54,8 @@ def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
     """Return `scale`, raised so that constants among the elements fit into narrow data.
 
     In `(3 * where(mask, x, 1))**3` with tiny `x`, some elements are 27, far above the scale of `x`.
-    A constant that the dtype does not hold does not count. It comes from a mask, and may no longer
-    be among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
+    A constant that the dtype does not hold is ignored. It comes from a mask, and may no longer be
+    among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
     """
     constant = facts_of(ctx.eqn, list(ctx.inputs)).constant
     is_narrow = dtypes.is_narrow(ctx.out_dtype)
@@ -65,10 +65,11 @@ def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
 
 
 def widened(ctx: RuleContext, data: Sequence[Any], scale: Scale = ONE) -> list[Any]:
-    """Return operands of an elementwise equation, in at least float32 if it is rounded later.
+    """Return the operands of an elementwise equation, widened if its result is rounded later.
 
-    With the result's `scale`, operands are also widened if its data may overflow where its values
-    do not, which is at a scale below 1: `narrowed` then saturates.
+    Widened operands are in at least float32. Given the `scale` of the result, operands are also
+    widened if the scale may be below 1. Data may then overflow where values do not, so `narrowed`
+    must saturate it.
     """
     compute = dtypes.compute_dtype(ctx.out_dtype)
     is_wide = ctx.pending.exponent or ctx.stays_wide or any(x.dtype == compute for x in data)
@@ -88,7 +89,7 @@ def bind_product(
     params: Mapping[str, Any],
     spread: Scale = ONE,
 ) -> Operand:
-    """Bind an equation whose result is a product of powers, at `scale * spread`."""
+    """Bind an equation whose result is a product of powers of its operands, at `scale * spread`."""
     if ctx.holds_values:
         return ctx.on_values(scale * spread, *operands, **params)
     data = [x.data for x in operands]
