@@ -1,8 +1,8 @@
-"""Optimization barriers that are lowered for CPUs only.
+"""Optimization barriers that are lowered for some platforms only.
 
 XLA's CPU backend recomputes a cheap operand in every kernel that reads it. It compiles each kernel
-separately, which takes most of the compile time. Other backends make better kernels without
-barriers.
+separately, which takes most of the compile time. Other backends make better kernels without these
+barriers (`pin`). On GPUs, one kind of value is better stored: see `store`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_scalify import _compat
 
-pin_p = Primitive("pin")
-pin_p.multiple_results = True
-pin_p.def_impl(lambda *arrays: list(arrays))
-pin_p.def_abstract_eval(lambda *avals: list(avals))
-mlir.register_lowering(pin_p, lambda ctx, *arrays: list(arrays))
-mlir.register_lowering(
-    pin_p,
-    mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True),
-    platform="cpu",
-)
+
+def _barrier(name: str, *platforms: str) -> Primitive:
+    """Define the identity on arrays. It is an optimization barrier on some platforms."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays: list(arrays))
+    primitive.def_abstract_eval(lambda *avals: list(avals))
+    mlir.register_lowering(primitive, lambda ctx, *arrays: list(arrays))
+    barrier = mlir.lower_fun(
+        lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True
+    )
+    for platform in platforms:
+        mlir.register_lowering(primitive, barrier, platform=platform)
+    ad.primitive_jvps[primitive] = lambda primals, tangents: (primitive.bind(*primals), [*tangents])
+    batching.primitive_batchers[primitive] = lambda arrays, dims: (primitive.bind(*arrays), dims)
+    return primitive
 
 
-def _jvp(primals: Any, tangents: Any) -> Any:
-    return pin_p.bind(*primals), list(tangents)
-
-
-def _batch(arrays: Any, dims: Any) -> Any:
-    return pin_p.bind(*arrays), dims
-
-
-ad.primitive_jvps[pin_p] = _jvp
-batching.primitive_batchers[pin_p] = _batch
+pin_p = _barrier("pin", "cpu")
+store_p = _barrier("store", "cuda", "rocm")
 
 
 def pin(scale: jax.Array) -> jax.Array:
@@ -54,6 +52,15 @@ def pin(scale: jax.Array) -> jax.Array:
         return pin_p.bind(scale)[0]
     is_number = lax.eq(scale, scale)
     return lax.div(scale, lax.select(is_number, jnp.ones_like(scale), jnp.full_like(scale, 2)))
+
+
+def store(array: jax.Array) -> jax.Array:
+    """Keep XLA for GPUs from storing an array of a narrow dtype in float32 as well.
+
+    XLA drops a rounding to float16 before a float32 equation (`xla_allow_excess_precision`). If a
+    matmul reads the array, it needs float16 all the same, so another kernel would write it again.
+    """
+    return store_p.bind(array)[0]
 
 
 def pin_constant(value: Any) -> Any:

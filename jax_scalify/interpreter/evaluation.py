@@ -67,6 +67,7 @@ def evaluate(
     env.update(zip(jaxpr.invars, inputs, strict=True))
     equations = live_equations(jaxpr)
     uses = chains.count_uses(jaxpr, equations)
+    multiplied = chains.read_by_matmuls(equations)
     wide = wide_variables(jaxpr, equations, leaving)
     gates = Gates.of(jaxpr)
     made_by = makers(jaxpr) if observing.is_observing() else {}
@@ -83,10 +84,9 @@ def evaluate(
                 operands = corrections.of_operands(eqn, operands)
                 known |= dict(corrections=corrections.inside(eqn), pending=pending)
                 outputs = corrections.of_results(eqn, _equation(eqn, operands, known), pending)
-            outputs = [
-                chains.cut(value) if uses[var] > 1 else value
-                for var, value in zip(eqn.outvars, outputs, strict=True)
-            ]
+            for i, var in enumerate(eqn.outvars):
+                outputs[i] = chains.cut(outputs[i]) if uses[var] > 1 else outputs[i]
+                outputs[i] = chains.stored(outputs[i]) if var in multiplied else outputs[i]
             outputs = list(map(gates.marked, eqn.outvars, outputs))
             if made_by:
                 outputs = observing.observed(eqn, operands, outputs, table, made_by, names)
