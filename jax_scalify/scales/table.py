@@ -245,6 +245,8 @@ class ScaleTable:
                 NARROW_EXTENT if narrow else LARGEST_EXTENT, int(max(t.span for t in terms))
             ),
             vanishes=frozenset.intersection(*(t.vanishes for t in terms)),
+            # A maximum is clamped from above only, and is at least as large as each term.
+            limit=max(MAX_EXPONENT, min(t.limit for t in terms)),
         )
         make = functools.partial(self._make_maximum, terms, known)
         made, its_low = self.memoised(("maximum", key), lambda: (make(), low))
