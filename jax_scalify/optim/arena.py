@@ -32,11 +32,24 @@ def row_of(shape: Shape) -> Shape:
     """
     size = math.prod(shape)
     fits = size > 0 and size % _LANES == 0
-    return (_LANES,) if fits and not _may_be_shared() else shape
+    return (_LANES,) if fits and not may_be_shared() else shape
 
 
-def _may_be_shared() -> bool:
+def may_be_shared() -> bool:
+    """Return whether devices may share an array."""
     return jax.device_count() > 1 or not jax.sharding.get_abstract_mesh().empty
+
+
+# The number of elements that a thread block of a GPU reduces without a second kernel.
+_ROW = 2**13
+
+
+def first_axis_of_rows(shape: Shape) -> int:
+    """Return the first axis of the rows of a large array: as many as a thread block can reduce."""
+    first = len(shape) - 1
+    while first > 1 and math.prod(shape[first - 1 :]) <= _ROW:
+        first -= 1
+    return first
 
 
 def rank(shape: Shape) -> tuple[Any, ...]:

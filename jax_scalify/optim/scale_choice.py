@@ -15,6 +15,7 @@ from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.stochastic_rounding import keep_nonzero, round_stochastically
+from jax_scalify.optim.arena import first_axis_of_rows
 from jax_scalify.optim.square_roots import moved_for_square
 
 # `j` in `scale = 2**j * s**d`, for a leaf of degree `d` and a gradient of scale `s`. The data of
@@ -24,8 +25,6 @@ GRADIENT_EXPONENTS = {1: -6, 2: -2}
 
 
 _SMALLEST = math.ldexp(1.0, -pow2.MAX_EXPONENT)
-# The number of elements that a thread block of a GPU reduces without a second kernel.
-_ROW = 2**13
 # Above this mean square, the squares that float32 flushes to 0 are less than 2**-26 of it.
 _SMALLEST_MEAN_SQUARE = 2.0**-100
 
@@ -75,10 +74,8 @@ def reduced_by_rows(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.
     A GPU needs two kernels to reduce a large array. The rows of many arrays are then reduced
     together, so that the second kernel is needed only once.
     """
-    first = x.ndim - 1
-    while first > 1 and math.prod(x.shape[first - 1 :]) <= _ROW:
-        first -= 1
-    largest, total = _reduced(x, old.reshape(()), unit.reshape(()), tuple(range(first, x.ndim)))
+    axes = tuple(range(first_axis_of_rows(x.shape), x.ndim))
+    largest, total = _reduced(x, old.reshape(()), unit.reshape(()), axes)
     return largest.reshape(-1), total.reshape(-1)
 
 

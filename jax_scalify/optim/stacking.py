@@ -27,6 +27,7 @@ from jax_scalify.base.jaxprs import evaluate
 from jax_scalify.base.pins import elements, slices
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.optim.arena import Arena
+from jax_scalify.optim.sums import Sums, with_sums
 
 # Calls that are inlined. Other calls may have derivative rules or scale rules.
 _INLINED = frozenset("jit pjit closed_call core_call".split())
@@ -257,8 +258,8 @@ def _in_stack(eqn: Any, operands: Sequence[Item]) -> tuple[dict[str, Any], list[
     return (params, found, is_full) if is_full or not out.shape else None
 
 
-def _in_order(results: Sequence[Item]) -> list[Item | Stack]:
-    """Return the single items and stacks that results depend on, in order of computation."""
+def _in_order(results: Sequence[Item]) -> list[Item | Stack | Sums]:
+    """Return the single items, stacks and sums that results depend on, in order of computation."""
     needed: dict[Item, None] = {}
     rest = list(results)
     while rest:
@@ -279,10 +280,13 @@ def _in_order(results: Sequence[Item]) -> list[Item | Stack]:
             units[stack] = None
         else:
             units[next(iter(found.values()))] = None
-    return sorted(units, key=lambda unit: unit.depth)
+    return sorted(with_sums(units, Item), key=lambda unit: unit.depth)
 
 
-def _compute(unit: Item | Stack) -> None:
+def _compute(unit: Item | Stack | Sums) -> None:
+    if isinstance(unit, Sums):
+        unit.compute()
+        return
     if isinstance(unit, Stack):
         unit.array = _stacked(unit)
         return

@@ -61,6 +61,10 @@ def _rescaled_gradient(x, w):
     return jax.grad(lambda x: jnp.sum(jsa.ops.dynamic_rescale_l2_grad(x) * w))(x)
 
 
+def _loss_with_bias(w, b, x):
+    return jnp.sum(jnp.tanh(x @ w + b) ** 2)
+
+
 def _cast(x, w):
     key = jax.random.key(0)
     narrow = jsa.ops.cast_on_forward(x, jnp.float8_e4m3fn)
@@ -77,6 +81,7 @@ PROGRAMS = {
     "vmap": lambda x, w: jax.vmap(lambda r: jax.nn.softmax(r @ w))(x),
     "grad": lambda x, w: jax.grad(_loss, (0, 1))(w, x),
     "remat": lambda x, w: jax.grad(jax.checkpoint(_loss))(w, x),
+    "gradient of a bias": lambda x, w: jax.grad(_loss_with_bias, (0, 1))(w, x[0], x),
     "scan": _scanned,
     "grad of scan": lambda x, w: jax.grad(_sum_of_scan, (0, 1))(x, w),
     "while": _doubled_until_large,

@@ -162,3 +162,31 @@ def test_wide_parameters_keep_their_digits():
         updates = {"a": jnp.zeros(1, jnp.float32), "b": jnp.zeros(1, jnp.float32)}
         new = jsa.optim.apply_updates(params, updates)
         assert all(new[name] == params[name] for name in params)
+
+
+LARGE = {"a": (300, 400), "b": (300, 400), "c": (300, 300), "d": (4, 200, 200), "e": (70_000,)}
+
+
+def test_sums_of_large_leaves_share_their_last_step():
+    """Sums of rows are one array: a GPU adds them up in one kernel."""
+    shapes = LARGE | {"f": (16, 16), "g": (16, 16)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    params = {
+        name: 1e-2 * jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    state = optimizer.init(params)
+    owners = owners_of(state, params)
+
+    def update(grads):
+        found = updated(optimizer.update, grads, state, params, owners, plain=True)[1]
+        return jax.tree.map(array_of, found)
+
+    got, wanted = jax.jit(update)(params), optimizer.update(params, state, params)[0]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    equations = all_equations(jax.make_jaxpr(update)(params).jaxpr)
+    sums = [e.invars[0].aval.shape for e in equations if e.primitive is jax.lax.reduce_sum_p]
+    assert sums.count((3, 300)) == 1 and shapes["a"] in sums
+    assert sums.count((4, 200, 200)) == 1 and (70_000,) in sums
