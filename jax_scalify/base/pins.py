@@ -55,11 +55,7 @@ def pin(scale: jax.Array) -> jax.Array:
 
 
 def store(array: jax.Array) -> jax.Array:
-    """Keep XLA for GPUs from storing an array of a narrow dtype in float32 as well.
-
-    XLA drops a rounding to float16 before a float32 equation (`xla_allow_excess_precision`). If a
-    matmul reads the array, it needs float16 all the same, so another kernel would write it again.
-    """
+    """Keep XLA for GPUs from storing a float32 copy: see `interpreter/stored.py`."""
     return store_p.bind(array)[0]
 
 

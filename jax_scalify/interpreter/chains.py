@@ -21,12 +21,11 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import is_var
-from jax_scalify.base.pins import pin, store
+from jax_scalify.base.pins import pin
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 
-_MATMULS = ("dot_general", "conv_general_dilated")
 _MAX_DEPTH = 2 if _compat.keeps_barriers() else 8  # without barriers, a cut costs a division
 
 
@@ -34,16 +33,6 @@ def count_uses(jaxpr: Any, equations: Sequence[Any]) -> collections.Counter:
     """Count how often each variable is read. A result counts twice: the caller may reuse it."""
     atoms = itertools.chain(*(eqn.invars for eqn in equations), jaxpr.outvars, jaxpr.outvars)
     return collections.Counter(v for v in atoms if is_var(v))
-
-
-def read_by_matmuls(equations: Sequence[Any]) -> set[Any]:
-    """Return the variables that both a matmul and another equation read."""
-    by_matmuls: set[Any] = set()
-    by_others: set[Any] = set()
-    for eqn in equations:
-        readers = by_matmuls if eqn.primitive.name in _MATMULS else by_others
-        readers.update(v for v in eqn.invars if is_var(v))
-    return by_matmuls & by_others
 
 
 def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:
@@ -57,14 +46,6 @@ def depth(eqn: Any, inputs: Sequence[Value], out: Any) -> int:
         return 0
     aligns = traits.aligns and not (out.scale.is_static and dtypes.is_wide(out.dtype))
     return max(v.depth for v in inputs) + aligns
-
-
-def stored(value: Value) -> Value:
-    """Have a narrow array stored once, as its matmuls and other equations read it."""
-    if not isinstance(value, Operand) or value.is_widened or not dtypes.is_narrow(value.dtype):
-        return value
-    x = value.moved(store(value.source), value.scale)
-    return x.as_result(value.facts, depth=value.depth, home=value.home)
 
 
 def cut(value: Value) -> Value:

@@ -36,6 +36,7 @@ from jax_scalify.interpreter.registry import (
     takes_values,
 )
 from jax_scalify.interpreter.rescaling import as_operand
+from jax_scalify.interpreter.stored import read_by_matmuls, stored
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.uniform import uniform
 from jax_scalify.interpreter.value import Plain, Value, value_of
@@ -66,8 +67,8 @@ def evaluate(
         env[var] = captured(const)
     env.update(zip(jaxpr.invars, inputs, strict=True))
     equations = live_equations(jaxpr)
-    uses = chains.count_uses(jaxpr, equations)
-    multiplied = chains.read_by_matmuls(equations)
+    reused = {v for v, n in chains.count_uses(jaxpr, equations).items() if n > 1}
+    multiplied = read_by_matmuls(equations)
     wide = wide_variables(jaxpr, equations, leaving)
     gates = Gates.of(jaxpr)
     made_by = makers(jaxpr) if observing.is_observing() else {}
@@ -84,9 +85,11 @@ def evaluate(
                 operands = corrections.of_operands(eqn, operands)
                 known |= dict(corrections=corrections.inside(eqn), pending=pending)
                 outputs = corrections.of_results(eqn, _equation(eqn, operands, known), pending)
-            for i, var in enumerate(eqn.outvars):
-                outputs[i] = chains.cut(outputs[i]) if uses[var] > 1 else outputs[i]
-                outputs[i] = chains.stored(outputs[i]) if var in multiplied else outputs[i]
+            for change, chosen in ((chains.cut, reused), (stored, multiplied)):
+                outputs = [
+                    change(value) if var in chosen else value
+                    for var, value in zip(eqn.outvars, outputs, strict=True)
+                ]
             outputs = list(map(gates.marked, eqn.outvars, outputs))
             if made_by:
                 outputs = observing.observed(eqn, operands, outputs, table, made_by, names)
