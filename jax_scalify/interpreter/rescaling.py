@@ -10,7 +10,9 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
+from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable
@@ -22,27 +24,33 @@ def kept_wide(data: Any, scale: Scale, dtype: Any) -> Operand:
     return Operand(data, scale, declared=jnp.dtype(dtype))
 
 
-# `x * _TINY` is 0 or far below a spacing of float16, but infinite if `x` is.
-_TINY = 2.0**-126
+# `x * _TO_INFINITY * 2**112` is infinite from 65,520 on, where a cast to float16 is infinite.
+_TO_INFINITY = np.nextafter(np.float32(2**16 / 65520), np.float32(2))
 
 
 def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
-    """Cast float32 or float64 data to `dtype`. In float16, finite data saturates at scales below 1.
+    """Cast float32 or float64 data to `dtype`. Data saturates if float16 holds the value itself.
 
     Data of `2**17` at the scale `2**-10` is the value 128, which float16 holds: the data saturates.
-    At a static scale of at least 1, the value would overflow in plain float16 too, and the data
-    becomes infinite.
+    At the scale 1 the value overflows float16 too, and the data becomes infinite.
 
-    Infinities stay infinite, as in a mask that `exp` or `isinf` reads. They pass through the added
-    product, because XLA for GPUs would not fuse a `select` with the computation of `data`: it would
-    store `data` in float32 for the comparison and the clamp.
+    A `select` would read the data three times. XLA for GPUs then does not fuse it with the
+    computation of the data, but stores the data in float32. So the clamped data is added to a
+    product that is infinite where the value is, and far below a spacing of float16 elsewhere.
     """
     if data.dtype == dtype or dtype != jnp.float16 or scale.is_zero:
         return dtypes.cast(data, dtype)
     if scale.is_static and scale.exponent >= 0:
         return dtypes.cast(data, dtype)
-    largest, tiny = (np.asarray(x, data.dtype) for x in (jnp.finfo(dtype).max, _TINY))
-    data = lax.add(lax.clamp(-largest, data, largest), lax.mul(data, tiny))
+    info = jnp.finfo(data.dtype)
+    if scale.is_static:
+        factor = pin_constant(np.ldexp(_TO_INFINITY, 112 + int(scale.exponent)))
+    else:
+        factor = multiply(jnp.asarray(_TO_INFINITY), algebra.meet(scale, ONE) * Scale(112))
+    factor = lax.convert_element_type(factor, data.dtype)
+    factor = factor if info.maxexp == 128 else factor * 2.0 ** (info.maxexp - 128)
+    largest, tiny = (np.asarray(x, data.dtype) for x in (jnp.finfo(dtype).max, info.tiny))
+    data = lax.clamp(-largest, data, largest) + data * factor * tiny * tiny
     return lax.convert_element_type(data, dtype)
 
 

@@ -333,7 +333,7 @@ def sort_rule(
     lax.convert_element_type_p, family="convert", elements="cast", elementwise=True
 )
 def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
-    """Cast float data at its scale, saturating in FP8, and in float16 at scales below 1.
+    """Cast float data at its scale, saturating in FP8 and, where the value is finite, in float16.
 
     Integers are cast from the plain values.
     """

@@ -257,7 +257,7 @@ def test_remedies_speak_of_values():
     for fun, limit in ((jnp.exp2, 16), (jnp.sinh, 11.8), (jnp.expm1, 11.1)):
         assert f"(at {limit})" in find_nonfinite(fun)(F16([20])).remedy
     cast = find_nonfinite(jsa.scalify(lambda x: x.astype(F16)))
-    found = cast(jsa.ScaledArray(jnp.float32([2.5e5]), 4.0))
+    found = cast(jsa.ScaledArray(jnp.float32([2.5e5]), jnp.float32(4)))
     assert "the data of 1e+06 is 2.5e+05 at its scale, beyond float16" in found.remedy
 
 

@@ -162,7 +162,7 @@ def test_a_cast_to_float16_saturates(dtype, static):
         x = ScaledArray(jnp.array(numbers, dtype), 2.0**-8 if static else jnp.float32(2.0**-8))
         got = jax.jit(jsa.scalify(lambda x: x.astype(jnp.float16)))(x)
     assert float(got.scale) == 2.0**-8
-    want = [2.0**14, 65_504, -65_504, 65_504, np.inf, np.nan]
+    want = [2.0**14, 65_504, -65_504, np.inf, np.inf, np.nan]
     np.testing.assert_array_equal(np.asarray(got.data), np.asarray(want, "float16"))
 
 
@@ -179,15 +179,11 @@ def test_what_is_infinite_or_nan_stays_so_in_narrow_data(exponent, static):
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("data", [43_648, 43_680, 43_712])
-def test_a_product_overflows_at_static_scales_of_at_least_one(data, static):
-    """The values are 65,472, which float16 holds, and 65,520 and more, which it rounds to inf.
-
-    A dynamic scale may be less than 1, where plain float16 holds the value: the data saturates.
-    """
+def test_a_product_is_infinite_where_it_is_in_plain_float16(data, static):
+    """The values are 65,472, which float16 holds, and 65,520 and more, which it rounds to inf."""
     x = ScaledArray(jnp.array([data, -1], "float16"), 0.5 if static else jnp.float32(0.5))
     got = jax.jit(jsa.scalify(lambda x: x * 3))(x)
-    assert np.isinf(np.asarray(got.data)).tolist() == [static and data >= 43_680, False]
-    assert static or np.asarray(got.data)[0] == min(1.5 * data, 65_504)
+    assert np.isinf(np.asarray(got.data)).tolist() == [data >= 43_680, False]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
