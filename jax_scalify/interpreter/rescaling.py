@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.pins import pin_constant
@@ -50,7 +51,11 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     factor = lax.convert_element_type(factor, data.dtype)
     factor = factor if info.maxexp == 128 else factor * 2.0 ** (info.maxexp - 128)
     largest, tiny = (np.asarray(x, data.dtype) for x in (jnp.finfo(dtype).max, info.tiny))
-    data = lax.clamp(-largest, data, largest) + data * factor * tiny * tiny
+    within, overflow = lax.clamp(-largest, data, largest), data * factor
+    if _compat.keeps_barriers():
+        data = within + overflow * tiny * tiny
+    else:  # XLA of JAX 0.10 makes one factor of `tiny * tiny`, 0, and infinity times 0 is nan
+        data = lax.select(lax.is_finite(overflow), within, overflow)
     return lax.convert_element_type(data, dtype)
 
 
