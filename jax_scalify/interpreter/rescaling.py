@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.pins import pin_constant
+from jax_scalify.base.pins import pin_constant, unless_infinite_p
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
@@ -35,9 +34,7 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     Data of `2**17` at the scale `2**-10` is the value 128, which float16 holds: the data saturates.
     At the scale 1 the value overflows float16 too, and the data becomes infinite.
 
-    A `select` would read the data three times. XLA for GPUs then does not fuse it with the
-    computation of the data, but stores the data in float32. So the clamped data is added to a
-    product that is infinite where the value is, and far below a spacing of float16 elsewhere.
+    `data * factor` is infinite where the value is: see `unless_infinite_p`.
     """
     if data.dtype == dtype or dtype != jnp.float16 or scale.is_zero:
         return dtypes.cast(data, dtype)
@@ -50,12 +47,9 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
         factor = multiply(jnp.asarray(_TO_INFINITY), algebra.meet(scale, ONE) * Scale(112))
     factor = lax.convert_element_type(factor, data.dtype)
     factor = factor if info.maxexp == 128 else factor * 2.0 ** (info.maxexp - 128)
-    largest, tiny = (np.asarray(x, data.dtype) for x in (jnp.finfo(dtype).max, info.tiny))
+    largest, tiny = np.asarray(jnp.finfo(dtype).max, data.dtype), info.tiny
     within, overflow = lax.clamp(-largest, data, largest), data * factor
-    if _compat.keeps_barriers():
-        data = within + overflow * tiny * tiny
-    else:  # XLA of JAX 0.10 makes one factor of `tiny * tiny`, 0, and infinity times 0 is nan
-        data = lax.select(lax.is_finite(overflow), within, overflow)
+    data = unless_infinite_p.bind(within, overflow, tiny=float(tiny))
     return lax.convert_element_type(data, dtype)
 
 
