@@ -1,12 +1,14 @@
 """Barriers that are lowered for some platforms only."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify.base.pins import pin, pin_p, store, store_p
+from jax_scalify.base.pins import pin, pin_p, store, store_p, unless_infinite_p
 
 
 def dense(x, w, b):
@@ -41,3 +43,20 @@ def test_what_a_matmul_and_others_read_is_stored_once_on_gpus(dtype, count):
     args = [jsa.ScaledArray(x, 2.0**-3) for x in args]
     fun = jsa.scalify(dense)
     assert barriers(fun, args, "cuda") - barriers(fun, args, "tpu") == count
+
+
+@pytest.mark.parametrize("platform, selects", [("cpu", 1), ("tpu", 1), ("cuda", 0)])
+def test_infinities_are_selected_except_on_cuda(platform, selects):
+    """Other compilers may multiply the two tiny factors first, and infinity times 0 is nan."""
+    fun = jax.jit(lambda x, y: unless_infinite_p.bind(x, y, tiny=2.0**-126))
+    text = fun.trace(jnp.ones(3), jnp.ones(3)).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.select") == selects
+
+
+def test_an_infinity_or_nan_replaces_the_number():
+    x, y = jnp.array([1.0, 2, 3, 4]), jnp.array([5.0, np.inf, -np.inf, np.nan])
+    fun = functools.partial(unless_infinite_p.bind, tiny=2.0**-126)
+    for call in (fun, jax.jit(fun), jax.vmap(fun)):
+        np.testing.assert_array_equal(call(x, y), [1, np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(jax.vmap(fun, (0, None))(x, y[0]), x)
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(fun(x, x)))(x), np.ones(4))
