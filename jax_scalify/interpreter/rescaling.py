@@ -12,7 +12,6 @@ from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.pins import pin_constant, unless_infinite_p
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable
@@ -44,7 +43,8 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     if scale.is_static:
         factor = pin_constant(np.ldexp(_TO_INFINITY, 112 + int(scale.exponent)))
     else:
-        factor = multiply(jnp.asarray(_TO_INFINITY), algebra.meet(scale, ONE) * Scale(112))
+        table = scale.factors[0][0].table
+        factor = _TO_INFINITY * table.at_most(scale * Scale(112), 112)
     factor = lax.convert_element_type(factor, data.dtype)
     factor = factor if info.maxexp == 128 else factor * 2.0 ** (info.maxexp - 128)
     largest, tiny = np.asarray(jnp.finfo(dtype).max, data.dtype), info.tiny

@@ -84,8 +84,8 @@ class ScaleProgram:
         self._numbers: dict[Computed, int] = {}
         self._chains: set[int] = set()  # the numbers of maxima whose terms were not multiplied out
         self._needs: list[int] = []  # by number: the sources that it depends on, as bits
-        self.requests: list[Scale] = []  # the monomials of placeholders
-        self._placeholders: dict[Scale, Any] = {}
+        self.requests: list[tuple[Scale, float]] = []  # of placeholders: monomial, largest exponent
+        self._placeholders: dict[tuple[Scale, float], Any] = {}
 
     def source(self, array: Any) -> int:
         """Add a scale that is an array. Return its number."""
@@ -146,17 +146,21 @@ class ScaleProgram:
             needs |= self._needs[number]
         return needs
 
-    def placeholder(self, monomial: Scale) -> Any:
-        """Return a tracer that `resolve` replaces by the value of a monomial."""
-        if monomial not in self._placeholders:
+    def placeholder(self, monomial: Scale, most: float = math.inf) -> Any:
+        """Return a tracer that `resolve` replaces by the value of a monomial.
+
+        Its exponent is at most `most`.
+        """
+        request = monomial, most
+        if request not in self._placeholders:
             number = len(self.requests)
-            self.requests.append(monomial)
-            self._placeholders[monomial] = placeholder_p.bind(number=number, dtype=self.dtype)
-        return self._placeholders[monomial]
+            self.requests.append(request)
+            self._placeholders[request] = placeholder_p.bind(number=number, dtype=self.dtype)
+        return self._placeholders[request]
 
     def is_ready(self, number: int, available: int) -> bool:
         """Return whether a request depends on available sources only (as bits)."""
-        return not self._needs_of(self.requests[number]) & ~available
+        return not self._needs_of(self.requests[number][0]) & ~available
 
 
 def _largest(monomials: Sequence[Scale]) -> tuple[Scale, ...]:

@@ -114,7 +114,7 @@ class _Rounds:
         program = self._program
         ready = [v for v, n in self._pending.items() if program.is_ready(n, self._available)]
         requests = [program.requests[self._pending.pop(v)] for v in ready]
-        sources, levels = self._plan(requests)
+        sources, levels = self._plan([monomial for monomial, _ in requests])
         avals = [jax.ShapeDtypeStruct((self._size,), jnp.float32) for _ in self._exponents]
         avals += [jax.ShapeDtypeStruct((), program.dtype) for _ in sources]
         invars = self._exponents + [self._sources[program.scales[n]] for n in sources]
@@ -155,7 +155,7 @@ class _Rounds:
         return number in self._positions or number in depth
 
     def _round(
-        self, requests: Sequence[Scale], sources: list[int], levels: list[list[int]]
+        self, requests: Sequence[tuple[Scale, float]], sources: list[int], levels: list[list[int]]
     ) -> _Round:
         """Return the round of these sources and levels, and give them places in the exponents."""
         is_first = not self._exponents
@@ -164,10 +164,11 @@ class _Rounds:
         for level in levels:
             steps.append(_Level([self._program.scales[n] for n in level], self._positions))
             self._place(level)
-        last = _Sums(requests, self._positions)
+        monomials, most = zip(*requests, strict=True)
+        last = _Sums(monomials, self._positions)
         goes_on = bool(sources or steps)
         size = self._size if goes_on else None
-        return _Round(steps, last, self._program.dtype, is_first, size)
+        return _Round(steps, last, np.array(most), self._program.dtype, is_first, size)
 
     def _place(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -182,6 +183,7 @@ class _Round:
     Attributes:
         levels: the levels, computed one after the other.
         values: the requested monomials.
+        most: the largest exponent of each request.
         dtype: the dtype of sources and requests.
         is_first: whether there are no exponents yet.
         size: the number of exponents after the round, whose last result is the vector of all
@@ -190,6 +192,7 @@ class _Round:
 
     levels: Sequence[_Level]
     values: _Sums
+    most: np.ndarray
     dtype: Any
     is_first: bool
     size: int | None
@@ -205,7 +208,7 @@ class _Round:
         for count, level in enumerate(self.levels, 1):
             exponents = jnp.concatenate([exponents, level(exponents, style)])
             exponents = exponents if count % style.levels else lax.optimization_barrier(exponents)
-        singles = elements(_to_float(self.values(exponents, style), self.dtype))
+        singles = elements(_to_float(self.values(exponents, style), self.dtype, self.most))
         return singles if self.size is None else [*singles, exponents]
 
     @functools.cached_property
@@ -357,10 +360,11 @@ def _take(vector: Any, index: np.ndarray) -> Any:
     return vector.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def _to_float(exponents: Any, dtype: Any) -> Any:
-    """Return `2**exponents`: 0 below the smallest normal number, inf beyond the largest."""
+def _to_float(exponents: Any, dtype: Any, most: np.ndarray) -> Any:
+    """Return `2**min(exponents, most)`: 0 below the normal numbers, inf above them."""
     integer, nmant = exponent_layout(dtype)
     bias = jnp.finfo(dtype).maxexp - 1
-    low, high = np.float32(0), np.float32(2 * bias + 1)
-    biased = lax.clamp(low, exponents + np.float32(bias), high).astype(integer)
+    high = np.minimum(most + bias, 2 * bias + 1).astype(np.float32)
+    high = high if np.isfinite(most).any() else high[0]
+    biased = lax.clamp(np.zeros_like(high), exponents + np.float32(bias), high).astype(integer)
     return lax.bitcast_convert_type(biased << np.array(nmant, integer), dtype)

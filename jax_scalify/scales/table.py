@@ -105,6 +105,13 @@ class ScaleTable:
             self._memo[key] = make()
         return self._memo[key]
 
+    def at_most(self, scale: Scale, exponent: int) -> jax.Array:
+        """Return the array of the minimum of a monomial and `2**exponent`."""
+        if together := self._together(scale):
+            program, (monomial,) = together
+            return program.placeholder(monomial, exponent)
+        return lax.min(scale.array, jnp.full_like(scale.array, 2.0**exponent))
+
     def request(self, scale: Scale) -> jax.Array:
         """Return the array of a monomial, computed once for all users."""
         ((first, power), *others) = scale.factors
@@ -345,12 +352,8 @@ def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
     common = dict(terms[0].factors)
     for term in terms[1:]:
         powers = dict(term.factors)
-        common = {
-            atom: min(p, powers[atom]) if p > 0 else max(p, powers[atom])
-            for atom, p in common.items()
-            if powers.get(atom, 0) > 0 and p > 0
-        }
-    return sorted_factors(common)
+        common = {atom: min(power, powers.get(atom, 0)) for atom, power in common.items()}
+    return sorted_factors({atom: power for atom, power in common.items() if power > 0})
 
 
 def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
