@@ -64,8 +64,10 @@ def keep_nonzero(rounded: jax.Array, data: jax.Array, dtype: Any) -> jax.Array:
     if not dtypes.is_narrow(dtype) or jnp.issubdtype(dtype, jnp.complexfloating):
         return rounded
     smallest = np.array(jnp.finfo(dtype).smallest_subnormal, rounded.dtype)
-    lost = (rounded == 0) & (data != 0)
-    return jnp.where(lost, jnp.where(data < 0, -smallest, smallest), rounded)
+    # XLA:GPU would store an array of 0.0 if another equation needs one, and read it here.
+    zero = np.array(-0.0, data.dtype)
+    lost = (rounded == zero.astype(rounded.dtype)) & (data != zero)
+    return jnp.where(lost, jnp.where(data < zero, -smallest, smallest), rounded)
 
 
 def _with_sign_of(data: jax.Array, size: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
         aval = eqn.outvars[0].aval
         return Plain.filled(aval, np.zeros((), aval.dtype)[()])
     if (
-        name in ("optimization_barrier", "pin")
+        name in ("optimization_barrier", "pin", "store")
         and len(inputs) == 1
         and inputs[0].constant is not None
     ):

@@ -124,7 +124,7 @@ def _applied(
     new: list[Any] = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
     follows = policy == "gradient"  # the sums keep the scales that `scalify` gives them
     updated = [i for i, (_, update) in enumerate(pairs) if update is not None and not follows]
-    for i, x in zip(updated, read_together([new[i] for i in updated]), strict=True):
+    for i, x in zip(updated, read_together([new[i] for i in updated])[0], strict=True):
         new[i] = x
     kind = Kind(keeps_scale=follows, adds=not follows)
     leaves, which = [], []

@@ -19,7 +19,7 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.pins import elements, slices
+from jax_scalify.base.pins import Copies, elements, slices, stored_number
 from jax_scalify.optim.arena import SMALL, Arena, rank, row_of
 from jax_scalify.optim.random_bits import bits_to_round
 from jax_scalify.optim.scale_choice import (
@@ -105,6 +105,13 @@ def store_leaf(x: jax.Array, like: ScaledArray) -> ScaledArray:
     return stored([Leaf(x, like)], [Kind()], None)[0]
 
 
+def own_scale(x: ScaledArray) -> ScaledArray:
+    """Return a large leaf with its scale in memory of its own: see `stored_number`."""
+    if x.is_static or jnp.ndim(x.scale) or x.size <= SMALL:
+        return x
+    return ScaledArray(x.data, stored_number(x.scale))
+
+
 def is_fixed(like: ScaledArray) -> bool:
     """Return whether a leaf keeps its scale: static and nonzero (0 means "no scale yet")."""
     return bool(like.is_static and like.scale)
@@ -116,8 +123,10 @@ def stored(leaves: Sequence[Leaf], kinds: Sequence[Kind], count: jax.Array | Non
     by_statistic = [g for g in groups if g.is_scalar and not g.is_fixed and g.kind.degree is None]
     scales = dict(zip(map(id, by_statistic), _chosen_scales(by_statistic), strict=True))
     new: list[Any] = [None] * len(leaves)
+    copies = Copies()
     for group in groups:
-        found = group.stored(scales.get(id(group)), count)
+        own_count = count if count is None or group.arena else copies.of(count)
+        found = group.stored(scales.get(id(group)), own_count)
         if isinstance(leaves[group.which[0]].like, list):
             found = [found]
         for i, x in zip(group.which, found, strict=True):
@@ -180,7 +189,7 @@ class _Group:
         if len(likes) == 1 and not isinstance(first.like, list):
             old = array_lib.align_scale(jnp.asarray(likes[0].scale, jnp.float32), first.x.ndim)
             wide = dtypes.compute_dtype(likes[0].dtype)
-            x = added(first.x, likes[0].to_array(wide)) if kind.adds else first.x
+            x = added(first.x, own_scale(likes[0]).to_array(wide)) if kind.adds else first.x
             return cls(which, first._replace(x=x), likes, kind, old)
         arena = Arena.of([like.shape for like in likes])
         if len(which) == 1:
@@ -203,8 +212,7 @@ class _Group:
 
     def reduced(self, unit: Any) -> tuple[jax.Array, jax.Array]:
         """Return for each scale the largest size and the sum of squares of its elements."""
-        x, old, unit = self.leaf.x, self.spread(self.old), self.spread(unit)
-        largest, total = reduced(x, old, unit)
+        largest, total = reduced(self.leaf.x, self.spread(unit))
         if self.arena is None:
             return largest, total
         rows = largest.reshape(-1), total.reshape(-1)
@@ -228,12 +236,21 @@ class _Group:
         """Whether the scale is chosen by RMS. Wide leaves and FP8 use the maximum."""
         return not (self.kind.wide or dtypes.is_fp8(self.leaf.like.dtype))
 
-    def stored(self, scale: jax.Array | None, count: jax.Array | None) -> list[ScaledArray]:
-        """Return each leaf at the given scales, or at its own scale."""
-        scale = self._own_scale() if scale is None else scale.reshape(self.old.shape)
+    def stored(
+        self, found: tuple[jax.Array, jax.Array] | None, count: jax.Array | None
+    ) -> list[ScaledArray]:
+        """Return each leaf at the given scales, or at its own scale.
+
+        Args:
+            found: the scales, and their inverses; at the scale 0, the inverse 0 makes the data 0.
+            count: the step count for random bits.
+        """
+        if found is None:
+            scale = self._own_scale()
+            found = scale, inverse(scale, 0.0)
+        scale, unit = (part.reshape(self.old.shape) for part in found)
         (x, like, salt, bits), kind = self.leaf, self.kind
-        # At the scale 0, the inverse 0 makes the data 0.
-        data = x * self.spread(inverse(scale, 0.0)).astype(x.dtype)
+        data = x * self.spread(unit).astype(x.dtype)
         salt = salt.data if is_scaled(salt) else salt
         bits = bits_to_round(x, salt, bits, count, like.dtype, fades=kind.fades)
         data = saturate(data, like.dtype, wide=kind.wide, bits=bits, is_root=kind.is_root)
@@ -268,39 +285,41 @@ class _Group:
         data, scale = part
         if is_fixed(like):
             return ScaledArray(data, like.scale)
-        # Scales are not negative, so this maximum is the identity. XLA:GPU makes a kernel for each
-        # slice that is a result, but fuses computations on slices.
-        return ScaledArray(data, jnp.maximum(scale, 0).reshape(jnp.shape(like.scale)))
+        scale = stored_number(scale) if self.arena else scale
+        return ScaledArray(data, scale.reshape(jnp.shape(like.scale)))
 
 
-def _chosen_scales(groups: Sequence[_Group]) -> list[jax.Array]:
-    """Choose scalar scales by statistic. Return one vector of scales for each group.
+def _chosen_scales(groups: Sequence[_Group]) -> list[tuple[jax.Array, jax.Array]]:
+    """Choose scalar scales by statistic. Return for each group its scales and their inverses.
 
     The scales are computed from two vectors, of maxima and of sums. Devices that share the leaves
     exchange only these.
     """
     if not groups:
         return []
-    counts = [len(g.likes) for g in groups]
-    ends = np.cumsum(counts)
     olds = jnp.concatenate([g.old.reshape(-1) for g in groups])
-    units = inverse(olds)
-    if len(olds) > 1:  # otherwise XLA:GPU makes a kernel for each slice
-        units = lax.optimization_barrier(units)
-    starts = [*(ends - counts)]
-    units = slices(units, starts, counts)
+    units = _by_group(groups, inverse(olds))
     largest, total = (
         jnp.concatenate([x.astype(jnp.float32) for x in part])
         for part in zip(*_reduced_together(groups, units), strict=True)
     )
+    counts = [len(g.likes) for g in groups]
     top = np.repeat([top_exponent(g.leaf.like.dtype) for g in groups], counts)
     by_rms = np.repeat([g.by_rms for g in groups], counts)
     shares = np.concatenate([np.ravel(g.shares) for g in groups]).astype(np.float32)
     sizes = jnp.maximum(largest, 0), total * shares
     scales = scale_by_statistic(sizes, olds, top, by_rms)
-    if len(top) > 1:  # otherwise each leaf's kernel computes all of them again
-        scales = lax.optimization_barrier(scales)
-    return slices(scales, starts, counts)
+    inverses = _by_group(groups, inverse(scales, 0.0))
+    return list(zip(_by_group(groups, scales), inverses, strict=True))
+
+
+def _by_group(groups: Sequence[_Group], vector: jax.Array) -> list[jax.Array]:
+    """Split a vector of non-negative numbers, one for each leaf, into the part of each group."""
+    counts = [len(g.likes) for g in groups]
+    if len(vector) > 1:  # otherwise each leaf's kernel computes all of them again
+        vector = lax.optimization_barrier(vector)
+    parts = slices(vector, [*(np.cumsum(counts) - counts)], counts)
+    return [part if g.arena else stored_number(part) for g, part in zip(groups, parts, strict=True)]
 
 
 def _reduced_together(
@@ -312,7 +331,7 @@ def _reduced_together(
     for i, (g, unit) in enumerate(zip(groups, units, strict=True)):
         x = g.leaf.x
         if len(g.likes) == 1 and x.ndim > 1 and x.size > SMALL:
-            rows = reduced_by_rows(x, g.old, unit)
+            rows = reduced_by_rows(x, unit)
             by_rows.setdefault(rows[0].size, {})[i] = rows
         else:
             parts = g.reduced(unit.reshape(g.old.shape))

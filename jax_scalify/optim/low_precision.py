@@ -229,8 +229,9 @@ class _LowPrecision:
         # Scales by statistic do not depend on other scales, and a step on plain numbers is shorter.
         plain = self.policy == "statistic"
         if plain:
-            grads, state = row_major(grads), _read_together(state)
-        olds = _stored_leaves(state)
+            grads, (olds, state) = row_major(grads), _read_together(state)
+        else:
+            olds = _stored_leaves(state)
         roots = list(map(is_root, jax.tree.leaves(state, is_leaf=is_leaf)))
         given, weights = grads, params
         types = [_wide_types(tree) for tree in (grads, state, params)]
@@ -273,14 +274,15 @@ def _wide_types(tree: Any) -> Any:
     return jax.tree.map(wide, tree, is_leaf=is_leaf)
 
 
-def _read_together(state: Any) -> Any:
+def _read_together(state: Any) -> tuple[list[Any], Any]:
+    """Return the stored leaves of a state, and the state to compute with."""
     leaves, tree = jax.tree.flatten(state, is_leaf=is_leaf)
-    roots = list(map(is_root, leaves))
-    few = [x.root if root else x for x, root in zip(leaves, roots, strict=True)]
-    which = [i for i, x in enumerate(few) if hasattr(x, "dtype")]
-    for i, x in zip(which, read_together([few[i] for i in which]), strict=True):
-        leaves[i] = SquareRoot(x) if roots[i] else x
-    return tree.unflatten(leaves)
+    olds = _stored_leaves(state)
+    which = [i for i, x in enumerate(olds) if hasattr(x, "dtype")]
+    found = read_together([olds[i] for i in which])
+    for i, old, x in zip(which, *found, strict=True):
+        olds[i], leaves[i] = old, SquareRoot(x) if is_root(leaves[i]) else x
+    return olds, tree.unflatten(leaves)
 
 
 def _stored_leaves(state: Any) -> list[Any]:

@@ -55,27 +55,25 @@ def saturate(
     return keep_nonzero(rounded, x, dtype) if wide else rounded
 
 
-def reduced(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the largest size in `x`, and the sum of `(x * unit)**2`, in one reading of `x`.
+def reduced(x: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the largest finite size in `x`, and the sum of `(x * unit)**2`, in one reading of `x`.
 
-    `unit` is the `inverse` of the `old` scale. Both results have the shape of the `old` scale, and
-    are infinite if an element is not finite. But if the old scale is 0, the largest size counts
-    finite elements only, because infinity at the scale 0 would be nan. Without elements, the
-    largest size is -inf.
+    `unit` is the `inverse` of the old scale. Both results have its shape. If an element is not
+    finite, the sum is -inf or nan. Without finite elements, the largest size is -inf.
     """
-    axes = tuple(a for a in range(x.ndim) if not old.ndim or old.shape[a] == 1)
-    largest, total = _reduced(x, old, unit, axes)
-    return largest.reshape(old.shape), total.reshape(old.shape)
+    axes = tuple(a for a in range(x.ndim) if not unit.ndim or unit.shape[a] == 1)
+    largest, total = _reduced(x, unit, axes)
+    return largest.reshape(unit.shape), total.reshape(unit.shape)
 
 
-def reduced_by_rows(x: jax.Array, old: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+def reduced_by_rows(x: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return `reduced` for each row of `x`: as many last axes as a GPU thread block can reduce.
 
     A GPU needs two kernels to reduce a large array. The rows of many arrays are then reduced
     together, so that the second kernel is needed only once.
     """
     axes = tuple(range(first_axis_of_rows(x.shape), x.ndim))
-    largest, total = _reduced(x, old.reshape(()), unit.reshape(()), axes)
+    largest, total = _reduced(x, unit.reshape(()), axes)
     return largest.reshape(-1), total.reshape(-1)
 
 
@@ -85,14 +83,13 @@ def inverse(scale: jax.Array, of_zero: float = 1.0) -> jax.Array:
     return jnp.where(is_zero, of_zero, 1.0) / jnp.where(is_zero, 1, scale)
 
 
-def _reduced(
-    x: jax.Array, old: jax.Array, unit: jax.Array, axes: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
+def _reduced(x: jax.Array, unit: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     finite, size = jnp.isfinite(x), jnp.abs(x)
-    infinity = np.array(np.inf, x.dtype)
     in_units = size * unit.astype(x.dtype)
-    sizes = jnp.where(finite, size, jnp.where(old == 0, 0, infinity))
-    return _largest_and_sum(sizes, jnp.where(finite, in_units * in_units, infinity), axes)
+    sizes, squares = (
+        jnp.where(finite, y, np.array(-np.inf, x.dtype)) for y in (size, in_units * in_units)
+    )
+    return _largest_and_sum(sizes, squares, axes)
 
 
 @functools.partial(jax.jit, static_argnames="axes", inline=True)
@@ -128,17 +125,19 @@ def scale_by_statistic(
     If `by_rms`, the RMS of the data is in [1, 2). Otherwise the maximum of the data is in
     `[2**top, 2 * 2**top)`, near the top of the range. The maximum is used too if an element would
     leave the range, or if values are 2**-50 or 2**64 times the old scale, so that their squares
-    leave the range of float32. Zeros get the scale 0. Non-finite sizes keep the `old` scale.
+    leave the range of float32. Zeros get the scale 0. If an element is not finite, the mean square
+    is -inf or nan, and the `old` scale is kept, unless it is 0: infinity at the scale 0 is nan.
     """
     largest, mean_square = sizes
+    is_finite = mean_square >= 0
     power = pow2.round_down(largest, old.dtype)
     scale = power * np.ldexp(np.float32(1), -np.asarray(top))
     in_range = (mean_square > _SMALLEST_MEAN_SQUARE) & jnp.isfinite(mean_square) & by_rms
     rms = pow2.round_down(jnp.sqrt(mean_square), old.dtype) * jnp.where(old == 0, 1, old)
     scale = jnp.maximum(scale, jnp.where(in_range, rms, 0))
-    zero = jnp.isinf(mean_square).astype(old.dtype)  # finite elements are all 0
-    scale = jnp.where(power == 0, zero, jnp.maximum(scale, _SMALLEST))
-    return jnp.where(jnp.isfinite(largest), scale, old)
+    # Where the largest size is 0, an element that is not finite gets the scale 1.
+    scale = jnp.where(power == 0, ~is_finite, jnp.maximum(scale, _SMALLEST))
+    return jnp.where(is_finite | (old == 0), scale, old)
 
 
 def top_exponent(dtype: Any) -> int:

@@ -24,9 +24,9 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.base.jaxprs import evaluate
-from jax_scalify.base.pins import elements, slices
+from jax_scalify.base.pins import Copies, elements, slices
 from jax_scalify.interpreter.traits import traits_of
-from jax_scalify.optim.arena import Arena
+from jax_scalify.optim.arena import SMALL, Arena
 from jax_scalify.optim.sums import Sums, with_sums
 
 # Calls that are inlined. Other calls may have derivative rules or scale rules.
@@ -135,8 +135,9 @@ def given(array: Any) -> Item:
 def call(closed: Any, operands: Sequence[Item]) -> list[Item]:
     """Evaluate a closed jaxpr on items, with repeated equations in stacks."""
     results = _Graph().trace(closed, operands)
+    copies = Copies()
     for unit in _in_order(results):
-        _compute(unit)
+        _compute(unit, copies)
     return results
 
 
@@ -283,7 +284,7 @@ def _in_order(results: Sequence[Item]) -> list[Item | Stack | Sums]:
     return sorted(with_sums(units, Item), key=lambda unit: unit.depth)
 
 
-def _compute(unit: Item | Stack | Sums) -> None:
+def _compute(unit: Item | Stack | Sums, copies: Copies) -> None:
     if isinstance(unit, Sums):
         unit.compute()
         return
@@ -294,13 +295,21 @@ def _compute(unit: Item | Stack | Sums) -> None:
         return
     eqn = unit.eqn
     params = eqn.primitive.get_bind_params(eqn.params)
-    pairs = zip(unit.operands, eqn.invars, strict=True)
-    # An item that is alone in its stack has numbers in place of their broadcasts.
-    is_number = not unit.aval.shape
-    operands = [x.array if is_number else _broadcast(x.array, v.aval.shape) for x, v in pairs]
+    operands = [_operand_alone(x, unit, copies) for x in unit.operands]
+    if unit.aval.shape:  # an item that is alone in its stack has numbers in place of broadcasts
+        operands = [_broadcast(x, v.aval.shape) for x, v in zip(operands, eqn.invars, strict=True)]
     out = eqn.primitive.bind(*operands, **params)
     for item, array in zip(unit.results, out if eqn.primitive.multiple_results else [out]):
         item.known = array
+
+
+def _operand_alone(x: Item, unit: Item, copies: Copies) -> Any:
+    """Return the array of an operand of a single item. Large leaves read numbers as copies."""
+    if unit.aval.size <= SMALL:
+        return x.array
+    if x.number is not None and x.number.known is not None:
+        x = x.number
+    return x.array if x.aval.shape else copies.of(x.array)
 
 
 def _ends(dtype: Any) -> tuple[Any, Any]:

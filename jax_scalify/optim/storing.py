@@ -26,6 +26,7 @@ from jax_scalify.optim.leaves import (
     is_fixed,
     joined_scales,
     likes_of,
+    own_scale,
     split,
     stored,
 )
@@ -180,11 +181,14 @@ def _loaded(leaves: list[Any]) -> jax.Array:
     return arena.pack(list(map(_value, leaves)))
 
 
-def read_together(leaves: Sequence[Any]) -> list[Any]:
+def read_together(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return leaves whose dynamic scalar scales are read at once, as slices of one array.
 
     A new scale takes the buffer of a donated old scale. If the old scale is read after that, XLA
     copies it first, and each copy is a kernel on a GPU.
+
+    Returns:
+        The leaves, and the leaves to compute with: see `own_scale`.
     """
     if any(map(is_scaled, leaves)):
         return _with_one_array_of_scales(list(leaves))
@@ -192,13 +196,13 @@ def read_together(leaves: Sequence[Any]) -> list[Any]:
 
 
 @custom_scale(keeps_plain=True)
-def _read(leaves: list[Any]) -> list[Any]:
-    return leaves
+def _read(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    return leaves, leaves
 
 
 @_read.defscale
-def _with_one_array_of_scales(leaves: list[Any]) -> list[Any]:
-    leaves = list(leaves)
+def _with_one_array_of_scales(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    leaves, values = list(leaves), list(leaves)
     which = [
         i
         for i, x in enumerate(leaves)
@@ -209,4 +213,5 @@ def _with_one_array_of_scales(leaves: list[Any]) -> list[Any]:
         scales = lax.optimization_barrier(scales)
         for i, scale in zip(which, elements(scales), strict=True):
             leaves[i] = ScaledArray(leaves[i].data, scale)
-    return leaves
+            values[i] = own_scale(leaves[i])
+    return leaves, values

@@ -300,7 +300,7 @@ def reduce_precision_rule(
     return x.moved(ctx.bind(x.source, **params), x.scale)
 
 
-@register_scale_rule("optimization_barrier", "pin", elements="same", elementwise=True)
+@register_scale_rule("optimization_barrier", "pin", "store", elements="same", elementwise=True)
 @register_scale_rule("device_put", elements="same")
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""

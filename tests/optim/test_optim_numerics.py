@@ -363,11 +363,11 @@ def test_a_refused_step_leaves_every_bit(policy, factor):
 def test_what_a_scale_is_chosen_by_is_one_reduction(platform, reductions):
     """Devices that share a leaf exchange both numbers at once."""
     x, old = jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
-    lowered = jax.jit(reduced).trace(x, old, old).lower(lowering_platforms=(platform,))
+    lowered = jax.jit(reduced).trace(x, old).lower(lowering_platforms=(platform,))
     assert lowered.as_text().count("stablehlo.reduce(") == reductions
 
 
 def test_sums_of_many_squares():
     """More than 2**24 of them: added up in a row in float32 they would stay there."""
-    largest, total = jax.jit(reduced)(jnp.ones(2**25, jnp.float32), jnp.float32(1), jnp.float32(1))
+    largest, total = jax.jit(reduced)(jnp.ones(2**25, jnp.float32), jnp.float32(1))
     assert largest == 1 and total == 2**25

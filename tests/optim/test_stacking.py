@@ -1,5 +1,7 @@
 """Updates of small leaves in stacks: the same numbers as leaf by leaf, in fewer equations."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,3 +192,28 @@ def test_sums_of_large_leaves_share_their_last_step():
     sums = [e.invars[0].aval.shape for e in equations if e.primitive is jax.lax.reduce_sum_p]
     assert sums.count((3, 300)) == 1 and shapes["a"] in sums
     assert sums.count((4, 200, 200)) == 1 and (70_000,) in sums
+
+
+@pytest.mark.parametrize("scales", ["static", "dynamic"])
+def test_large_leaves_share_no_number_on_gpus(scales):
+    """XLA would merge their kernels, and no two merged kernels are equal: see `pins.Copies`."""
+    shape = (512, 512)
+    params = {name: jnp.ones(shape, jnp.float16) for name in "abc"}
+    params |= {name: jnp.ones(64, jnp.float16) for name in "xy"}
+    params = jsa.as_scaled_array(params, scale="rms", static=scales == "static")
+    opt = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1, 9))
+    )
+    opt = jsa.optim.low_precision(opt)
+
+    @jsa.scalify
+    def step(params, state, grads):
+        updates, state = opt.update(grads, state, params)
+        return jsa.optim.apply_updates(params, updates), state
+
+    traced = jax.jit(step).trace(params, opt.init(params), params)
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    body = lowered[lowered.index("func.func public @main") :].split("func.func private")[0]
+    broadcast = r"broadcast_in_dim (%[\w#]+), dims = \[\] : \(tensor<\w+>\) -> tensor<512x512x"
+    read = [name for name in re.findall(broadcast, body) if not name.startswith(("%cst", "%c_"))]
+    assert len(read) > 12 and len(set(read)) == len(read)
