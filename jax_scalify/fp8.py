@@ -254,9 +254,7 @@ _MATMULS = ("dot_general", "ragged_dot_general", _CONVOLUTION)
 # The parameters that hold the jaxprs of a primitive.
 _BODIES = {
     "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
     "closed_call": ("call_jaxpr",),
-    "checkpoint": ("jaxpr",),
     "remat2": ("jaxpr",),
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
@@ -325,7 +323,7 @@ class _Rewriter:
             numbers = params["ragged_dot_dimension_numbers"]
             return self.dot.ragged(lhs, rhs, group_sizes[0], numbers, **types)
         params = eqn.primitive.get_bind_params(params)
-        again = name in ("checkpoint", "remat2")  # recomputes its activations anyway
+        again = name == "remat2"  # recomputes its activations anyway
         inner = dataclasses.replace(self, recompute=self.recompute and not again)
         for key in _BODIES.get(name, ()):
             bodies = params[key]

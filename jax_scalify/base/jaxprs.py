@@ -16,8 +16,8 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat
 
 _CALLS = frozenset(
-    """jit pjit closed_call core_call call custom_jvp_call custom_vjp_call custom_scale remat2
-    checkpoint eval_jaxpr composite""".split()
+    """jit closed_call call custom_jvp_call custom_vjp_call custom_scale remat2 eval_jaxpr
+    composite""".split()
 )
 _OF_JAX_NN = inspect.getfile(inspect.unwrap(jax.nn.relu))
 

@@ -33,7 +33,7 @@ _KEEPS = frozenset(
 _TAKES = _KEEPS | frozenset("eq ne lt le gt ge is_finite sign exp log log1p expm1 sin cos".split())
 _CHEAP = _KEEPS - frozenset("div sqrt rsqrt cbrt add sub add_any reduce_sum tanh logistic".split())
 # Calls whose rules pass `RuleContext.wide` on to their bodies.
-_CALLS = frozenset("jit pjit custom_jvp_call custom_vjp_call closed_call core_call call".split())
+_CALLS = frozenset("jit custom_jvp_call custom_vjp_call closed_call call".split())
 # The most equations that XLA is expected to recompute for each reader of their result.
 _MAX_COST = 3
 

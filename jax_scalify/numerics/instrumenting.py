@@ -217,13 +217,13 @@ class Watcher:
             return self._scan(params, values, calls[0])
         if name == "cond":
             return _branch(params, values, calls)
-        if name not in ("jit", "pjit", "remat2", "checkpoint"):
+        if name not in ("jit", "remat2"):
             return calls[0](*values)
         with _compat.no_name_stack():
             longer = jax.make_jaxpr(lambda *xs: [x for both in calls[0](*xs) for x in both])(
                 *values
             )
-        if name in ("jit", "pjit"):
+        if name == "jit":
             out = _compat.bind_longer_jit(eqn, longer, values)
         else:
             opened = _compat.open_jaxpr(longer)

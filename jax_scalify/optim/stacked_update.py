@@ -47,8 +47,8 @@ def updated(
     count, size = len(jax.tree.leaves(grads, is_leaf=is_leaf)), len(owners)
     of_param = [*range(count), *owners, *range(len(leaves) - count - size)]
     tags = [0] * count + [1] * size + [2] * (len(leaves) - count - size)
-    arenas = _arenas(leaves, of_param, tags) if plain else []
-    found = _on_stacks(update, leaves, tree, arenas) if arenas else None
+    arenas = _arenas(leaves, of_param, tags) if plain else None
+    found = None if arenas is None else _on_stacks(update, leaves, tree, arenas)
     if found is not None:
         items, results, jaxpr = found
         return items[:count], *results, jaxpr
@@ -95,13 +95,14 @@ def _wide(leaf: Any, plain: bool) -> Any:
 
 def _arenas(
     leaves: Sequence[Any], of_param: Sequence[int | None], tags: Sequence[int]
-) -> list[dict[int, int]]:
+) -> list[dict[int, int]] | None:
     """Return the positions of small leaves that share an arena, by the number of their parameter.
 
-    An arena holds gradients, or parameters, or one slot of the state such as first moments.
+    An arena holds gradients, or parameters, or one slot of the state such as first moments. Return
+    None if a leaf is not an array.
     """
     if any(dtypes.leaf_dtype(_array(leaf)) is None for leaf in leaves):
-        return []
+        return None
     groups: dict[Any, dict[int, int]] = {}
     for i, (leaf, param, tag) in enumerate(zip(leaves, of_param, tags, strict=True)):
         array = _array(leaf)

@@ -30,7 +30,7 @@ from jax_scalify.optim.arena import SMALL, Arena
 from jax_scalify.optim.sums import Sums, with_sums
 
 # Calls that are inlined. Other calls may have derivative rules or scale rules.
-_INLINED = frozenset("jit pjit closed_call core_call".split())
+_INLINED = ("jit", "closed_call")
 # Reductions, and the number that does not change their result.
 _REDUCTIONS = {
     "reduce_sum": lambda dtype: 0,

@@ -19,7 +19,7 @@ from jax_scalify.interpreter.traits import traits_of
 # Between elementwise equations, and as cheap as they are.
 _SHAPED = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze")
 # Calls whose derivative is another one than that of their body.
-_DERIVED = ("checkpoint", "remat2", "custom_vjp_call")
+_DERIVED = ("remat2", "custom_vjp_call")
 # What tells an activation function. No `exp`: of softmax, which is to be kept as it is.
 _TELLING = frozenset("erf erfc expm1 log1p logistic tanh".split())
 

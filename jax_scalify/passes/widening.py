@@ -22,7 +22,7 @@ from jax_scalify import _compat
 from jax_scalify.base.jaxprs import evaluate, is_var, scan_operands, while_operands
 from jax_scalify.interpreter.traits import traits_of
 
-_CALLS = ("jit", "pjit", "checkpoint", "remat2", "scan", "while", "cond")
+_CALLS = ("jit", "remat2", "scan", "while", "cond")
 
 
 def wider_dtype(narrow: Any, others: Iterable[Any]) -> Any:
@@ -95,7 +95,7 @@ def _equation(eqn: Any, operands: list[Any]) -> Any:
             return _Late(first.array, target)
     if _moves(name) and not any(isinstance(x, _Late) for x in others):
         return _Late(eqn.primitive.bind(first.array, *others, **params), first.dtype)
-    if name in ("closed_call", "core_call", "eval_jaxpr"):
+    if name in ("closed_call", "eval_jaxpr"):
         return _run(eqn.params["call_jaxpr"], operands)
     if name in _CALLS:
         return _call(eqn, operands, params)

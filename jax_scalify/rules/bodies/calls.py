@@ -29,7 +29,7 @@ def _constrain(value: Value, sharding: Any) -> Value:
     return Plain.of(lax.with_sharding_constraint(value.whole(), sharding), facts=value.facts)
 
 
-@register_value_rule("jit", "pjit")
+@register_value_rule("jit")
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body in place; shardings become constraints on the data."""
     # Without floating operands and results, no scale passes: keep the call.
@@ -47,7 +47,7 @@ def round_rule(ctx: RuleContext, *args: Value, **params: Any) -> list[Value]:
     return [Plain.of(out) for out in ctx.bind(*plain, **params)]
 
 
-@register_value_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call")
+@register_value_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "call")
 def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list[Value]:
     """Interpret the body in place: inside `scalify`, derivatives have already been taken."""
     if not hasattr(call_jaxpr, "consts"):

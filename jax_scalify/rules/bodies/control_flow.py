@@ -299,7 +299,7 @@ def cond_rule(
     return unpack(joined, out, ctx.table)
 
 
-@register_value_rule("remat2", "checkpoint")
+@register_value_rule("remat2")
 def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body on data and scales; it is rematerialised as before."""
     forms = [Form.of(v) for v in args]

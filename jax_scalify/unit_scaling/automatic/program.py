@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import evaluate
 
-_INLINED = frozenset("jit pjit closed_call core_call".split())
-_REMAT = frozenset("checkpoint remat remat2".split())
+_INLINED = ("jit", "closed_call")
 
 
 @dataclasses.dataclass(eq=False)
@@ -200,7 +199,7 @@ def _bodies(name: str, params: Any, operands: Sequence[Value], around: Around) -
     if all(v.is_known for v in operands):
         return ()
     operands = operands[_count_skipped(name, params) :]
-    if name in _REMAT:
+    if name == "remat2":
         return (_body(params["jaxpr"], operands, around),)
     if name == "shard_map":
         axes = {**around.axes, **params["mesh"].shape}
