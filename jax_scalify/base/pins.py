@@ -2,7 +2,8 @@
 
 XLA's CPU backend recomputes a cheap operand in every kernel that reads it. It compiles each kernel
 separately, which takes most of the compile time. Other backends make better kernels without these
-barriers (`pin`). On GPUs, one kind of value is better stored: see `store`.
+barriers (`pin`). XLA for GPUs stores some arrays in float32, and merges the kernels of large leaves:
+see `store` and `Copies`.
 """
 
 from __future__ import annotations
@@ -40,43 +41,6 @@ def _barrier(name: str, *platforms: str) -> Primitive:
 
 pin_p = _barrier("pin", "cpu")
 store_p = _barrier("store", "cuda", "rocm")
-
-
-# `unless_infinite(x, y)` is `x`, or `y` where `y` is not finite. On NVIDIA's GPUs it is `x` plus a
-# tiny multiple of `y`: XLA does not fuse a `select` with what computes its operands if several
-# equations read it, but stores them. The compilers for TPUs, and for CPUs in JAX 0.10, multiply the
-# two factors first, which gives 0, and infinity times 0 is nan.
-unless_infinite_p = Primitive("unless_infinite")
-unless_infinite_p.def_abstract_eval(lambda x, y, *, tiny: x)
-
-
-def _selected(x: jax.Array, y: jax.Array, *, tiny: float) -> jax.Array:
-    return lax.select(lax.is_finite(y), x, y)
-
-
-def _added(x: jax.Array, y: jax.Array, *, tiny: float) -> jax.Array:
-    return x + y * np.array(tiny, y.dtype) * np.array(tiny, y.dtype)
-
-
-def _unless_infinite_jvp(primals: Any, tangents: Any, *, tiny: float) -> Any:
-    x, y = primals
-    slope = ad.instantiate_zeros(tangents[0])
-    return unless_infinite_p.bind(x, y, tiny=tiny), slope
-
-
-def _unless_infinite_batch(arrays: Any, dims: Any, *, tiny: float) -> Any:
-    size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
-    x, y = (batching.bdim_at_front(a, d, size) for a, d in zip(arrays, dims, strict=True))
-    return unless_infinite_p.bind(x, y, tiny=tiny), 0
-
-
-unless_infinite_p.def_impl(_selected)
-mlir.register_lowering(unless_infinite_p, mlir.lower_fun(_selected, multiple_results=False))
-mlir.register_lowering(
-    unless_infinite_p, mlir.lower_fun(_added, multiple_results=False), platform="cuda"
-)
-ad.primitive_jvps[unless_infinite_p] = _unless_infinite_jvp
-batching.primitive_batchers[unless_infinite_p] = _unless_infinite_batch
 
 
 def pin(scale: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.pins import pin_constant, unless_infinite_p
+from jax_scalify.base.overflow import unless_infinite
+from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -33,7 +34,7 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     Data of `2**17` at the scale `2**-10` is the value 128, which float16 holds: the data saturates.
     At the scale 1 the value overflows float16 too, and the data becomes infinite.
 
-    `data * factor` is infinite where the value is: see `unless_infinite_p`.
+    `data * factor` is infinite where the value is: see `unless_infinite`.
     """
     if data.dtype == dtype or dtype != jnp.float16 or scale.is_zero:
         return dtypes.cast(data, dtype)
@@ -47,10 +48,9 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
         factor = _TO_INFINITY * table.at_most(scale * Scale(112), 112)
     factor = lax.convert_element_type(factor, data.dtype)
     factor = factor if info.maxexp == 128 else factor * 2.0 ** (info.maxexp - 128)
-    largest, tiny = np.asarray(jnp.finfo(dtype).max, data.dtype), info.tiny
+    largest = np.asarray(jnp.finfo(dtype).max, data.dtype)
     within, overflow = lax.clamp(-largest, data, largest), data * factor
-    data = unless_infinite_p.bind(within, overflow, tiny=float(tiny))
-    return lax.convert_element_type(data, dtype)
+    return lax.convert_element_type(unless_infinite(within, overflow), dtype)
 
 
 # If an array holds values, a wrong scale has no effect until the array is divided by it. So a scale
