@@ -2,8 +2,8 @@
 
 XLA's CPU backend recomputes a cheap operand in every kernel that reads it. It compiles each kernel
 separately, which takes most of the compile time. Other backends make better kernels without these
-barriers (`pin`). XLA for GPUs stores some arrays in float32, and merges the kernels of large leaves:
-see `store` and `Copies`.
+barriers (`pin`). XLA for GPUs stores some arrays in float32 (see `store`), and merges kernels of
+large leaves (see `Copies`).
 """
 
 from __future__ import annotations
