@@ -44,8 +44,8 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     if scale.is_static:
         factor = pin_constant(np.ldexp(_TO_INFINITY, 112 + int(scale.exponent)))
     else:
-        table = scale.factors[0][0].table
-        factor = _TO_INFINITY * table.at_most(scale * Scale(112), 112)
+        factor = scale.factors[0][0].table.at_most(scale * Scale(112), 112)
+        factor = lax.convert_element_type(factor, data.dtype) * _TO_INFINITY.astype(data.dtype)
     factor = lax.convert_element_type(factor, data.dtype)
     factor = factor if info.maxexp == 128 else factor * 2.0 ** (info.maxexp - 128)
     largest = np.asarray(jnp.finfo(dtype).max, data.dtype)

@@ -136,7 +136,8 @@ def scale_by_statistic(
     rms = pow2.round_down(jnp.sqrt(mean_square), old.dtype) * jnp.where(old == 0, 1, old)
     scale = jnp.maximum(scale, jnp.where(in_range, rms, 0))
     # Where the largest size is 0, an element that is not finite gets the scale 1.
-    scale = jnp.where(power == 0, ~is_finite, jnp.maximum(scale, _SMALLEST))
+    one_or_zero = (~is_finite).astype(scale.dtype)
+    scale = jnp.where(power == 0, one_or_zero, jnp.maximum(scale, _SMALLEST))
     return jnp.where(is_finite | (old == 0), scale, old)
 
 
