@@ -23,15 +23,17 @@ measured: [how fast](fp8.md#how-fast) has times of an H200.
 What to take from this page:
 
 - Give weights static scales, as README does. With dynamic scales (`-dynamic`) a training step
-  compiles 2 to 2.5 times as long, launches more kernels and moves more bytes. Over eight GPUs it
+  compiles 1.5 to 3 times as long, launches more kernels and moves more bytes. Over eight GPUs it
   compiles up to 25 times as long as the plain step; with all scales static, up to 3.0 times.
 - On TPUs compute in bfloat16: compiled programs do not show with which precision the hardware
   multiplies float16. Make all scales static (`-frozen`): with dynamic scales, a step launches 2.4
   to 6.0 times as many kernels.
 - float16 halves what stays in memory between the steps, weights and moments.
-- float16 does not reduce the bytes that a step moves on an H100: 1.02 in the Llama, 1.26 in the
-  GPT. FP8 with all scales static reduces them in the Llama (0.91) and the MoE (0.68), but not in
-  the GPT (1.09) and the ResNet (1.33).
+- float16 moves as many bytes as bfloat16 on an H100, but for the ResNet (1.37): 0.93 in the Llama,
+  0.99 in the MoE, 1.08 in the GPT. FP8 with all scales static reduces them in the Llama (0.83) and
+  the MoE (0.65), but not in the GPT (1.04) and the ResNet (1.27).
+
+The tables of one H100 are of this version; those of other devices are of an earlier one.
 
 There are two kinds of tables. *One layer* is a transformer layer of width 1,024 on 4 × 1,024
 tokens, forward and backward. A *training step* uses AdamW and clipping. Sizes are per device:
@@ -41,7 +43,7 @@ tokens, forward and backward. A *training step* uses AdamW and clipping. Sizes a
 - `gpt`: Flax linen, 4 layers, not scanned, 2 × 1,024 tokens;
 - `resnet`: Flax linen, ResNet-18 with batch norm, 32 images of 224 × 224.
 
-Rows of a training step (`float16` and `fp8` were compiled for one H100, `llama` and `gpt` only):
+Rows of a training step (`float16` and `fp8` were compiled for one H100 only):
 
 - `plain`: activations in bfloat16, weights and moments in float32. The ratios are to this row;
 - `float16`: README's recipe, the weights at static scales;

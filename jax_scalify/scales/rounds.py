@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_scalify import _compat
 from jax_scalify.base.eager import compiled
 from jax_scalify.base.jaxprs import is_var
-from jax_scalify.base.pins import elements, pin_p, stored_number
+from jax_scalify.base.pins import elements, pin_p
 from jax_scalify.base.pow2 import MAX_EXPONENT, exponent, exponent_layout
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
@@ -209,7 +209,6 @@ class _Round:
             exponents = jnp.concatenate([exponents, level(exponents, style)])
             exponents = exponents if count % style.levels else lax.optimization_barrier(exponents)
         singles = elements(_to_float(self.values(exponents, style), self.dtype, self.most))
-        singles = list(map(stored_number, singles)) if style.stores else singles
         return singles if self.size is None else [*singles, exponents]
 
     @functools.cached_property
@@ -227,12 +226,10 @@ class _Style:
             since the last store for each of its elements.
         sums: how exponents are added and compared. "rows" reduces along an axis, "columns" adds
             one column after the other, and "matrix" multiplies by a matrix, without a gather.
-        stores: whether each result is in memory of its own: see `stored_number`.
     """
 
     levels: int
     sums: str
-    stores: bool = False
 
 
 round_p = jex_core.Primitive("scale_round")
@@ -253,7 +250,7 @@ def _lowered(style: _Style) -> Any:
 # On GPUs each kernel is a launch, and XLA fuses no reduction into another kernel. On TPUs it
 # compiles a gather to many kernels. On CPUs compile time dominates.
 ON_CPU = _Style(levels=1, sums="rows")
-ON_GPU = _Style(levels=2, sums="columns", stores=True)
+ON_GPU = _Style(levels=2, sums="columns")
 ON_TPU = _Style(levels=1, sums="matrix")
 mlir.register_lowering(round_p, _lowered(ON_GPU))
 mlir.register_lowering(round_p, _lowered(ON_TPU), platform="tpu")
