@@ -208,13 +208,13 @@ def _scale_call(
     """
     equations, closed = closed.jaxpr.eqns, pruned(closed)
     own = plan if plan is not None and plan.is_of(equations) else None
-    corrections = None if own is None else own.corrections(closed)
+    hook = observing.hook_of(None if own is None else own.corrections(closed))
     calibrated = {} if own is None else own.scales(operands)
     all_static = not any(is_scaled(x) and not x.is_static for x in operands)
 
     def interpret(table: ScaleTable, operands: Sequence[Any]) -> list[Any]:
         inputs = [_enter(x, table, calibrated.get(i)) for i, x in enumerate(operands)]
-        outputs = evaluate(closed, inputs, table, config, corrections)
+        outputs = evaluate(closed, inputs, table, config, hook)
         return [_leave(value, table, all_static) for value in outputs]
 
     narrow = _is_narrow(closed.jaxpr)

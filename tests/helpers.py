@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import ScaledArray
+from jax_scalify.interpreter import registry
 
 
 def scaled(data, scale=1.0, dtype=jnp.float32):
@@ -79,3 +82,9 @@ def in_one_program(fun, rows):
         for i, result in zip(picked, program([rows[i] for i in picked]), strict=True):
             results[i] = result
     return results
+
+
+def replace_rule(monkeypatch, primitive, rule):
+    """Let another function be the rule of a primitive during a test."""
+    replaced = dataclasses.replace(registry._rules[primitive], rule=rule)
+    monkeypatch.setitem(registry._rules, primitive, replaced)

@@ -33,7 +33,7 @@ def without_numbers(text):
 def test_the_code_of_a_page_runs(page, request, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")  # with the extra `examples` everything that pages use is there
     monkeypatch.chdir(tmp_path)
-    for name in ("_rules", "_infos", "_warned"):  # a page may register rules
+    for name in ("_rules", "_warned"):  # a page may register rules
         monkeypatch.setattr(registry, name, getattr(registry, name).copy())
     run_page(page, full=request.config.getoption("--full"))
 

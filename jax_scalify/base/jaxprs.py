@@ -120,20 +120,14 @@ def function_of_jax_nn(*equations: jex_core.JaxprEqn) -> str:
     return ""
 
 
-def live_equations(jaxpr: Any) -> list[Any]:
-    """Return the equations on which a result or an effect depends."""
-    used = {v for v in jaxpr.outvars if is_var(v)}
-    live = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or any(v in used for v in eqn.outvars):
-            used.update(v for v in eqn.invars if is_var(v))
-            live.append(eqn)
-    return live[::-1]
+_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def makers(jaxpr: Any) -> dict[Any, Any]:
-    """Return the equation that computes each variable of a jaxpr."""
-    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    """Return the equation that computes each variable of a jaxpr, memoised for each jaxpr."""
+    if jaxpr not in _makers:
+        _makers[jaxpr] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    return _makers[jaxpr]
 
 
 def applied(eqn: Any) -> Any:

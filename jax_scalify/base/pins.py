@@ -56,7 +56,7 @@ def pin(scale: jax.Array) -> jax.Array:
 
 
 def store(array: jax.Array) -> jax.Array:
-    """Keep XLA for GPUs from storing a float32 copy: see `interpreter/stored.py`."""
+    """Keep XLA for GPUs from storing a float32 copy: see `interpreter/survey.py`."""
     return store_p.bind(array)[0]
 
 

@@ -1,4 +1,4 @@
-"""Constants: their evaluation while tracing, and their scales."""
+"""The scales of constants."""
 
 from __future__ import annotations
 
@@ -27,60 +27,6 @@ CONSTANT_ROOM = 40
 _LARGEST_SCALE = 64
 # Captured constants at least as large as this are masks (-1e4, -1e9, finfo.min).
 _MASK = 9_999.0
-# Primitives that NumPy evaluates on constants, because XLA would compile a program for each.
-_IN_NUMPY = {
-    "add": np.add,
-    "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "neg": np.negative,
-    "abs": np.abs,
-    "max": np.maximum,
-    "min": np.minimum,
-    "square": np.square,
-    "sqrt": np.sqrt,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "select_n": lambda which, *cases: cases[int(which)],
-}
-
-
-def fold_constants(eqn: Any, constants: list[Any]) -> Any:
-    """Evaluate an equation of NumPy scalars in NumPy. Return None if only XLA can evaluate it.
-
-    If float16 does not hold the result as a normal number, such as `2**24` or `2**-20`, the result
-    is returned in float32.
-    """
-    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
-    kinds = {np.dtype(c.dtype).kind for c in constants}
-    if dtype == np.float16 or any(c.dtype != v.aval.dtype for c, v in zip(constants, eqn.invars)):
-        constants = [np.float64(c) if c.dtype.kind == "f" else c for c in constants]
-    with np.errstate(all="ignore"):
-        if name == "convert_element_type":
-            if not kinds <= set("biuf") or np.dtype(dtype).kind != "f":
-                return None
-            narrows = dtype == np.float16
-            return _held(np.float64(constants[0]), dtype) if narrows else constants[0].astype(dtype)
-        if name not in _IN_NUMPY or (name == "div" and kinds != {"f"}):
-            return None
-        return _held(_IN_NUMPY[name](*constants), dtype)
-
-
-def _held(number: Any, dtype: Any) -> Any:
-    """Return a number in a dtype, or in float32 if it does not fit; None if the kinds differ."""
-    if number.dtype == dtype:
-        return number
-    if number.dtype.kind != np.dtype(dtype).kind:
-        return None
-    size, finfo = abs(np.float64(number)), np.finfo(dtype)
-    # Comparisons with nan are False, so a dtype holds nan.
-    holds = size == 0 or not size < finfo.tiny and (not size > finfo.max or np.isinf(size))
-    return number.astype(dtype if holds else np.float32)
 
 
 def captured(const: Any) -> Value:

@@ -66,7 +66,7 @@ class Pending:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corrections:
-    """The corrections of the equations of one jaxpr, and of the jaxprs inside these equations.
+    """The hook of `evaluate` that corrects the equations of a jaxpr.
 
     Attributes:
         places: the places by the id of the equation.
@@ -77,36 +77,34 @@ class Corrections:
     places: Mapping[int, Place]
     choose: Chooser | None = None
 
-    def inside(self, eqn: Any) -> Corrections | None:
-        """Return the corrections for the jaxprs inside an equation; None without corrections."""
-        place = self.places.get(id(eqn))
-        return Corrections(place.inside, self.choose) if place and place.inside else None
+    def place(self, eqn: Any) -> Place:
+        """Return the place of an equation; without corrections if it is unknown."""
+        return self.places.get(id(eqn)) or Place(eqn)
 
-    def names(self, eqn: Any) -> tuple[str, ...]:
-        """Return the names of an equation's results; `()` for an unknown equation."""
-        place = self.places.get(id(eqn))
-        return place.names if place else ()
+    def inside(self, eqn: Any) -> Corrections:
+        """Return the hook for the jaxprs of an equation."""
+        return dataclasses.replace(self, places=self.place(eqn).inside)
 
-    def of_operands(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
-        """Return the operands of an equation, corrected if it `rounds`."""
-        return self._corrected(eqn, values) if rounds(eqn) else list(values)
+    def before(self, eqn: Any, operands: list[Value]) -> tuple[list[Value], Pending]:
+        """Return an equation's operands, and the correction of its only result if it is known.
 
-    def pending(self, eqn: Any) -> Pending:
-        """Return the correction of an equation's only result, if it is known in advance."""
-        place = self.places.get(id(eqn))
-        known = place is not None and self.choose is None and not rounds(eqn)
-        exponents = place.exponents if place is not None and known else ()
-        return Pending(exponents[0] if len(exponents) == 1 else 0)
+        If the equation `rounds`, its operand is corrected instead of its result.
+        """
+        place = self.place(eqn)
+        if rounds(eqn):
+            return self._corrected(place, operands), Pending()
+        is_known = self.choose is None and len(place.exponents) == 1
+        return operands, Pending(place.exponents[0] if is_known else 0)
 
-    def of_results(self, eqn: Any, values: Sequence[Value], pending: Pending) -> list[Value]:
-        """Return the results of an equation, corrected unless this was done before it rounded."""
-        return list(values) if pending.taken or rounds(eqn) else self._corrected(eqn, values)
+    def after(
+        self, eqn: Any, operands: list[Value], outputs: list[Value], pending: Pending, jaxpr: Any
+    ) -> list[Value]:
+        """Return an equation's results, corrected unless this was done before it rounded."""
+        is_done = pending.taken or rounds(eqn)
+        return outputs if is_done else self._corrected(self.place(eqn), outputs)
 
-    def _corrected(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
-        place, out = self.places.get(id(eqn)), list(values)
-        if place is None:
-            return out
-        choose = self.choose
+    def _corrected(self, place: Place, values: list[Value]) -> list[Value]:
+        out, choose = list(values), self.choose
         for i in range(len(place.exponents if choose is None else place.names)):
             value = out[i]
             if not isinstance(value, Operand) or value.number is not None or value.scale.is_zero:
@@ -135,8 +133,4 @@ def rounds(eqn: Any) -> bool:
         return False
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     real = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
-    return real and dtypes.is_narrow(after) and _bits(after) < _bits(before)
-
-
-def _bits(dtype: Any) -> int:
-    return jnp.finfo(dtype).bits
+    return real and dtypes.is_narrow(after) and jnp.finfo(after).bits < jnp.finfo(before).bits

@@ -32,9 +32,9 @@ def evaluate_plain(
 
 def dequantising_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
     """`scale = 1`; evaluated on dequantised values, in at least float32 if the primitive can."""
-    if sub_jaxprs(params):  # a jaxpr only takes the dtypes that it was traced with
-        return evaluate_plain(ctx, args, params, wide=False)
-    try:
-        return evaluate_plain(ctx, args, params, wide=True)
-    except TypeError:  # a parameter may fix a dtype too
-        return evaluate_plain(ctx, args, params, wide=False)
+    if not sub_jaxprs(params):  # a jaxpr only takes the dtypes that it was traced with
+        try:
+            return evaluate_plain(ctx, args, params, wide=True)
+        except TypeError:  # a parameter may fix a dtype too
+            pass
+    return evaluate_plain(ctx, args, params, wide=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,36 +13,31 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray, may_be_powers_of_two
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
-from jax_scalify.base.jaxprs import is_var, live_equations, makers, sub_jaxprs
+from jax_scalify.base.jaxprs import is_var, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
-from jax_scalify.interpreter import chains, observing
 from jax_scalify.interpreter.constants import captured, promote
 from jax_scalify.interpreter.corrections import Corrections
 from jax_scalify.interpreter.dequantising import dequantising_rule
 from jax_scalify.interpreter.facts import facts_of
-from jax_scalify.interpreter.gates import Gates
-from jax_scalify.interpreter.homes import with_home
-from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.homes import home_of
+from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
 from jax_scalify.interpreter.registry import (
     RuleContext,
+    RuleInfo,
     check_scale_shape,
     describe,
     find_rule,
-    gives_values,
-    reason_to_dequantise,
     report_dequantised,
-    report_missing,
-    takes_numbers,
-    takes_values,
 )
 from jax_scalify.interpreter.rescaling import as_operand
-from jax_scalify.interpreter.stored import read_by_matmuls, stored
+from jax_scalify.interpreter.survey import survey
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.uniform import uniform
-from jax_scalify.interpreter.value import Plain, Value, value_of
-from jax_scalify.interpreter.wide import wide_variables
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
+
+_WITHOUT_RULE = RuleInfo("", "", "", rule=dequantising_rule)
 
 
 def evaluate(
@@ -50,12 +45,13 @@ def evaluate(
     inputs: Sequence[Value],
     table: ScaleTable,
     config: ScalifyConfig,
-    corrections: Corrections | None = None,
+    hook: Corrections | None = None,
     leaving: Sequence[int] = (),
 ) -> list[Value]:
     """Evaluate a closed jaxpr on values. Return the values of its results.
 
-    `leaving` says which results may stay in float32, in the form of `RuleContext.wide`.
+    Before and after each equation, `hook` corrects and observes values. `leaving` says which
+    results may stay in float32, in the form of `RuleContext.wide`.
     """
     jaxpr = closed.jaxpr
     env: dict[Any, Value] = {}
@@ -66,34 +62,20 @@ def evaluate(
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
         env[var] = captured(const)
     env.update(zip(jaxpr.invars, inputs, strict=True))
-    equations = live_equations(jaxpr)
-    reused = {v for v, n in chains.count_uses(jaxpr, equations).items() if n > 1}
-    multiplied = read_by_matmuls(equations)
-    wide = wide_variables(jaxpr, equations, leaving)
-    gates = Gates.of(jaxpr)
-    made_by = makers(jaxpr) if observing.is_observing() else {}
-    for eqn in equations:
+    surveyed = survey(jaxpr, leaving)
+    for eqn in surveyed.equations:
         with _compat.equation_context(eqn):
             operands = [read(v) for v in eqn.invars]
-            stays = tuple(wide.get(v, 0) for v in eqn.outvars)
-            known = dict(table=table, config=config, evaluate=evaluate, wide=stays)
-            names: tuple[str, ...] = ()
-            if corrections is None:
+            wide = tuple(surveyed.wide.get(v, 0) for v in eqn.outvars)
+            known = dict(table=table, config=config, evaluate=evaluate, wide=wide)
+            if hook is None:
                 outputs = _equation(eqn, operands, known)
             else:
-                names, pending = corrections.names(eqn), corrections.pending(eqn)
-                operands = corrections.of_operands(eqn, operands)
-                known |= dict(corrections=corrections.inside(eqn), pending=pending)
-                outputs = corrections.of_results(eqn, _equation(eqn, operands, known), pending)
-            for change, chosen in ((chains.cut, reused), (stored, multiplied)):
-                outputs = [
-                    change(value) if var in chosen else value
-                    for var, value in zip(eqn.outvars, outputs, strict=True)
-                ]
-            outputs = list(map(gates.marked, eqn.outvars, outputs))
-            if made_by:
-                outputs = observing.observed(eqn, operands, outputs, table, made_by, names)
-        env.update(zip(eqn.outvars, outputs, strict=True))
+                operands, pending = hook.before(eqn, operands)
+                known |= dict(hook=hook.inside(eqn), pending=pending)
+                outputs = _equation(eqn, operands, known)
+                outputs = hook.after(eqn, operands, outputs, pending, jaxpr)
+            env.update(zip(eqn.outvars, map(surveyed.after, eqn.outvars, outputs), strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
@@ -103,14 +85,17 @@ def _equation(eqn: Any, inputs: list[Value], known: dict[str, Any]) -> list[Valu
     number = uniform(eqn, inputs)
     if number is not None:
         return [number]
-    rule = _rule_for(eqn, inputs, known["config"])
-    if rule is None:
-        return _wrap(eqn, _bind_plain(eqn, inputs), inputs, table)
+    info = _rule_for(eqn, inputs, known["config"])
+    if info is None:
+        params = eqn.primitive.get_bind_params(eqn.params)
+        out = eqn.primitive.bind(*(v.whole() for v in inputs), **params)
+        return _checked(eqn, out, inputs, table, facts_of(eqn, inputs))
     # Our elementwise rules get a number as a 0-d operand, unless all operands are numbers.
-    gets_numbers = traits_of(eqn.primitive.name).elementwise and takes_numbers(rule)
+    gets_numbers = traits_of(eqn.primitive.name).elementwise and info.takes_numbers
     full = not gets_numbers or all(v.number is not None for v in inputs)
     if not full:
         inputs = _with_result_shape(eqn, inputs)
+    facts = NOTHING if info.gives_values else facts_of(eqn, inputs)
     ctx = RuleContext(
         primitive=eqn.primitive,
         in_avals=tuple(
@@ -120,29 +105,29 @@ def _equation(eqn: Any, inputs: list[Value], known: dict[str, Any]) -> list[Valu
         out_avals=tuple(v.aval for v in eqn.outvars),
         inputs=tuple(inputs),
         eqn=eqn,
+        facts=facts,
         **known,
     )
-    out = _apply(rule, ctx, _arguments(rule, inputs, table, full))
-    return out if gives_values(rule) else _wrap(eqn, out, inputs, table)
+    arguments: list[Any] = inputs
+    if not info.takes_values:
+        arguments = [promote(v, table, full) if v.is_scalable else v.whole() for v in inputs]
+    out = _apply(info, ctx, arguments)
+    return out if info.gives_values else _checked(eqn, out, inputs, table, facts)
 
 
-def _rule_for(eqn: Any, inputs: list[Value], config: Any) -> Callable[..., Any] | None:
+def _rule_for(eqn: Any, inputs: list[Value], config: ScalifyConfig) -> RuleInfo | None:
     """Return the rule to apply; None if the equation is evaluated unchanged, on plain values."""
-    rule = find_rule(eqn.primitive)
-    if not any(v.is_scaled for v in inputs if v.is_scalable):
-        return rule if rule is not None and _makes_scaled(rule, eqn, inputs) else None
-    if rule is None:
-        report_missing(eqn, inputs, config)
-        return dequantising_rule
-    reason = reason_to_dequantise(eqn.primitive)
-    if reason is not None:
-        report_dequantised(eqn, inputs, reason, config)
-    return rule
+    info = find_rule(eqn.primitive)
+    if not any(v.is_scaled for v in inputs):
+        return info if info is not None and _makes_scaled(info, eqn, inputs) else None
+    if info is None or info.dequantises is not None:
+        report_dequantised(eqn, inputs, info.dequantises if info else None, config)
+    return info or _WITHOUT_RULE
 
 
-def _makes_scaled(rule: Any, eqn: Any, inputs: list[Value]) -> bool:
+def _makes_scaled(info: RuleInfo, eqn: Any, inputs: list[Value]) -> bool:
     """Return whether an equation of plain values may have a scaled result."""
-    if takes_values(rule) and sub_jaxprs(eqn.params):
+    if info.takes_values and sub_jaxprs(eqn.params):
         return True
     if not any(dtypes.is_scalable(v.aval.dtype) for v in eqn.outvars):
         return False
@@ -153,17 +138,10 @@ def _makes_scaled(rule: Any, eqn: Any, inputs: list[Value]) -> bool:
     return becomes_float or any(v.number is not None for v in floating)
 
 
-def _arguments(rule: Any, inputs: list[Value], table: ScaleTable, full: bool) -> list[Any]:
-    """Return the operands in the form that the rule expects."""
-    if takes_values(rule):
-        return inputs
-    return [promote(v, table, full) if v.is_scalable else v.whole() for v in inputs]
-
-
-def _apply(rule: Callable[..., Any], ctx: RuleContext, args: list[Any]) -> Any:
+def _apply(info: RuleInfo, ctx: RuleContext, args: list[Any]) -> Any:
     """Call a rule. If it raises, a note on the error names the innermost equation."""
     try:
-        return rule(ctx, *args, **ctx.eqn.params)
+        return info.rule(ctx, *args, **ctx.eqn.params)
     except Exception as error:
         if not getattr(error, "_jax_scalify_noted", False):
             where = describe(ctx.eqn, ctx.inputs)
@@ -192,31 +170,43 @@ def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
     return [wide if v is value else v for v in inputs]
 
 
-def _bind_plain(eqn: Any, inputs: list[Value]) -> Any:
-    params = eqn.primitive.get_bind_params(eqn.params)
-    return eqn.primitive.bind(*(v.whole() for v in inputs), **params)
-
-
-def _wrap(eqn: Any, out: Any, inputs: list[Value], table: ScaleTable) -> list[Value]:
-    """Check the results of a rule against the equation's types, and add facts."""
+def _checked(
+    eqn: Any, out: Any, inputs: list[Value], table: ScaleTable, facts: Facts
+) -> list[Value]:
+    """Return the results of a rule as values with facts. Their types must be the equation's."""
     outputs = list(out) if isinstance(out, (list, tuple)) else [out]
     if len(outputs) != len(eqn.outvars):
         raise TypeError(
             f"The scale rule of {describe(eqn, inputs)} returned {len(outputs)} results, expected "
             f"{len(eqn.outvars)}."
         )
-    facts = facts_of(eqn, inputs)
-    values = []
+    values: list[Value] = []
     for o, var in zip(outputs, eqn.outvars, strict=True):
-        if not isinstance(o, Plain):
-            if isinstance(o, ScaledArray):
-                if not isinstance(o, Operand):
-                    _check_scale(eqn, inputs, o, var.aval)
-                o = with_home(eqn, inputs, as_operand(o, table))
-            o = value_of(o, facts=facts, depth=chains.depth(eqn, inputs, o))
+        if isinstance(o, ScaledArray):
+            if not isinstance(o, Operand):
+                _check_scale(eqn, inputs, o, var.aval)
+            o = as_operand(o, table)
+            home, returns = home_of(eqn, inputs, o)
+            depth = _depth(eqn, inputs, o)
+            o = o.known(number=None, facts=facts, depth=depth, home=home, returns=returns)
+            _check_type(eqn, o, var.aval, inputs)
+        elif not isinstance(o, Plain):
+            o = Plain.of(o, facts=facts)
             _check_type(eqn, o, var.aval, inputs)
         values.append(o)
     return values
+
+
+def _depth(eqn: Any, inputs: Sequence[Value], out: Operand) -> int:
+    """Return the number of alignments that XLA may fuse into each kernel that reads a result.
+
+    Sums of wide dtypes at static scales do not count, because they need no alignment.
+    """
+    traits = traits_of(eqn.primitive.name)
+    if not out.shape or not (traits.elementwise or traits.is_view):
+        return 0
+    aligns = traits.aligns and not (out.scale.is_static and dtypes.is_wide(out.dtype))
+    return max(v.depth for v in inputs) + aligns
 
 
 def _check_scale(eqn: Any, inputs: list[Value], x: ScaledArray, aval: Any) -> None:

@@ -20,16 +20,19 @@ _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_di
 
 def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
     """Return what is known about the elements of an equation's results."""
-    if traits_of(eqn.primitive.name).elements == "rescaled":  # other operands are scales
+    name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
+    if traits.elements == "rescaled":  # other operands are scales
         inputs = inputs[:1]
     return Facts(
         is_nonnegative(eqn, inputs),
-        _is_computed(eqn, inputs),
-        _is_peaked(eqn, inputs),
-        _count_sums(eqn, inputs),
-        _one_sided_bound(eqn, inputs),
-        _constant_among(eqn, inputs),
-        _is_gate(eqn, inputs),
+        _is_computed(eqn, inputs, traits),
+        _is_peaked(eqn, inputs, traits),
+        _count_sums(eqn, inputs, traits),
+        _one_sided_bound(eqn, inputs, traits),
+        _constant_among(eqn, inputs, traits),
+        # A moved, cast or shifted gate, such as `1 - sigmoid(x)`, is a gate too.
+        (traits.is_given or name in ("add", "sub"))
+        and [v.facts.gate for v in inputs if v.constant is None] == [True],
     )
 
 
@@ -39,39 +42,32 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
     Integer results may be negative, because integer sums and products wrap around. Casts are the
     exception, unless they are to a smaller integer, which may wrap around too.
     """
-    name = eqn.primitive.name
+    name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
     if name == "convert_element_type":
         return inputs[0].facts.nonneg and not _may_wrap(inputs[0].dtype, eqn.outvars[0].aval.dtype)
     if not any(jnp.issubdtype(_dtype(v), jnp.floating) for v in eqn.outvars):
         return False
-    traits = traits_of(name)
     if traits.elements == "rescaled":
         return inputs[0].facts.nonneg
-    if _is_never_negative(eqn, traits) or (name == "mul" and _are_multiples(inputs)):
-        return True
     if traits.is_matmul:  # one factor may have an integer dtype
         numbers = inputs[:2]
     else:  # one of several results may be an integer operand, as in a barrier or `sort`
         numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
+    signs = [v.facts.nonneg for v in numbers]
     if name == "max":
-        return any(v.facts.nonneg for v in numbers)
-    return (
-        _keeps_nonnegative(eqn, traits) and bool(numbers) and all(v.facts.nonneg for v in numbers)
-    )
+        return any(signs)
+    if traits.nonnegative == "always" or _is_square(eqn, inputs):
+        return True
+    return _keeps_nonnegative(eqn, traits) and bool(signs) and all(signs)
 
 
-def _is_never_negative(eqn: Any, traits: Traits) -> bool:
-    """Return whether results are not negative, whatever the operands are."""
-    name = eqn.primitive.name
-    if name == "integer_pow":
-        return eqn.params["y"] % 2 == 0
-    square = name == "mul" and eqn.invars[0] is eqn.invars[1]
-    return square or traits.nonnegative == "always"
-
-
-def _are_multiples(inputs: list[Value]) -> bool:
-    """Return whether operands are multiples of one array with equal signs: `(0.001 * g) * g`."""
+def _is_square(eqn: Any, inputs: list[Value]) -> bool:
+    """Return whether results are even powers, or products of multiples: `(0.001 * g) * g`."""
+    if eqn.primitive.name != "mul":
+        return eqn.primitive.name == "integer_pow" and eqn.params["y"] % 2 == 0
     lhs, rhs = inputs
+    if eqn.invars[0] is eqn.invars[1]:
+        return True
     if not isinstance(lhs, Operand) or not isinstance(rhs, Operand):
         return False
     is_real = not jnp.issubdtype(lhs.dtype, jnp.complexfloating)
@@ -99,13 +95,12 @@ def _may_wrap(before: Any, after: Any) -> bool:
     return jnp.iinfo(after).max < jnp.iinfo(before).max
 
 
-def _is_computed(eqn: Any, inputs: list[Value]) -> bool:
+def _is_computed(eqn: Any, inputs: list[Value], traits: Traits) -> bool:
     """Return whether results are computed: not only arguments that were moved, cast or scaled."""
-    name = eqn.primitive.name
     arrays = [v for v in inputs if v.is_scalable and v.number is None]
-    if name in ("mul", "div") and len(arrays) == 1:
+    if eqn.primitive.name in ("mul", "div") and len(arrays) == 1:
         return arrays[0].facts.computed
-    return _repeats(eqn) or not traits_of(name).is_given or any(v.facts.computed for v in arrays)
+    return _repeats(eqn) or not traits.is_given or any(v.facts.computed for v in arrays)
 
 
 def _repeats(eqn: Any) -> bool:
@@ -115,20 +110,19 @@ def _repeats(eqn: Any) -> bool:
     return math.prod(eqn.invars[0].aval.shape) != eqn.outvars[0].aval.size
 
 
-def _is_peaked(eqn: Any, inputs: list[Value]) -> bool:
+def _is_peaked(eqn: Any, inputs: list[Value], traits: Traits) -> bool:
     """Return whether results are exponentials or masks in float16 or FP8, or multiples of them."""
     name = eqn.primitive.name
     mask = name == "convert_element_type" and inputs[0].dtype == np.bool_
     if mask or name in ("exp", "exp2"):
         return dtypes.is_narrow(eqn.outvars[0].aval.dtype)
-    traits = traits_of(name)
     keeps = traits.is_given or traits.is_view or name in ("mul", "div", "select_n")
     return keeps and any(v.facts.peaked for v in inputs)
 
 
-def _count_sums(eqn: Any, inputs: list[Value]) -> int:
+def _count_sums(eqn: Any, inputs: list[Value], traits: Traits) -> int:
     """Count the added cotangents of a weight or bias that is used several times."""
-    traits, counts = traits_of(eqn.primitive.name), [v.facts.sums for v in inputs]
+    counts = [v.facts.sums for v in inputs]
     if traits.elements == "summed":
         return 1
     if eqn.primitive.name == "add_any":
@@ -136,68 +130,46 @@ def _count_sums(eqn: Any, inputs: list[Value]) -> int:
     return max(counts) if traits.is_given and not _repeats(eqn) else 0
 
 
-def _one_sided_bound(eqn: Any, inputs: list[Value]) -> float | None:
-    """Return the constant of `max(x, c < 0)` or `min(x, c > 0)`; None for other equations."""
+def _one_sided_bound(eqn: Any, inputs: list[Value], traits: Traits) -> float | None:
+    """Return the constant of `max(x, c < 0)` or `min(x, c > 0)`, also after a cast."""
     name = eqn.primitive.name
-    if name not in ("max", "min"):
-        known = inputs[0].facts.bound if len(inputs) == 1 else None
-        if known is not None and name == "convert_element_type":
-            return _rounded(known, eqn.outvars[0].aval.dtype)
-        return known if traits_of(name).elements in ("same", "rescaled") else None
-    numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
-    beyond_zero = [n for n in numbers if (n < 0 if name == "max" else n > 0)]
-    return beyond_zero[0] if beyond_zero else None
-
-
-def _rounded(bound: float, dtype: Any) -> float | None:
-    """Return the bound after a cast to a floating dtype: rounding keeps the order of numbers."""
-    if not dtypes.is_scalable(dtype):
-        return None
-    rounded = float(np.asarray(bound).astype(dtype))
+    if name in ("max", "min"):
+        numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
+        return next((n for n in numbers if (n < 0 if name == "max" else n > 0)), None)
+    bound = inputs[0].facts.bound if len(inputs) == 1 else None
+    if bound is None or name != "convert_element_type":
+        return bound if traits.elements in ("same", "rescaled") else None
+    dtype = eqn.outvars[0].aval.dtype  # rounding keeps the order of numbers
+    rounded = float(np.asarray(bound).astype(dtype)) if dtypes.is_scalable(dtype) else 0
     return rounded if rounded and math.isfinite(rounded) else None
 
 
-def _constant_among(eqn: Any, inputs: list[Value]) -> float | None:
+def _constant_among(eqn: Any, inputs: list[Value], traits: Traits) -> float | None:
     """Return `log2` of the largest constant among the elements: see `Facts.constant`."""
-    name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
     floats = [v for v in inputs if v.is_scalable]
     known = [v.facts.constant for v in floats]
     if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
         return None
+    name, params = eqn.primitive.name, eqn.params
     if traits.elements in ("joined", "placed"):
         # If the whole array is chosen at once, its scale is chosen with it.
         is_one = not eqn.outvars[0].aval.shape or (name == "select_n" and not inputs[0].shape)
         return largest(known if is_one else [*known, *map(_log2_of_constant, floats)])
     if name in _PRODUCTS:
-        return _constant_of_product(floats, known, sign=-1 if name == "div" else 1)
-    if name in ("square", "integer_pow"):
-        power = eqn.params.get("y", 2)
-        return None if known[0] is None or power < 0 else power * known[0]
+        factors = [n if v.constant is None else _log2_of_constant(v) for v, n in zip(floats, known)]
+        left, right = factors if len(factors) == 2 else (None, None)
+        if left is None or right is None:
+            return None
+        return left - right if name == "div" else left + right
     if name == "reduce_sum":
-        return _constant_of_sum(inputs[0], eqn.params["axes"])
+        terms = math.prod(inputs[0].shape[a] for a in params["axes"])
+        is_known = known[0] is not None and isinstance(terms, int)  # the shape may be symbolic
+        return known[0] + math.log2(max(terms, 1)) if is_known else None
+    if name in ("square", "integer_pow"):
+        power = params.get("y", 2)
+        return None if known[0] is None or power < 0 else power * known[0]
     keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
     return largest(known) if keeps else None
-
-
-def _constant_of_product(floats: list[Value], known: list[float | None], sign: int) -> float | None:
-    """Return `log2` of the product or quotient of constants; None if a factor has no constant."""
-    factors = [n if v.constant is None else _log2_of_constant(v) for v, n in zip(floats, known)]
-    left, right = factors if len(factors) == 2 else (None, None)
-    return None if left is None or right is None else left + sign * right
-
-
-def _constant_of_sum(value: Value, axes: Sequence[int]) -> float | None:
-    """Return `log2` of the constant times the number of terms."""
-    terms = math.prod(value.shape[a] for a in axes)
-    if value.facts.constant is None or not isinstance(terms, int):  # the shape may be symbolic
-        return None
-    return value.facts.constant + math.log2(max(terms, 1))
-
-
-def _is_gate(eqn: Any, inputs: list[Value]) -> bool:
-    """Return whether an equation moves, casts or shifts a gate: `1 - sigmoid(x)` is a gate too."""
-    keeps = traits_of(eqn.primitive.name).is_given or eqn.primitive.name in ("add", "sub")
-    return keeps and [v.facts.gate for v in inputs if v.constant is None] == [True]
 
 
 def _log2_of_constant(value: Value) -> float | None:

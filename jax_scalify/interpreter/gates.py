@@ -14,13 +14,10 @@ first term *leads*: the cotangent of `x` has the first term's scale.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import Any
 
 from jax_scalify.base.jaxprs import applied, is_var, makers
-from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.traits import traits_of
-from jax_scalify.interpreter.value import Value
 
 # Functions `f` with `0 <= f <= 2 * scale`, and functions `f` for which this holds for `1 + f`.
 _BOUNDED, _FROM_MINUS_ONE = ("logistic", "erfc"), ("tanh", "erf")
@@ -29,37 +26,14 @@ _LARGEST = 8  # a larger constant factor may make the second term of an activati
 _MAX_LENGTH = 64  # the most equations of an activation and its derivative
 
 
-@dataclasses.dataclass(frozen=True)
-class Gates:
-    """The variables of a jaxpr that belong to gated activations.
+def gates_of(jaxpr: Any) -> tuple[set[Any], set[Any]]:
+    """Return the gates of a jaxpr and its leading terms, without those in jaxprs of its equations.
 
-    Attributes:
-        gates: factors that are bounded by twice their scale and depend on the value that they
-            multiply.
-        leading: terms of a sum that give the sum its scale, whatever the other term's scale is.
+    A gate is a factor that is bounded by twice its scale and depends on the value that it
+    multiplies. A leading term gives a sum its scale, whatever the other term's scale is.
     """
-
-    gates: frozenset
-    leading: frozenset
-
-    @classmethod
-    def of(cls, jaxpr: Any) -> Gates:
-        """Find the gates of a jaxpr. Gates in the jaxprs of its equations are not included."""
-        made = makers(jaxpr)
-        sources = _sources(jaxpr, made)
-        return cls(frozenset(sources), frozenset(_leading(jaxpr, made, sources)))
-
-    def marked(self, var: Any, x: Value) -> Value:
-        """Return the value of a variable with the facts `gate` and `leads`."""
-        if not isinstance(x, Operand) or var not in self.gates and var not in self.leading:
-            return x
-        known = dict(gate=var in self.gates, leads=var in self.leading)
-        return Operand.of(x, dataclasses.replace(x.facts, **known))
-
-
-def _sources(jaxpr: Any, made: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the gates of a jaxpr, each with the variable that it is a function of."""
-    found = {}
+    made = makers(jaxpr)
+    sources: dict[Any, Any] = {}  # of each gate, the variable that it is a function of
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "mul" or not all(map(is_var, eqn.invars)):
             continue
@@ -67,18 +41,16 @@ def _sources(jaxpr: Any, made: dict[Any, Any]) -> dict[Any, Any]:
             source = _multiplied(factor, made)
             if gate is not source and _is_bounded(gate, made):
                 if _passed(gate, {source}, made) is not None:
-                    found[gate] = source
-    return found
+                    sources[gate] = source
+    return set(sources), _leading(jaxpr, made, sources) if sources else set()
 
 
-def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> list[Any]:
+def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> set[Any]:
     """Return the leading terms: `cotangent * gate`, and sums that contain such a term."""
-    if not sources:
-        return []
     count = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v))
     count.update(v for v in jaxpr.outvars if is_var(v))
     led: dict[Any, tuple[Any, Any]] = {}  # the gate's source and the cotangent, by variable
-    leading = []
+    leading = set()
     for eqn in jaxpr.eqns:
         for x, gate in (eqn.invars, eqn.invars[::-1]) if eqn.primitive.name == "mul" else ():
             if is_var(x) and is_var(gate) and gate in sources:
@@ -92,7 +64,7 @@ def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> list[
             source, cotangent = led[start]
             passed = _passed(other, {source, cotangent}, made)
             if source is not cotangent and passed and _is_of_gate(passed, made):
-                leading.append(x)
+                leading.add(x)
                 led[eqn.outvars[0]] = source, cotangent
                 break
     return leading
@@ -132,9 +104,8 @@ def _is_of_gate(variables: set[Any], made: dict[Any, Any]) -> bool:
 
 def _ends(eqn: Any, made: dict[Any, Any]) -> bool:
     """Return whether an equation computes a function that is constant for large arguments."""
-    body = applied(eqn)
+    body = _body(eqn)
     if body is not None:
-        body = getattr(body, "jaxpr", body)
         return any(_ends(inner, makers(body)) for inner in body.eqns)
     if eqn.primitive.name != "exp":
         return eqn.primitive.name in (*_BOUNDED, *_FROM_MINUS_ONE)
@@ -162,9 +133,8 @@ def _is_bounded(var: Any, made: dict[Any, Any]) -> bool:
     eqn = made.get(var)
     if eqn is None:
         return False
-    body = applied(eqn)
+    body = _body(eqn)
     if body is not None:
-        body = getattr(body, "jaxpr", body)
         result = body.outvars[eqn.outvars.index(var)]
         return is_var(result) and _is_bounded(result, makers(body))
     if eqn.primitive.name == "add":
@@ -184,9 +154,9 @@ def _multiplied(var: Any, made: dict[Any, Any]) -> Any:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    body = applied(eqn)
+    body = _body(eqn)
     if body is not None:
-        return all(map(_is_elementwise, getattr(body, "jaxpr", body).eqns))
+        return all(map(_is_elementwise, body.eqns))
     traits = traits_of(eqn.primitive.name)
     return traits.elementwise or traits.elements in ("same", "cast")
 
@@ -194,3 +164,9 @@ def _is_elementwise(eqn: Any) -> bool:
 def _variables(eqn: Any) -> list[Any]:
     """Return the operands of an equation that are arrays of one dim or more."""
     return [v for v in eqn.invars if is_var(v) and v.aval.shape]
+
+
+def _body(eqn: Any) -> Any:
+    """Return the open jaxpr of a call; None for other equations."""
+    body = applied(eqn)
+    return getattr(body, "jaxpr", body)

@@ -42,31 +42,32 @@ def leaf_home(data: Any, scale: Scale) -> Scale | None:
     return None if is_free else scale
 
 
-def with_home(eqn: Any, inputs: list[Value], out: Operand) -> Operand:
-    """Return an equation's result with the home of the operand that it is a multiple of.
+def home_of(eqn: Any, inputs: list[Value], out: Operand) -> tuple[Scale | None, bool]:
+    """Return `home` and `returns` of a result: those of the operand that it is a multiple of.
 
     The rules of `add`, `sub` and scatters set the home of a sum. A value that `match_scales` brings
     to the scale of a leaf is at home there.
     """
     if eqn.primitive.name == "match_scale":
         home = getattr(inputs[1], "home", None)
-        return out.with_home(home if out.scale == home else None)
+        return home if out.scale == home else None, False
     if dtypes.is_fp8(out.dtype):
-        return out.with_home(None)
+        return None, False
     traits = traits_of(eqn.primitive.name)
     if traits.degree == "sum":
-        return out
+        return out.home, out.returns
     owners = [v for v in inputs if isinstance(v, Operand) and v.home is not None]
     if len(owners) != 1 or not _is_multiple(eqn, owners[0], inputs, out):
-        return out.with_home(None)
+        return None, False
     (x,) = owners
     assert x.home is not None
     returns = x.returns and traits.elements != "rescaled"
     returns &= not dtypes.is_narrow(out.dtype)  # float16 data may not fit at home
     if x.home == x.scale and traits.degree not in ("product", "quotient"):
-        return out.with_home(out.scale, returns)
-    moves = x.home.ndim and not traits.elementwise
-    return out.with_home(None if moves else x.home, returns and not moves)
+        return out.scale, returns
+    if x.home.ndim and not traits.elementwise:
+        return None, False
+    return x.home, returns
 
 
 def _is_multiple(eqn: Any, x: Operand, inputs: list[Value], out: Operand) -> bool:

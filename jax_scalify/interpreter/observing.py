@@ -12,17 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from jax_scalify import _compat
-from jax_scalify.base.jaxprs import function_of_jax_nn, sub_jaxprs
-from jax_scalify.interpreter.corrections import rounds
+from jax_scalify.base.jaxprs import function_of_jax_nn, makers, sub_jaxprs
+from jax_scalify.interpreter.corrections import Corrections, Pending, rounds
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.custom_scale import custom_scale_p
-from jax_scalify.scales.table import ScaleTable
+from jax_scalify.primitives.definitions import define
 
 # The name of the jitted function that holds the interpreted equations.
 CALL_NAME = "jax_scalify_observed"
@@ -75,10 +73,6 @@ class Observed:
         return [(next(rest), next(rest) if scaled else None) for scaled in self.scaled]
 
 
-observe_p = jex_core.Primitive("observe")
-observe_p.multiple_results = True
-
-
 def _identity(*arrays: Any, observed: Observed) -> list[Any]:
     return [data for data, _ in observed.pairs(arrays)[: len(observed.results)]]
 
@@ -92,42 +86,52 @@ def _batch(args: Any, dims: Any, *, observed: Observed) -> Any:
     return observe_p.bind(*args, observed=observed), _identity(*dims, observed=observed)
 
 
-observe_p.def_impl(_identity)
-observe_p.def_abstract_eval(_identity)
+observe_p = define("observe", _identity, _identity, multiple_results=True)
 ad.primitive_jvps[observe_p] = _jvp
 batching.primitive_batchers[observe_p] = _batch
-mlir.register_lowering(observe_p, mlir.lower_fun(_identity, multiple_results=True))
 
 
-def observed(
-    eqn: Any,
-    inputs: Sequence[Value],
-    outputs: Sequence[Value],
-    table: ScaleTable,
-    makers: Mapping[Any, Any],
-    names: tuple[str, ...] = (),
-) -> list[Value]:
-    """Return an equation's results after `observe`."""
-    results = tuple(i for i, value in enumerate(outputs) if _is_array(value))
-    # A call or a loop is observed inside its body. A `custom_scale` rule is observed as a whole.
-    inside = eqn.primitive is not custom_scale_p and sub_jaxprs(eqn.params)
-    if inside or not results:
-        return list(outputs)
-    pairs = [_pair(outputs[i], table) for i in results] + [_pair(v, table) for v in inputs]
-    scaled = tuple(scale is not None for _, scale in pairs)
-    around = _compat.enclosing()  # includes the equation itself
-    line, function = _compat.own_line(*reversed(around)), function_of_jax_nn(*around)
-    info = Observed(eqn, results, scaled, makers, names, line, function)
-    arrays = [jnp.asarray(a) for pair in pairs for a in pair if a is not None]
-    values = list(outputs)
-    for i, data in zip(results, observe_p.bind(*arrays, observed=info), strict=True):
-        old = outputs[i]
-        if isinstance(old, Operand):
-            values[i] = old.as_pair(data, old.scale)
-        else:
-            number = data if old.number is not None else None
-            values[i] = dataclasses.replace(old, array=data, number=number)
-    return values
+class Observer(Corrections):
+    """The hook of `evaluate` that also shows the results of each equation to `jsa.numerics`."""
+
+    def after(
+        self, eqn: Any, operands: list[Value], outputs: list[Value], pending: Pending, jaxpr: Any
+    ) -> list[Value]:
+        """Return an equation's results after corrections and `observe`."""
+        outputs = super().after(eqn, operands, outputs, pending, jaxpr)
+        results = tuple(i for i, value in enumerate(outputs) if _is_array(value))
+        # A call or loop is observed inside its body. A `custom_scale` rule is observed as a whole.
+        inside = eqn.primitive is not custom_scale_p and sub_jaxprs(eqn.params)
+        if inside or not results:
+            return outputs
+        pairs = [_pair(value) for value in (*(outputs[i] for i in results), *operands)]
+        around = _compat.enclosing()  # includes the equation itself
+        observed = Observed(
+            eqn,
+            results,
+            scaled=tuple(scale is not None for _, scale in pairs),
+            makers=makers(jaxpr),
+            names=self.place(eqn).names,
+            line=_compat.own_line(*reversed(around)),
+            function=function_of_jax_nn(*around),
+        )
+        arrays = [jnp.asarray(a) for pair in pairs for a in pair if a is not None]
+        values = list(outputs)
+        for i, data in zip(results, observe_p.bind(*arrays, observed=observed), strict=True):
+            old = outputs[i]
+            if isinstance(old, Operand):
+                values[i] = old.as_pair(data, old.scale)
+            else:
+                number = data if old.number is not None else None
+                values[i] = dataclasses.replace(old, array=data, number=number)
+        return values
+
+
+def hook_of(corrections: Corrections | None) -> Corrections | None:
+    """Return the hook of `evaluate` for corrections, which observes while a report is made."""
+    if not is_observing():
+        return corrections
+    return Observer(corrections.places, corrections.choose) if corrections else Observer({})
 
 
 def _is_array(value: Value) -> bool:
@@ -137,10 +141,9 @@ def _is_array(value: Value) -> bool:
     return value.is_scalable and value.array is not None and value.constant is None
 
 
-def _pair(value: Value, table: ScaleTable) -> tuple[Any, Any]:
+def _pair(value: Value) -> tuple[Any, Any]:
     if isinstance(value, Operand):
-        scale = value.scale
-        return value.data, np.float32(scale.value) if scale.is_static else table.output(scale)
+        return value.data, value.scale.array
     return (value.number if value.array is None else value.array), None
 
 

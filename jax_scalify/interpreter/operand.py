@@ -12,7 +12,7 @@ to float16 it has `source = 1.5`, `unit = 4` and `scale = 4`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -96,9 +96,10 @@ class Operand(ScaledArray):
         number: the 0-d plain value that every element equals: a NumPy scalar for a constant, or a
             traced array. None if elements may differ.
         facts: what is known about the elements.
-        depth: how many alignments XLA may fuse into a kernel that reads the value: see `chains.py`.
+        depth: how many alignments XLA may fuse into a kernel that reads the value: see
+            `interpreter/survey.py`.
         declared: the dtype in the program, if the source is float32 instead: see
-            `interpreter/wide.py`. Otherwise None.
+            `interpreter/survey.py`. Otherwise None.
     """
 
     is_scaled = is_scalable = True
@@ -114,7 +115,7 @@ class Operand(ScaledArray):
     facts: Facts
     depth: int
     declared: Any
-    _made: dict[str, Any]
+    _made: dict[Scale, Any]
 
     def __init__(
         self,
@@ -132,41 +133,24 @@ class Operand(ScaledArray):
         vars(self).update(fields, **known, returns=False, origin=source, mantissa=1.0, _made={})
 
     @classmethod
-    def of(cls, x: ScaledArray, facts: Facts | None = None) -> Operand:
-        """Return `x` as an operand, with `facts` if given."""
-        if not isinstance(x, Operand):
-            return cls(x.data, x.scale, facts=facts or NOTHING)
-        return x if facts is None or facts is x.facts else x._with(facts=facts)
+    def of(cls, x: ScaledArray) -> Operand:
+        """Return `x` as an operand."""
+        return x if isinstance(x, Operand) else cls(x.data, x.scale)
 
     @classmethod
     def of_value(cls, value: Any, scale: Scale, **known: Any) -> Operand:
         """Return the operand of an array of values, with the scale that the law gives."""
         return cls(value, scale, unit=ONE, **known)
 
-    def as_result(self, facts: Facts, depth: int = 0, home: Scale | None = None) -> Operand:
-        """Return the same array as the result of an equation. Only the new facts are kept."""
-        returns = self.returns and home is not None
-        return self._with(facts=facts, number=None, depth=depth, home=home, returns=returns)
-
-    def with_home(self, home: Scale | None, returns: bool = False) -> Operand:
-        """Return the same array as a multiple of a leaf with the scale `home`."""
-        if home is self.home and returns is self.returns:
-            return self
-        return self._with(home=home, returns=returns)
-
-    def as_multiple(self, x: Operand, mantissa: float) -> Operand:
-        """Return the same array, marked as `mantissa` times a power of two times `x`."""
-        return self._with(origin=x.origin, mantissa=x.mantissa * mantissa)
-
-    def _with(self, **fields: Any) -> Operand:
-        x = Operand.__new__(Operand)
-        vars(x).update(vars(self), **fields)
-        return x
-
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the data; `()` for a number that stands for an array."""
         return self.source.shape
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the data."""
+        return self.source.ndim
 
     @property
     def dtype(self) -> Any:
@@ -182,11 +166,6 @@ class Operand(ScaledArray):
     def holds_data(self) -> bool:
         """Whether the source is the data."""
         return self.unit is self.scale or self.unit == self.scale
-
-    @property
-    def ndim(self) -> int:
-        """The rank of the data."""
-        return self.source.ndim
 
     @property
     def constant(self) -> Any:
@@ -206,16 +185,21 @@ class Operand(ScaledArray):
     @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The array `value / scale`."""
-        if self.holds_data:
-            return self.source
-        return self._once("data", lambda: self.at_unit(self.scale, self.source.dtype))
+        return self.source if self.holds_data else self._once(self.scale)
 
     @property
     def value(self) -> Any:
         """The array of values. Only for wide dtypes: a narrow dtype may not hold them."""
-        if self.unit.is_one:
-            return self.source
-        return self._once("value", lambda: self.at_unit(ONE, self.source.dtype))
+        return self.source if self.unit.is_one else self._once(ONE)
+
+    def _once(self, unit: Scale) -> Any:
+        """Return `value / unit`, memoised if it belongs to the trace of `source`."""
+        made = self._made.get(unit)
+        if made is None:
+            made = self.at_unit(unit, self.source.dtype)
+            if _compat.is_of_one_trace(made, self.source):  # a rule may have opened an inner trace
+                self._made[unit] = made
+        return made
 
     @property
     def at_scalar_unit(self) -> tuple[Any, Scale]:
@@ -229,29 +213,36 @@ class Operand(ScaledArray):
     def at_unit(self, unit: Scale, dtype: Any = None, **options: Any) -> Any:
         """Return the array `value / unit`; `options` are passed to `multiply`."""
         same = self.unit is unit or self.unit == unit or self.unit.is_zero
-        ratio = ONE if same else self.unit / unit
-        return multiply(self.source, ratio, dtype, **options)
+        return multiply(self.source, ONE if same else self.unit / unit, dtype, **options)
 
     def to_array(self, dtype: Any = None) -> Any:
         """Return the array of values in a dtype, by default the operand's."""
         return self.at_unit(ONE, self.dtype if dtype is None else dtype)
 
-    def _once(self, name: str, make: Any) -> Any:
-        """Return `make()`, memoised if it belongs to the trace of `source`."""
-        made = self._made.get(name)
-        if made is None:
-            made = make()
-            if _compat.is_of_one_trace(made, self.source):  # a rule may have opened an inner trace
-                self._made[name] = made
-        return made
+    def unit_at(self, scale: Scale) -> Scale:
+        """Return the unit of the moved source, given the operand's moved scale."""
+        return scale if self.holds_data else self.unit
 
-    def as_pair(self, data: Any, scale: Any) -> Operand:
+    def known(self, **fields: Any) -> Operand:
+        """Return the same array with other fields: facts, number, depth, home, origin."""
+        x = Operand.__new__(Operand)
+        vars(x).update(vars(self), **fields)
+        return x
+
+    def with_home(self, home: Scale | None, returns: bool = False) -> Operand:
+        """Return the same array as a multiple of a leaf with the scale `home`."""
+        return self.known(home=home, returns=returns)
+
+    def as_multiple(self, x: Operand, mantissa: float) -> Operand:
+        """Return the same array, marked as `mantissa` times a power of two times `x`."""
+        return self.known(origin=x.origin, mantissa=x.mantissa * mantissa)
+
+    def as_pair(self, data: Any, scale: Any, unit: Scale | None = None, **fields: Any) -> Operand:
         """Return the same values as another pair of data and scale. The data may be float32."""
-        return self._with(source=data, scale=scale, unit=scale, _made={}, **self._type_of(data))
-
-    def _type_of(self, source: Any) -> dict[str, Any]:
-        is_narrow = dtypes.is_narrow(self.dtype) and dtypes.is_wide(source.dtype)
-        return dict(declared=self.dtype if is_narrow else None)
+        is_widened = dtypes.is_narrow(self.dtype) and dtypes.is_wide(data.dtype)
+        fields["declared"] = self.dtype if is_widened else None
+        unit = scale if unit is None else unit
+        return self.known(source=data, scale=scale, unit=unit, _made={}, **fields)
 
     def with_scale(self, scale: Scale) -> Operand:
         """Return the same values at another scale."""
@@ -260,15 +251,13 @@ class Operand(ScaledArray):
         if dtypes.is_narrow(self.dtype):
             return self.as_pair(self.at_unit(scale, self.source.dtype), scale)
         if self.unit.ndim and self.holds_data:
-            return self._with(source=self.value, scale=scale, unit=ONE, _made={})
-        return self._with(scale=scale, _made={})
-
-    def unit_at(self, scale: Scale) -> Scale:
-        """Return the unit of the moved source, given the operand's moved scale."""
-        return scale if self.holds_data else self.unit
+            return self.known(source=self.value, scale=scale, unit=ONE, _made={})
+        return self.known(scale=scale, _made={})
 
     def moved(self, source: Any, scale: Scale) -> Operand:
         """Return the operand of a moved source (transposed, sliced, cast) and its moved scale."""
-        unit = self.unit_at(scale)
-        fields = dict(source=source, scale=scale, unit=unit, origin=source, mantissa=1.0, _made={})
-        return self._with(**fields, **self._type_of(source))
+        return self.as_pair(source, scale, self.unit_at(scale), origin=source, mantissa=1.0)
+
+    def behind(self, barrier: Callable[[Any], Any], **fields: Any) -> Operand:
+        """Return the same values after a barrier."""
+        return self.moved(barrier(self.source), self.scale).known(number=None, **fields)

@@ -17,7 +17,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter.corrections import Corrections, Pending
-from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
 from jax_scalify.interpreter.rescaling import to_plain
 from jax_scalify.interpreter.traits import Traits, declare
 from jax_scalify.interpreter.value import Value
@@ -37,24 +37,36 @@ class DequantisedWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class RuleInfo:
-    """The entry of a primitive on the coverage page.
+    """The entry of a primitive in the registry, and on the coverage page.
 
     Attributes:
         family: the section of the page; "custom" for rules from outside this package.
         name: the name of the primitive.
         law: the first line of the rule's docstring.
         dequantises: why the rule dequantises its operands; None if it keeps their scales.
+        rule: the rule.
+        takes_values: whether the rule gets `Value` objects: plain values stay `Plain`.
+        gives_values: whether it returns `Value` objects, complete with facts.
     """
 
     family: str
     name: str
     law: str
     dequantises: str | None = None
+    rule: Rule = dataclasses.field(compare=False, kw_only=True)
+    takes_values: bool = False
+    gives_values: bool = False
+
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether an elementwise rule takes 0-d numbers beside arrays: rules of this package do.
+
+        A user's primitive may take operands of one shape only.
+        """
+        return (self.rule.__module__ or "").startswith("jax_scalify.")
 
 
-_rules: dict[Primitive | str, Rule] = {}
-_infos: dict[str, RuleInfo] = {}
-_value_rules: dict[Rule, bool] = {}  # rules that take `Value` objects: whether they return some too
+_rules: dict[Primitive | str, RuleInfo] = {}
 
 
 def register_scale_rule(
@@ -113,21 +125,7 @@ def register_scale_rule(
         elements=elements, elementwise=elementwise, nonnegative=nonnegative, degree=degree
     )
 
-    def register(rule: Rule) -> Rule:
-        module = rule.__module__ or ""
-        own = module.rpartition(".")[2] if module.startswith("jax_scalify.") else "custom"
-        law = (rule.__doc__ or "").strip().partition("\n")[0]
-        for primitive in primitives:
-            name = primitive if isinstance(primitive, str) else primitive.name
-            _rules.pop(name, None)  # `find_rule` would prefer an older rule for the name
-            _rules[primitive] = rule
-            where = family or own.replace("_", " ")
-            _infos[name] = RuleInfo(where, name, law, dequantises)
-            if traits != Traits():  # a rule without traits keeps the primitive's
-                declare(name, traits)
-        return rule
-
-    return register
+    return _register(primitives, family, dequantises, traits)
 
 
 def register_value_rule(
@@ -137,46 +135,41 @@ def register_value_rule(
 
     Without `elements`, the rule interprets a body and returns `Value` objects with facts.
     """
+    forms = dict(takes_values=True, gives_values=elements is None)
+    return _register(primitives, family, None, Traits(elements=elements or "new"), **forms)
 
+
+def _register(
+    primitives: Sequence[Primitive | str],
+    family: str | None,
+    dequantises: str | None,
+    traits: Traits,
+    **forms: bool,
+) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
-        _value_rules[rule] = elements is None
-        return register_scale_rule(*primitives, family=family, elements=elements or "new")(rule)
+        module = rule.__module__ or ""
+        own = module.rpartition(".")[2] if module.startswith("jax_scalify.") else "custom"
+        law = (rule.__doc__ or "").strip().partition("\n")[0]
+        for primitive in primitives:
+            name = primitive if isinstance(primitive, str) else primitive.name
+            _rules.pop(name, None)  # `find_rule` would prefer an older rule for the name
+            where = family or own.replace("_", " ")
+            _rules[primitive] = RuleInfo(where, name, law, dequantises, rule=rule, **forms)
+            if traits != Traits():  # a rule without traits keeps the primitive's
+                declare(name, traits)
+        return rule
 
     return register
 
 
-def takes_numbers(rule: Rule) -> bool:
-    """Return whether an elementwise rule takes 0-d numbers beside arrays: rules of this package do.
-
-    A user's primitive may take operands of one shape only.
-    """
-    return (rule.__module__ or "").startswith("jax_scalify.")
-
-
-def takes_values(rule: Rule) -> bool:
-    """Return whether a rule gets `Value` objects instead of operands."""
-    return rule in _value_rules
-
-
-def gives_values(rule: Rule) -> bool:
-    """Return whether a rule returns `Value` objects, complete with facts."""
-    return _value_rules.get(rule, False)
-
-
 def registered_rules() -> list[RuleInfo]:
     """Return all registered rules, sorted by family and name."""
-    return sorted(_infos.values())
+    return sorted({info.name: info for info in _rules.values()}.values())
 
 
-def find_rule(primitive: Primitive) -> Rule | None:
-    """Return the rule of a primitive, or None."""
+def find_rule(primitive: Primitive) -> RuleInfo | None:
+    """Return the entry of a primitive, or None."""
     return _rules.get(primitive) or _rules.get(primitive.name)
-
-
-def reason_to_dequantise(primitive: Primitive) -> str | None:
-    """Return why the rule of a primitive dequantises its operands; None if it does not."""
-    info = _infos.get(primitive.name)
-    return info.dequantises if info else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -191,11 +184,12 @@ class RuleContext:
         config: the active `ScalifyConfig`.
         eqn: the equation.
         evaluate: interprets a jaxpr: `interpreter/evaluation.py`.
-        corrections: the corrections of a calibration for the jaxprs of the equation.
+        facts: what is known about the elements of the results, if the rule returns no facts.
+        hook: see `evaluate`; for the jaxprs of the equation.
         pending: the calibration's correction of the result. If the rule does not take it, it is
             applied to the rule's result.
-        wide: for each narrow result that may stay in float32 (see `interpreter/wide.py`), how many
-            equations read it; 0 for all other results.
+        wide: for each narrow result that may stay in float32, how many equations read it; 0 for all
+            other results. See `interpreter/survey.py`.
     """
 
     primitive: Primitive
@@ -206,7 +200,8 @@ class RuleContext:
     config: ScalifyConfig
     eqn: JaxprEqn
     evaluate: Callable[..., list[Value]]
-    corrections: Corrections | None = None
+    facts: Facts = NOTHING
+    hook: Corrections | None = None
     pending: Pending = dataclasses.field(default_factory=Pending)
     wide: tuple[int, ...] = ()
 
@@ -272,7 +267,7 @@ class RuleContext:
         `wide` is `RuleContext.wide` for the results of the sub-jaxpr.
         """
         table = table or self.table
-        return self.evaluate(closed_jaxpr, inputs, table, self.config, self.corrections, wide)
+        return self.evaluate(closed_jaxpr, inputs, table, self.config, self.hook, wide)
 
 
 def describe(eqn: JaxprEqn, inputs: list[Value] | tuple[Value, ...]) -> str:
@@ -305,29 +300,25 @@ def check_scale_shape(rule: str, scale: Any, shape: Sequence[int]) -> None:
 _warned: set[str] = set()
 
 
-def report_missing(eqn: JaxprEqn, inputs: list[Value], config: ScalifyConfig) -> None:
-    """Report a primitive without a rule: raise, warn once for each primitive, or do nothing."""
-    if config.missing_rule == "error":
+def report_dequantised(
+    eqn: JaxprEqn, inputs: list[Value], reason: str | None, config: ScalifyConfig
+) -> None:
+    """Report, once for each primitive, that its rule dequantises operands, or that it has no rule.
+
+    If the `reason` is None, there is no rule. With `missing_rule="error"`, this raises.
+    """
+    where = describe(eqn, inputs)
+    if reason is None and config.missing_rule == "error":
         raise MissingRuleError(
-            f"There is no scale rule for {describe(eqn, inputs)}. Register one with "
+            f"There is no scale rule for {where}. Register one with "
             '`jsa.register_scale_rule`, or allow dequantising with missing_rule="warn".'
         )
-    _warn_once(eqn, config, f"No scale rule for {describe(eqn, inputs)}")
-
-
-def report_dequantised(
-    eqn: JaxprEqn, inputs: list[Value], reason: str, config: ScalifyConfig
-) -> None:
-    """Warn, once for each primitive, that a rule dequantises its operands."""
-    _warn_once(eqn, config, f"{reason} ({describe(eqn, inputs)})")
-
-
-def _warn_once(eqn: JaxprEqn, config: ScalifyConfig, message: str) -> None:
     if config.missing_rule == "silent" or eqn.primitive.name in _warned:
         return
     _warned.add(eqn.primitive.name)
+    found = f"No scale rule for {where}" if reason is None else f"{reason} ({where})"
     warnings.warn(
-        f"{message}: it is evaluated on dequantised values. The result is right where the dtype "
+        f"{found}: it is evaluated on dequantised values. The result is right where the dtype "
         "holds the values themselves, and its scale starts anew.",
         DequantisedWarning,
         stacklevel=2,

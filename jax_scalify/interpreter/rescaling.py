@@ -19,7 +19,7 @@ from jax_scalify.scales.table import ScaleTable
 
 
 def kept_wide(data: Any, scale: Scale, dtype: Any) -> Operand:
-    """Return an operand of `dtype` whose data is float32: see `interpreter/wide.py`."""
+    """Return an operand of `dtype` whose data is float32: see `interpreter/survey.py`."""
     data = lax.convert_element_type(data, dtypes.compute_dtype(dtype))
     return Operand(data, scale, declared=jnp.dtype(dtype))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -9,12 +10,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.interpreter.constants import fold_constants
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Plain, Value, in_dtype
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
+
+# Primitives that NumPy evaluates on constants, because XLA would compile a program for each.
+_IN_NUMPY = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "abs": np.abs,
+    "max": np.maximum,
+    "min": np.minimum,
+    "square": np.square,
+    "sqrt": np.sqrt,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "select_n": lambda which, *cases: cases[int(which)],
+}
+_ON_SCALES = {"mul": operator.mul, "div": operator.truediv, "max": algebra.join}
 
 
 def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
@@ -23,36 +46,25 @@ def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     Constants are evaluated while tracing. Return None if elements of an operand may differ, or if
     the primitive must see the arrays.
     """
-    name = eqn.primitive.name
-    if name == "empty2" and dtypes.is_scalable(eqn.outvars[0].aval.dtype):
+    name, aval = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
+    if name == "empty2" and dtypes.is_scalable(aval.dtype):
         # JAX fills a branch's unused residuals with `empty`. Zeros take any scale.
-        aval = eqn.outvars[0].aval
         return Plain.filled(aval, np.zeros((), aval.dtype)[()])
-    if (
-        name in ("optimization_barrier", "pin", "store")
-        and len(inputs) == 1
-        and inputs[0].constant is not None
-    ):
-        return inputs[0]
-    if eqn.primitive.multiple_results or not inputs:
+    if not inputs or any(v.number is None for v in inputs):
         return None
-    if any(v.number is None or v.is_scaled for v in inputs):
+    value, traits = inputs[0], traits_of(name)
+    if name in ("optimization_barrier", "pin", "store") and len(inputs) == 1:
+        return value if value.constant is not None else None
+    if eqn.primitive.multiple_results or any(v.is_scaled for v in inputs):
         return None
     if name == "reduce_sum" and not eqn.params["axes"]:
-        return inputs[0]
-    if traits_of(name).is_view and len(inputs) == 1:
-        return _moved(eqn, inputs[0])
-    return _computed(eqn, inputs) if traits_of(name).elementwise else None
-
-
-def _moved(eqn: Any, value: Value) -> Value | None:
-    """Return the result of an equation that moves, repeats or picks equal elements."""
-    aval = eqn.outvars[0].aval
-    if not value.shape and not aval.shape:
         return value
-    if eqn.primitive.name.startswith(("reduce", "cum")) and 0 in value.shape:
-        return None
-    return Plain.filled(aval, value.number, facts=value.facts)
+    if traits.is_view and len(inputs) == 1:  # equal elements are moved, repeated or picked
+        if not value.shape and not aval.shape:
+            return value
+        is_empty = name.startswith(("reduce", "cum")) and 0 in value.shape
+        return None if is_empty else Plain.filled(aval, value.number, facts=value.facts)
+    return _computed(eqn, inputs) if traits.elementwise else None
 
 
 def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
@@ -77,12 +89,40 @@ def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
 
 
 def _of_constants(eqn: Any, inputs: list[Value]) -> Any:
-    """Return the result of an equation of constants; None if XLA's dtypes do not hold them."""
-    out = fold_constants(eqn, [v.constant for v in inputs])
-    if out is not None or any(v.is_beyond for v in inputs):
+    """Return the result of an equation of constants; None if XLA's dtypes do not hold them.
+
+    If float16 does not hold the result as a normal number, such as `2**24` or `2**-20`, the result
+    is returned in float32.
+    """
+    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    constants, is_beyond = [v.constant for v in inputs], any(v.is_beyond for v in inputs)
+    kinds = {c.dtype.kind for c in constants}
+    if dtype == np.float16 or is_beyond:
+        constants = [np.float64(c) if c.dtype.kind == "f" else c for c in constants]
+    out = None
+    with np.errstate(all="ignore"):
+        if name == "convert_element_type":
+            if kinds <= set("biuf") and np.dtype(dtype).kind == "f":
+                (x,) = constants
+                out = _held(np.float64(x), dtype) if dtype == np.float16 else x.astype(dtype)
+        elif name in _IN_NUMPY and (name != "div" or kinds == {"f"}):
+            out = _held(_IN_NUMPY[name](*constants), dtype)
+    if out is not None or is_beyond:
         return out
     with jax.ensure_compile_time_eval():
         return np.asarray(_bind_uniform(eqn, inputs))[()]
+
+
+def _held(number: Any, dtype: Any) -> Any:
+    """Return a number in a dtype, or in float32 if it does not fit; None if the kinds differ."""
+    if number.dtype == dtype:
+        return number
+    if number.dtype.kind != np.dtype(dtype).kind:
+        return None
+    size, finfo = abs(np.float64(number)), np.finfo(dtype)
+    # Comparisons with nan are False, so a dtype holds nan.
+    holds = size == 0 or not size < finfo.tiny and (not size > finfo.max or np.isinf(size))
+    return number.astype(dtype if holds else np.float32)
 
 
 def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:
@@ -100,17 +140,13 @@ def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:
     scales = [s for s in known if s is not None]
     if len(scales) < len(known):
         return None
-    if name == "mul":
-        return scales[0] * scales[1]
-    if name == "div":
-        return scales[0] / scales[1]
-    if name == "max":
-        return algebra.join(*scales)
+    if name in _ON_SCALES:
+        return _ON_SCALES[name](*scales)
     if name in ("integer_pow", "square"):
         return scales[0] ** eqn.params.get("y", 2)
-    if name in ("convert_element_type", "copy", "stop_gradient"):
-        return scales[0] if eqn.outvars[0].aval.dtype == inputs[0].dtype else None
-    return None
+    is_same = eqn.outvars[0].aval.dtype == inputs[0].dtype
+    is_copy = is_same and name in ("convert_element_type", "copy", "stop_gradient")
+    return scales[0] if is_copy else None
 
 
 def _constant_scale(value: Value) -> Scale | None:

@@ -105,11 +105,10 @@ class Plain:
 Value: TypeAlias = Plain | Operand
 
 
-def value_of(x: Any, *, facts: Facts = NOTHING, depth: int = 0) -> Value:
-    """Return the value of an array, a number or a `ScaledArray`."""
+def value_of(x: Any, *, facts: Facts = NOTHING) -> Value:
+    """Return the value of an array, a number or a `ScaledArray`, with these facts only."""
     if isinstance(x, ScaledArray):
-        x = Operand.of(x)
-        return x.as_result(facts, depth, x.home)
+        return Operand.of(x).known(facts=facts, number=None, depth=0)
     return Plain.of(x, facts=facts)
 
 

@@ -9,12 +9,12 @@ import pytest
 from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.interpreter import registry
 from tests.fuzz import __main__ as command
 from tests.fuzz import steps
 from tests.fuzz.programs import DTYPES, WRAPPERS, Discarded, Input, Program, Statement, generate
 from tests.fuzz.running import check
 from tests.fuzz.shrinking import shrink
+from tests.helpers import replace_rule
 
 SEED, PROGRAMS, BATCH = 3, 200, 10
 
@@ -37,7 +37,7 @@ def wrong_sin(monkeypatch):
         data = 1.2 * ctx.bind(ctx.dequantise(x), **params)
         return ScaledArray(data.astype(x.dtype), 1.0)
 
-    monkeypatch.setitem(registry._rules, lax.sin_p, rule)
+    replace_rule(monkeypatch, lax.sin_p, rule)
 
 
 @pytest.mark.sampled(32)
@@ -103,7 +103,7 @@ def test_an_exception_is_a_failure(monkeypatch):
     def rule(ctx, x, **params):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setitem(registry._rules, lax.sin_p, rule)
+    replace_rule(monkeypatch, lax.sin_p, rule)
     failure = check(_program("jnp.sin(x0)", "r0 * 2"))
     assert failure is not None and failure.kind == "raises"
     small, _ = shrink(_program("jnp.sin(x0)", "r0 * 2"), failure)
@@ -114,7 +114,7 @@ def test_a_result_of_another_dtype_is_a_failure(monkeypatch):
     def rule(ctx, x, **params):
         return ctx.bind(ctx.dequantise(x), **params)
 
-    monkeypatch.setitem(registry._rules, lax.sin_p, rule)
+    replace_rule(monkeypatch, lax.sin_p, rule)
     failure = check(_program("jnp.sin(x0)", dtype="float16"))
     assert failure is not None
 
@@ -183,7 +183,7 @@ def test_a_scale_that_grows_is_found_and_its_cause(monkeypatch):
         scale = 2 * x.scale
         return ScaledArray(data / scale, scale)
 
-    monkeypatch.setitem(registry._rules, lax.sub_p, rule)
+    replace_rule(monkeypatch, lax.sub_p, rule)
     training = _training(
         m="0.9 * m + 0.1 * g", w="0.999 * w - 0.01 * u", g="jnp.clip(g, -1.0, 1.0)"
     )

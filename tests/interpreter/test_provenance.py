@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jax_scalify as jsa
-from jax_scalify.interpreter import registry
+from tests.helpers import replace_rule
 
 
 @jax.jit
@@ -105,7 +105,7 @@ def test_an_error_in_a_rule_names_the_line_and_the_primitive(name, monkeypatch):
 
     primitives = {"called": lax.sin_p, "branched": lax.cos_p}
     primitive = primitives.get(name, lax.tanh_p)
-    monkeypatch.setitem(registry._rules, primitive, broken)
+    replace_rule(monkeypatch, primitive, broken)
     with pytest.raises(RuntimeError) as error:
         jsa.scalify(FUNCTIONS[name])(jsa.as_scaled_array(X))
     (note,) = [n for n in error.value.__notes__ if "jax_scalify" in n]

@@ -181,7 +181,7 @@ class Form:
             scale = table.atom(arrays[1], extent=self.extent, is_number=self._is_number)
         home = scale if self.is_home else None
         x = Operand(arrays[0], scale) if self.holds_data else Operand.of_value(arrays[0], scale)
-        return x.as_result(self.facts, home=home)
+        return x.known(facts=self.facts, home=home)
 
 
 def _varying_axes(value: Value) -> frozenset[Any]:

@@ -11,7 +11,6 @@ from jax import lax
 
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
-from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.rescaling import kept_wide, narrowed
@@ -57,7 +56,7 @@ def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
     A constant that the dtype does not hold is ignored. It comes from a mask, and may no longer be
     among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
     """
-    constant = facts_of(ctx.eqn, list(ctx.inputs)).constant
+    constant = ctx.facts.constant
     is_narrow = dtypes.is_narrow(ctx.out_dtype)
     if not is_narrow or constant is None or constant >= jnp.finfo(ctx.out_dtype).maxexp:
         return scale
