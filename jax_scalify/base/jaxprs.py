@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.core import ShapedArray
@@ -20,6 +20,9 @@ _CALLS = frozenset(
     composite""".split()
 )
 _OF_JAX_NN = inspect.getfile(inspect.unwrap(jax.nn.relu))
+
+
+Result = TypeVar("Result")
 
 
 class LazyJaxpr:
@@ -81,18 +84,31 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     return [j for j in jaxprs if hasattr(j, "eqns")]
 
 
-_equations: weakref.WeakKeyDictionary[Any, list[jex_core.JaxprEqn]] = weakref.WeakKeyDictionary()
+def memoised(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Memoise a function of an open jaxpr, and of other hashable arguments, while the jaxpr lives.
+
+    The result must not hold the jaxpr.
+    """
+    known: weakref.WeakKeyDictionary[Any, dict[Any, Result]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def of(jaxpr: Any, *rest: Any) -> Result:
+        results = known.setdefault(jaxpr, {})
+        if rest not in results:
+            results[rest] = function(jaxpr, *rest)
+        return results[rest]
+
+    return of
 
 
+@memoised
 def all_equations(jaxpr: Any) -> list[jex_core.JaxprEqn]:
-    """Return the equations of a jaxpr and of the jaxprs in them, memoised for each jaxpr."""
-    found = _equations.get(jaxpr)
-    if found is None:
-        found = _equations[jaxpr] = []
-        for eqn in jaxpr.eqns:
-            found.append(eqn)
-            for sub in sub_jaxprs(eqn.params):
-                found += all_equations(sub)
+    """Return the equations of a jaxpr and of the jaxprs in them."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn)
+        for sub in sub_jaxprs(eqn.params):
+            found += all_equations(sub)
     return found
 
 
@@ -120,14 +136,10 @@ def function_of_jax_nn(*equations: jex_core.JaxprEqn) -> str:
     return ""
 
 
-_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
+@memoised
 def makers(jaxpr: Any) -> dict[Any, Any]:
-    """Return the equation that computes each variable of a jaxpr, memoised for each jaxpr."""
-    if jaxpr not in _makers:
-        _makers[jaxpr] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    return _makers[jaxpr]
+    """Return the equation that computes each variable of a jaxpr."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
 
 def applied(eqn: Any) -> Any:
@@ -200,22 +212,18 @@ def evaluate(
     return read(inner.outvars)
 
 
-_uses: weakref.WeakKeyDictionary[Any, tuple[list[Any], set[Any]]] = weakref.WeakKeyDictionary()
-
-
+@memoised
 def _last_uses(jaxpr: Any) -> tuple[list[tuple[Any, list[Any]]], set[Any]]:
     """Return each equation with the variables that it reads last, and all variables that are read.
 
     The results of the jaxpr are read after all equations.
     """
-    if jaxpr not in _uses:
-        used, steps = set(filter(is_var, jaxpr.outvars)), []
-        for eqn in reversed(jaxpr.eqns):
-            ends = {v for v in eqn.invars if is_var(v)} - used
-            used |= ends
-            steps.append((eqn, list(ends)))
-        _uses[jaxpr] = steps[::-1], used
-    return _uses[jaxpr]
+    used, steps = set(filter(is_var, jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        ends = {v for v in eqn.invars if is_var(v)} - used
+        used |= ends
+        steps.append((eqn, list(ends)))
+    return steps[::-1], used
 
 
 _MAX_ROUNDS = 8  # the most passes over a loop's body; facts that still change are then unknown

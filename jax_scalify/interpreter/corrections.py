@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.registry import Pending, RuleContext
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 from jax_scalify.scales.algebra import Scale
@@ -46,24 +47,6 @@ class Place:
     inside: Mapping[int, Place] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
-class Pending:
-    """The correction of an equation's result, which its rule may apply before it rounds.
-
-    Attributes:
-        exponent: the data is divided by `2**exponent`, and the scale is multiplied by it.
-        taken: whether the rule has applied it.
-    """
-
-    exponent: int = 0
-    taken: bool = False
-
-    def take(self) -> int:
-        """Return the exponent, or 0 without a correction. The calling rule must apply it."""
-        self.taken = self.exponent != 0
-        return self.exponent
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corrections:
     """The hook of `evaluate` that corrects the equations of a jaxpr.
@@ -81,29 +64,24 @@ class Corrections:
         """Return the place of an equation; without corrections if it is unknown."""
         return self.places.get(id(eqn)) or Place(eqn)
 
-    def inside(self, eqn: Any) -> Corrections:
-        """Return the hook for the jaxprs of an equation."""
-        return dataclasses.replace(self, places=self.place(eqn).inside)
-
-    def before(self, eqn: Any, operands: list[Value]) -> tuple[list[Value], Pending]:
-        """Return an equation's operands, and the correction of its only result if it is known.
+    def before(self, ctx: RuleContext) -> RuleContext:
+        """Return an equation's context with the correction of its only result, if it is known.
 
         If the equation `rounds`, its operand is corrected instead of its result.
         """
-        place = self.place(eqn)
-        if rounds(eqn):
-            return self._corrected(place, operands), Pending()
+        place = self.place(ctx.eqn)
+        ctx = dataclasses.replace(ctx, hook=dataclasses.replace(self, places=place.inside))
+        if rounds(ctx.eqn):
+            return dataclasses.replace(ctx, inputs=tuple(self._corrected(place, ctx.inputs)))
         is_known = self.choose is None and len(place.exponents) == 1
-        return operands, Pending(place.exponents[0] if is_known else 0)
+        return dataclasses.replace(ctx, pending=Pending(place.exponents[0] if is_known else 0))
 
-    def after(
-        self, eqn: Any, operands: list[Value], outputs: list[Value], pending: Pending, jaxpr: Any
-    ) -> list[Value]:
+    def after(self, ctx: RuleContext, outputs: list[Value], jaxpr: Any) -> list[Value]:
         """Return an equation's results, corrected unless this was done before it rounded."""
-        is_done = pending.taken or rounds(eqn)
-        return outputs if is_done else self._corrected(self.place(eqn), outputs)
+        is_done = ctx.pending.taken or rounds(ctx.eqn)
+        return outputs if is_done else self._corrected(self.place(ctx.eqn), outputs)
 
-    def _corrected(self, place: Place, values: list[Value]) -> list[Value]:
+    def _corrected(self, place: Place, values: Sequence[Value]) -> list[Value]:
         out, choose = list(values), self.choose
         for i in range(len(place.exponents if choose is None else place.names)):
             value = out[i]

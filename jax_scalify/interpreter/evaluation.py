@@ -17,15 +17,13 @@ from jax_scalify.base.jaxprs import is_var, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter.constants import captured, promote
 from jax_scalify.interpreter.corrections import Corrections
-from jax_scalify.interpreter.dequantising import dequantising_rule
-from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.homes import home_of
-from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import (
     RuleContext,
     RuleInfo,
     check_scale_shape,
-    describe,
+    dequantising_rule,
     find_rule,
     report_dequantised,
 )
@@ -62,171 +60,147 @@ def evaluate(
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
         env[var] = captured(const)
     env.update(zip(jaxpr.invars, inputs, strict=True))
-    surveyed = survey(jaxpr, leaving)
+    surveyed = survey(jaxpr, tuple(leaving))
     for eqn in surveyed.equations:
         with _compat.equation_context(eqn):
-            operands = [read(v) for v in eqn.invars]
-            wide = tuple(surveyed.wide.get(v, 0) for v in eqn.outvars)
-            known = dict(table=table, config=config, evaluate=evaluate, wide=wide)
+            ctx = RuleContext(
+                eqn=eqn,
+                inputs=tuple(map(read, eqn.invars)),
+                table=table,
+                config=config,
+                evaluate=evaluate,
+                wide=tuple(surveyed.wide.get(v, 0) for v in eqn.outvars),
+            )
             if hook is None:
-                outputs = _equation(eqn, operands, known)
+                outputs = _equation(ctx)
             else:
-                operands, pending = hook.before(eqn, operands)
-                known |= dict(hook=hook.inside(eqn), pending=pending)
-                outputs = _equation(eqn, operands, known)
-                outputs = hook.after(eqn, operands, outputs, pending, jaxpr)
+                ctx = hook.before(ctx)
+                outputs = hook.after(ctx, _equation(ctx), jaxpr)
             env.update(zip(eqn.outvars, map(surveyed.after, eqn.outvars, outputs), strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _equation(eqn: Any, inputs: list[Value], known: dict[str, Any]) -> list[Value]:
-    """Return the results of an equation. `known` are fields of its `RuleContext`."""
-    table = known["table"]
-    number = uniform(eqn, inputs)
+def _equation(ctx: RuleContext) -> list[Value]:
+    """Return the results of an equation."""
+    number = uniform(ctx.eqn, ctx.inputs)
     if number is not None:
         return [number]
-    info = _rule_for(eqn, inputs, known["config"])
+    info = _rule_for(ctx)
     if info is None:
-        params = eqn.primitive.get_bind_params(eqn.params)
-        out = eqn.primitive.bind(*(v.whole() for v in inputs), **params)
-        return _checked(eqn, out, inputs, table, facts_of(eqn, inputs))
+        return _checked(ctx, ctx.bind(*(v.whole() for v in ctx.inputs), **ctx.eqn.params))
     # Our elementwise rules get a number as a 0-d operand, unless all operands are numbers.
-    gets_numbers = traits_of(eqn.primitive.name).elementwise and info.takes_numbers
-    full = not gets_numbers or all(v.number is not None for v in inputs)
+    gets_numbers = info.takes_numbers and traits_of(ctx.primitive.name).elementwise
+    full = not gets_numbers or all(v.number is not None for v in ctx.inputs)
     if not full:
-        inputs = _with_result_shape(eqn, inputs)
-    facts = NOTHING if info.gives_values else facts_of(eqn, inputs)
-    ctx = RuleContext(
-        primitive=eqn.primitive,
-        in_avals=tuple(
-            var.aval if v.shape == var.aval.shape else var.aval.update(shape=v.shape)
-            for var, v in zip(eqn.invars, inputs, strict=True)
-        ),
-        out_avals=tuple(v.aval for v in eqn.outvars),
-        inputs=tuple(inputs),
-        eqn=eqn,
-        facts=facts,
-        **known,
-    )
-    arguments: list[Any] = inputs
+        ctx = _with_result_shape(ctx)
+    arguments: Sequence[Any] = ctx.inputs
     if not info.takes_values:
-        arguments = [promote(v, table, full) if v.is_scalable else v.whole() for v in inputs]
-    out = _apply(info, ctx, arguments)
-    return out if info.gives_values else _checked(eqn, out, inputs, table, facts)
+        promoted = functools.partial(promote, table=ctx.table, full=full)
+        arguments = [promoted(v) if v.is_scalable else v.whole() for v in ctx.inputs]
+    try:
+        out = info.rule(ctx, *arguments, **ctx.eqn.params)
+    except Exception as error:  # the note names the innermost equation
+        if not getattr(error, "_jax_scalify_noted", False):
+            error.add_note(f"jax_scalify: while applying the scale rule of {ctx.describe()}")
+            error._jax_scalify_noted = True  # type: ignore[attr-defined]
+        raise
+    return out if info.gives_values else _checked(ctx, out)
 
 
-def _rule_for(eqn: Any, inputs: list[Value], config: ScalifyConfig) -> RuleInfo | None:
+def _rule_for(ctx: RuleContext) -> RuleInfo | None:
     """Return the rule to apply; None if the equation is evaluated unchanged, on plain values."""
-    info = find_rule(eqn.primitive)
-    if not any(v.is_scaled for v in inputs):
-        return info if info is not None and _makes_scaled(info, eqn, inputs) else None
+    info = find_rule(ctx.primitive)
+    if not any(v.is_scaled for v in ctx.inputs):
+        return info if info is not None and _makes_scaled(info, ctx) else None
     if info is None or info.dequantises is not None:
-        report_dequantised(eqn, inputs, info.dequantises if info else None, config)
+        report_dequantised(ctx, info.dequantises if info else None)
     return info or _WITHOUT_RULE
 
 
-def _makes_scaled(info: RuleInfo, eqn: Any, inputs: list[Value]) -> bool:
+def _makes_scaled(info: RuleInfo, ctx: RuleContext) -> bool:
     """Return whether an equation of plain values may have a scaled result."""
-    if info.takes_values and sub_jaxprs(eqn.params):
+    if info.takes_values and sub_jaxprs(ctx.eqn.params):
         return True
-    if not any(dtypes.is_scalable(v.aval.dtype) for v in eqn.outvars):
+    if not any(dtypes.is_scalable(aval.dtype) for aval in ctx.out_avals):
         return False
-    floating = [v for v in inputs if v.is_scalable]
+    floating = [v for v in ctx.inputs if v.is_scalable]
     # Integers and bools that are cast to float, such as one-hots, get the scale 1.
-    becomes_float = eqn.primitive.name == "convert_element_type" and not floating
+    becomes_float = ctx.primitive.name == "convert_element_type" and not floating
     # Numbers are scaled from the start: the 1/N of a mean belongs in the scale of every gradient.
     return becomes_float or any(v.number is not None for v in floating)
 
 
-def _apply(info: RuleInfo, ctx: RuleContext, args: list[Any]) -> Any:
-    """Call a rule. If it raises, a note on the error names the innermost equation."""
-    try:
-        return info.rule(ctx, *args, **ctx.eqn.params)
-    except Exception as error:
-        if not getattr(error, "_jax_scalify_noted", False):
-            where = describe(ctx.eqn, ctx.inputs)
-            error.add_note(f"jax_scalify: while applying the scale rule of {where}")
-            error._jax_scalify_noted = True  # type: ignore[attr-defined]
-        raise
-
-
-def _with_result_shape(eqn: Any, inputs: list[Value]) -> list[Value]:
+def _with_result_shape(ctx: RuleContext) -> RuleContext:
     """Broadcast one array to the shape of the result, if no array has this shape.
 
     Numbers stay 0-d: in `full((2, 3), 3.0) * x` with `x` of shape `(1, 3)`, the rule gets the
     number 3.0 and `x` broadcast to `(2, 3)`.
     """
-    aval = eqn.outvars[0].aval
-    shape = aval.shape
-    arrays = [i for i, v in enumerate(inputs) if v.number is None and v.is_scalable]
-    if not arrays or any(v.number is None and v.shape == shape for v in inputs):
-        return inputs
-    value = inputs[arrays[0]]
-    fill = functools.partial(filled, like=aval)
+    aval = ctx.out_avals[0]
+    arrays = [v for v in ctx.inputs if v.number is None]
+    floating = [v for v in arrays if v.is_scalable]
+    if not floating or any(v.shape == aval.shape for v in arrays):
+        return ctx
+    value = floating[0]
     if isinstance(value, Operand):
-        wide = value.moved(fill(value.source), value.scale)
+        wide = value.moved(filled(value.source, aval), value.scale)
     else:
-        wide = dataclasses.replace(value, shape=shape, array=fill(value.array))
-    return [wide if v is value else v for v in inputs]
+        wide = dataclasses.replace(value, shape=aval.shape, array=filled(value.array, aval))
+    return dataclasses.replace(ctx, inputs=tuple(wide if v is value else v for v in ctx.inputs))
 
 
-def _checked(
-    eqn: Any, out: Any, inputs: list[Value], table: ScaleTable, facts: Facts
-) -> list[Value]:
+def _checked(ctx: RuleContext, out: Any) -> list[Value]:
     """Return the results of a rule as values with facts. Their types must be the equation's."""
     outputs = list(out) if isinstance(out, (list, tuple)) else [out]
-    if len(outputs) != len(eqn.outvars):
+    if len(outputs) != len(ctx.out_avals):
         raise TypeError(
-            f"The scale rule of {describe(eqn, inputs)} returned {len(outputs)} results, expected "
-            f"{len(eqn.outvars)}."
+            f"The scale rule of {ctx.describe()} returned {len(outputs)} results, expected "
+            f"{len(ctx.out_avals)}."
         )
-    values: list[Value] = []
-    for o, var in zip(outputs, eqn.outvars, strict=True):
-        if isinstance(o, ScaledArray):
-            if not isinstance(o, Operand):
-                _check_scale(eqn, inputs, o, var.aval)
-            o = as_operand(o, table)
-            home, returns = home_of(eqn, inputs, o)
-            depth = _depth(eqn, inputs, o)
-            o = o.known(number=None, facts=facts, depth=depth, home=home, returns=returns)
-            _check_type(eqn, o, var.aval, inputs)
-        elif not isinstance(o, Plain):
-            o = Plain.of(o, facts=facts)
-            _check_type(eqn, o, var.aval, inputs)
-        values.append(o)
-    return values
+    return [
+        x if isinstance(x, Plain) else _checked_result(ctx, x, aval)
+        for x, aval in zip(outputs, ctx.out_avals, strict=True)
+    ]
 
 
-def _depth(eqn: Any, inputs: Sequence[Value], out: Operand) -> int:
-    """Return the number of alignments that XLA may fuse into each kernel that reads a result.
+def _checked_result(ctx: RuleContext, x: Any, aval: Any) -> Value:
+    if isinstance(x, ScaledArray):
+        if not isinstance(x, Operand):
+            _check_scale(ctx, x, aval)
+        x = as_operand(x, ctx.table)
+        home, returns = home_of(ctx.eqn, ctx.inputs, x)
+        known = dict(facts=ctx.facts, depth=_depth(ctx, x), number=None)
+        x = x.known(home=home, returns=returns, **known)
+    else:
+        x = Plain.of(x, facts=ctx.facts)
+    if x.shape != aval.shape or x.dtype != aval.dtype:
+        raise TypeError(
+            f"The scale rule of {ctx.describe()} returned {x.dtype}{x.shape}, "
+            f"expected {aval.dtype}{aval.shape}."
+        )
+    if x.is_scaled and not x.holds_data and dtypes.is_narrow(x.dtype):
+        raise TypeError(f"The scale rule of {ctx.describe()} returned data at another scale.")
+    return x
 
-    Sums of wide dtypes at static scales do not count, because they need no alignment.
-    """
-    traits = traits_of(eqn.primitive.name)
-    if not out.shape or not (traits.elementwise or traits.is_view):
-        return 0
-    aligns = traits.aligns and not (out.scale.is_static and dtypes.is_wide(out.dtype))
-    return max(v.depth for v in inputs) + aligns
 
-
-def _check_scale(eqn: Any, inputs: list[Value], x: ScaledArray, aval: Any) -> None:
+def _check_scale(ctx: RuleContext, x: ScaledArray, aval: Any) -> None:
     """Check the scale that a user's rule returned."""
     if np.shape(x.data) == aval.shape:
-        check_scale_shape(describe(eqn, inputs), x.scale, aval.shape)
+        check_scale_shape(ctx.describe(), x.scale, aval.shape)
     if not isinstance(x.scale, Scale) and not may_be_powers_of_two(x.scale):
         raise ValueError(
-            f"The scale rule of {describe(eqn, inputs)} returned a scale that is no power "
+            f"The scale rule of {ctx.describe()} returned a scale that is no power "
             f"of two, {x.scale!r}. Round it down, and multiply the data by the rest."
         )
 
 
-def _check_type(eqn: Any, value: Value, aval: Any, inputs: list[Value]) -> None:
-    if value.shape != aval.shape or value.dtype != aval.dtype:
-        raise TypeError(
-            f"The scale rule of {describe(eqn, inputs)} returned {value.dtype}{value.shape}, "
-            f"expected {aval.dtype}{aval.shape}."
-        )
-    if isinstance(value, Operand) and not value.holds_data and dtypes.is_narrow(value.dtype):
-        raise TypeError(
-            f"The scale rule of {describe(eqn, inputs)} returned data at another scale."
-        )
+def _depth(ctx: RuleContext, out: Operand) -> int:
+    """Return the number of alignments that XLA may fuse into each kernel that reads a result.
+
+    Sums of wide dtypes at static scales do not count, because they need no alignment.
+    """
+    traits = traits_of(ctx.primitive.name)
+    if not out.shape or not (traits.elementwise or traits.is_view):
+        return 0
+    aligns = traits.aligns and not (out.scale.is_static and dtypes.is_wide(out.dtype))
+    return max(v.depth for v in ctx.inputs) + aligns

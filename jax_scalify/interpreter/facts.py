@@ -18,7 +18,7 @@ from jax_scalify.interpreter.value import Plain, Value
 _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
-def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
+def facts_of(eqn: Any, inputs: Sequence[Value]) -> Facts:
     """Return what is known about the elements of an equation's results."""
     name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
     if traits.elements == "rescaled":  # other operands are scales
@@ -36,7 +36,7 @@ def facts_of(eqn: Any, inputs: list[Value]) -> Facts:
     )
 
 
-def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
+def is_nonnegative(eqn: Any, inputs: Sequence[Value]) -> bool:
     """Return whether no element of an equation's outputs can be negative.
 
     Integer results may be negative, because integer sums and products wrap around. Casts are the
@@ -61,7 +61,7 @@ def is_nonnegative(eqn: Any, inputs: list[Value]) -> bool:
     return _keeps_nonnegative(eqn, traits) and bool(signs) and all(signs)
 
 
-def _is_square(eqn: Any, inputs: list[Value]) -> bool:
+def _is_square(eqn: Any, inputs: Sequence[Value]) -> bool:
     """Return whether results are even powers, or products of multiples: `(0.001 * g) * g`."""
     if eqn.primitive.name != "mul":
         return eqn.primitive.name == "integer_pow" and eqn.params["y"] % 2 == 0
@@ -95,7 +95,7 @@ def _may_wrap(before: Any, after: Any) -> bool:
     return jnp.iinfo(after).max < jnp.iinfo(before).max
 
 
-def _is_computed(eqn: Any, inputs: list[Value], traits: Traits) -> bool:
+def _is_computed(eqn: Any, inputs: Sequence[Value], traits: Traits) -> bool:
     """Return whether results are computed: not only arguments that were moved, cast or scaled."""
     arrays = [v for v in inputs if v.is_scalable and v.number is None]
     if eqn.primitive.name in ("mul", "div") and len(arrays) == 1:
@@ -110,7 +110,7 @@ def _repeats(eqn: Any) -> bool:
     return math.prod(eqn.invars[0].aval.shape) != eqn.outvars[0].aval.size
 
 
-def _is_peaked(eqn: Any, inputs: list[Value], traits: Traits) -> bool:
+def _is_peaked(eqn: Any, inputs: Sequence[Value], traits: Traits) -> bool:
     """Return whether results are exponentials or masks in float16 or FP8, or multiples of them."""
     name = eqn.primitive.name
     mask = name == "convert_element_type" and inputs[0].dtype == np.bool_
@@ -120,7 +120,7 @@ def _is_peaked(eqn: Any, inputs: list[Value], traits: Traits) -> bool:
     return keeps and any(v.facts.peaked for v in inputs)
 
 
-def _count_sums(eqn: Any, inputs: list[Value], traits: Traits) -> int:
+def _count_sums(eqn: Any, inputs: Sequence[Value], traits: Traits) -> int:
     """Count the added cotangents of a weight or bias that is used several times."""
     counts = [v.facts.sums for v in inputs]
     if traits.elements == "summed":
@@ -130,7 +130,7 @@ def _count_sums(eqn: Any, inputs: list[Value], traits: Traits) -> int:
     return max(counts) if traits.is_given and not _repeats(eqn) else 0
 
 
-def _one_sided_bound(eqn: Any, inputs: list[Value], traits: Traits) -> float | None:
+def _one_sided_bound(eqn: Any, inputs: Sequence[Value], traits: Traits) -> float | None:
     """Return the constant of `max(x, c < 0)` or `min(x, c > 0)`, also after a cast."""
     name = eqn.primitive.name
     if name in ("max", "min"):
@@ -144,7 +144,7 @@ def _one_sided_bound(eqn: Any, inputs: list[Value], traits: Traits) -> float | N
     return rounded if rounded and math.isfinite(rounded) else None
 
 
-def _constant_among(eqn: Any, inputs: list[Value], traits: Traits) -> float | None:
+def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> float | None:
     """Return `log2` of the largest constant among the elements: see `Facts.constant`."""
     floats = [v for v in inputs if v.is_scalable]
     known = [v.facts.constant for v in floats]
@@ -162,9 +162,9 @@ def _constant_among(eqn: Any, inputs: list[Value], traits: Traits) -> float | No
             return None
         return left - right if name == "div" else left + right
     if name == "reduce_sum":
-        terms = math.prod(inputs[0].shape[a] for a in params["axes"])
-        is_known = known[0] is not None and isinstance(terms, int)  # the shape may be symbolic
-        return known[0] + math.log2(max(terms, 1)) if is_known else None
+        (constant,), terms = known, math.prod(inputs[0].shape[a] for a in params["axes"])
+        is_symbolic = not isinstance(terms, int)
+        return None if constant is None or is_symbolic else constant + math.log2(max(terms, 1))
     if name in ("square", "integer_pow"):
         power = params.get("y", 2)
         return None if known[0] is None or power < 0 else power * known[0]

@@ -97,9 +97,7 @@ def _is_of_gate(variables: set[Any], made: dict[Any, Any]) -> bool:
     In `x * gate(x) + 1e6 * gate(x)` the second term is larger.
     """
     equations = [made[v] for v in variables if v in made]
-    if not all(map(_has_small_numbers, equations)):
-        return False
-    return any(_ends(eqn, made) for eqn in equations)
+    return all(map(_has_small_numbers, equations)) and any(_ends(e, made) for e in equations)
 
 
 def _ends(eqn: Any, made: dict[Any, Any]) -> bool:
@@ -107,13 +105,11 @@ def _ends(eqn: Any, made: dict[Any, Any]) -> bool:
     body = _body(eqn)
     if body is not None:
         return any(_ends(inner, makers(body)) for inner in body.eqns)
-    if eqn.primitive.name != "exp":
-        return eqn.primitive.name in (*_BOUNDED, *_FROM_MINUS_ONE)
-    negative = made.get(eqn.invars[0])  # exp(-x**2), in the derivative of `erf`
-    if negative is None or negative.primitive.name != "neg":
-        return False
-    square = made.get(negative.invars[0])
-    return square is not None and square.primitive.name in ("square", "integer_pow")
+    if eqn.primitive.name == "exp":  # exp(-x**2), in the derivative of `erf`
+        x = eqn.invars[0]
+        is_negative = _name(x, made) == "neg"
+        return is_negative and _name(made[x].invars[0], made) in ("square", "integer_pow")
+    return eqn.primitive.name in (*_BOUNDED, *_FROM_MINUS_ONE)
 
 
 def _has_small_numbers(eqn: Any) -> bool:
@@ -138,9 +134,8 @@ def _is_bounded(var: Any, made: dict[Any, Any]) -> bool:
         result = body.outvars[eqn.outvars.index(var)]
         return is_var(result) and _is_bounded(result, makers(body))
     if eqn.primitive.name == "add":
-        terms = [made.get(_multiplied(v, made)) for v in _variables(eqn)]
-        names = [e.primitive.name for e in terms if e is not None]
-        return len(terms) == 1 and bool(names) and names[0] in _FROM_MINUS_ONE
+        names = [_name(_multiplied(v, made), made) for v in _variables(eqn)]
+        return len(names) == 1 and names[0] in _FROM_MINUS_ONE
     return eqn.primitive.name in _BOUNDED
 
 
@@ -159,6 +154,11 @@ def _is_elementwise(eqn: Any) -> bool:
         return all(map(_is_elementwise, body.eqns))
     traits = traits_of(eqn.primitive.name)
     return traits.elementwise or traits.elements in ("same", "cast")
+
+
+def _name(var: Any, made: dict[Any, Any]) -> str:
+    """Return the name of the primitive that computes a variable."""
+    return made[var].primitive.name if var in made else ""
 
 
 def _variables(eqn: Any) -> list[Any]:

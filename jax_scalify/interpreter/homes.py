@@ -25,6 +25,7 @@ the new weights would have a scale of another shape than the old weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax_scalify.base import dtypes
@@ -42,7 +43,7 @@ def leaf_home(data: Any, scale: Scale) -> Scale | None:
     return None if is_free else scale
 
 
-def home_of(eqn: Any, inputs: list[Value], out: Operand) -> tuple[Scale | None, bool]:
+def home_of(eqn: Any, inputs: Sequence[Value], out: Operand) -> tuple[Scale | None, bool]:
     """Return `home` and `returns` of a result: those of the operand that it is a multiple of.
 
     The rules of `add`, `sub` and scatters set the home of a sum. A value that `match_scales` brings
@@ -70,7 +71,7 @@ def home_of(eqn: Any, inputs: list[Value], out: Operand) -> tuple[Scale | None, 
     return x.home, returns
 
 
-def _is_multiple(eqn: Any, x: Operand, inputs: list[Value], out: Operand) -> bool:
+def _is_multiple(eqn: Any, x: Operand, inputs: Sequence[Value], out: Operand) -> bool:
     """Return whether a result has the elements of an operand, times a number."""
     traits = traits_of(eqn.primitive.name)
     if traits.degree in ("product", "quotient") and traits.elementwise:

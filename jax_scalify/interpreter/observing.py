@@ -16,8 +16,9 @@ from jax.interpreters import ad, batching
 
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import function_of_jax_nn, makers, sub_jaxprs
-from jax_scalify.interpreter.corrections import Corrections, Pending, rounds
+from jax_scalify.interpreter.corrections import Corrections, rounds
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.custom_scale import custom_scale_p
 from jax_scalify.primitives.definitions import define
@@ -94,17 +95,24 @@ batching.primitive_batchers[observe_p] = _batch
 class Observer(Corrections):
     """The hook of `evaluate` that also shows the results of each equation to `jsa.numerics`."""
 
-    def after(
-        self, eqn: Any, operands: list[Value], outputs: list[Value], pending: Pending, jaxpr: Any
-    ) -> list[Value]:
+    def after(self, ctx: RuleContext, outputs: list[Value], jaxpr: Any) -> list[Value]:
         """Return an equation's results after corrections and `observe`."""
-        outputs = super().after(eqn, operands, outputs, pending, jaxpr)
-        results = tuple(i for i, value in enumerate(outputs) if _is_array(value))
+        eqn, outputs = ctx.eqn, super().after(ctx, outputs, jaxpr)
+        results = tuple(
+            i
+            for i, v in enumerate(outputs)
+            if v.is_scaled or (v.is_scalable and v.array is not None and v.constant is None)
+        )
         # A call or loop is observed inside its body. A `custom_scale` rule is observed as a whole.
         inside = eqn.primitive is not custom_scale_p and sub_jaxprs(eqn.params)
         if inside or not results:
             return outputs
-        pairs = [_pair(value) for value in (*(outputs[i] for i in results), *operands)]
+        pairs = [
+            (v.data, v.scale.array)
+            if isinstance(v, Operand)
+            else (v.number if v.array is None else v.array, None)
+            for v in (*(outputs[i] for i in results), *ctx.inputs)
+        ]
         around = _compat.enclosing()  # includes the equation itself
         observed = Observed(
             eqn,
@@ -132,19 +140,6 @@ def hook_of(corrections: Corrections | None) -> Corrections | None:
     if not is_observing():
         return corrections
     return Observer(corrections.places, corrections.choose) if corrections else Observer({})
-
-
-def _is_array(value: Value) -> bool:
-    """Return whether a value is a floating array that is not a constant."""
-    if isinstance(value, Operand):
-        return True
-    return value.is_scalable and value.array is not None and value.constant is None
-
-
-def _pair(value: Value) -> tuple[Any, Any]:
-    if isinstance(value, Operand):
-        return value.data, value.scale.array
-    return (value.number if value.array is None else value.array), None
 
 
 def as_call(function: Callable) -> Callable:

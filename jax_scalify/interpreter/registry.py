@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +16,14 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.base.filling import filled
+from jax_scalify.base.jaxprs import sub_jaxprs
 from jax_scalify.config import ScalifyConfig
-from jax_scalify.interpreter.corrections import Corrections, Pending
-from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
-from jax_scalify.interpreter.rescaling import to_plain
+from jax_scalify.interpreter.facts import facts_of
+from jax_scalify.interpreter.operand import Facts, Operand
 from jax_scalify.interpreter.traits import Traits, declare
 from jax_scalify.interpreter.value import Value
-from jax_scalify.scales.algebra import ONE, Scale
+from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
 from jax_scalify.scales.table import ScaleTable, trace_with_table
 
 Rule = Callable[..., Any]
@@ -172,38 +174,73 @@ def find_rule(primitive: Primitive) -> RuleInfo | None:
     return _rules.get(primitive) or _rules.get(primitive.name)
 
 
+@dataclasses.dataclass
+class Pending:
+    """The correction of an equation's result, which its rule may apply before it rounds.
+
+    Attributes:
+        exponent: the data is divided by `2**exponent`, and the scale is multiplied by it.
+        taken: whether the rule has applied it.
+    """
+
+    exponent: int = 0
+    taken: bool = False
+
+    def take(self) -> int:
+        """Return the exponent, or 0 without a correction. The calling rule must apply it."""
+        self.taken = self.exponent != 0
+        return self.exponent
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RuleContext:
     """The context of a rule: everything that it may use besides its operands.
 
     Attributes:
-        primitive: the equation's primitive.
-        in_avals, out_avals: shapes and dtypes of the equation's operands and results.
+        eqn: the equation.
         inputs: the operands as `Value` objects, with facts (constants, non-negative values).
         table: the scales of this trace.
         config: the active `ScalifyConfig`.
-        eqn: the equation.
         evaluate: interprets a jaxpr: `interpreter/evaluation.py`.
-        facts: what is known about the elements of the results, if the rule returns no facts.
-        hook: see `evaluate`; for the jaxprs of the equation.
-        pending: the calibration's correction of the result. If the rule does not take it, it is
-            applied to the rule's result.
         wide: for each narrow result that may stay in float32, how many equations read it; 0 for all
             other results. See `interpreter/survey.py`.
+        hook: the hook of `evaluate` for the jaxprs of the equation.
+        pending: the calibration's correction of the result. If the rule does not take it, it is
+            applied to the rule's result.
     """
 
-    primitive: Primitive
-    in_avals: tuple[Any, ...]
-    out_avals: tuple[Any, ...]
+    eqn: JaxprEqn
     inputs: tuple[Value, ...]
     table: ScaleTable
     config: ScalifyConfig
-    eqn: JaxprEqn
     evaluate: Callable[..., list[Value]]
-    facts: Facts = NOTHING
-    hook: Corrections | None = None
-    pending: Pending = dataclasses.field(default_factory=Pending)
     wide: tuple[int, ...] = ()
+    hook: Any = None
+    pending: Pending = dataclasses.field(default_factory=Pending)
+
+    @property
+    def primitive(self) -> Primitive:
+        """The equation's primitive."""
+        return self.eqn.primitive
+
+    @functools.cached_property
+    def in_avals(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the operands. A number that stands for an array is 0-d."""
+        avals: list[Any] = [v.aval for v in self.eqn.invars]
+        return tuple(
+            aval if v.shape == aval.shape else aval.update(shape=v.shape)
+            for aval, v in zip(avals, self.inputs, strict=True)
+        )
+
+    @functools.cached_property
+    def out_avals(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the results."""
+        return tuple(v.aval for v in self.eqn.outvars)
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What is known about the elements of the results."""
+        return facts_of(self.eqn, self.inputs)
 
     @property
     def stays_wide(self) -> bool:
@@ -246,7 +283,14 @@ class RuleContext:
         """Return the plain values `data * scale`, in at least float32 unless told otherwise."""
         if not isinstance(x, ScaledArray):
             return x
-        return to_plain(x, dtype or dtypes.compute_dtype(x.dtype))
+        dtype = dtype or dtypes.compute_dtype(x.dtype)
+        if not isinstance(x.scale, Scale):
+            return x.to_array(dtype)
+        x = Operand.of(x)
+        if x.unit.is_one or dtype != x.dtype:
+            # A single given scale is applied at once. A product of two may leave float32's range.
+            return x.at_unit(ONE, dtype, trusted=2 * GIVEN_EXTENT - 1)
+        return x.value
 
     def trace(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> Any:
         """Return the jaxpr of `function(table, *arrays)`, traced with a new table."""
@@ -269,17 +313,17 @@ class RuleContext:
         table = table or self.table
         return self.evaluate(closed_jaxpr, inputs, table, self.config, self.hook, wide)
 
-
-def describe(eqn: JaxprEqn, inputs: list[Value] | tuple[Value, ...]) -> str:
-    """Describe an equation for an error message: primitive, operands, and the user's line."""
-    operands = ", ".join(
-        f"{'scaled' if v.is_scaled else 'plain'} {jax.dtypes.canonicalize_dtype(v.dtype).name}"
-        f"{list(v.shape)}"
-        if not jnp.issubdtype(v.dtype, jax.dtypes.extended)
-        else f"{v.dtype}{list(v.shape)}"
-        for v in inputs
-    )
-    return f"primitive `{eqn.primitive.name}` of ({operands}) at {_compat.source_line(eqn)}"
+    def describe(self) -> str:
+        """Describe the equation for an error message: primitive, operands, and the user's line."""
+        operands = ", ".join(
+            f"{'scaled' if v.is_scaled else 'plain'} {jax.dtypes.canonicalize_dtype(v.dtype).name}"
+            f"{list(v.shape)}"
+            if not jnp.issubdtype(v.dtype, jax.dtypes.extended)
+            else f"{v.dtype}{list(v.shape)}"
+            for v in self.inputs
+        )
+        where = _compat.source_line(self.eqn)
+        return f"primitive `{self.primitive.name}` of ({operands}) at {where}"
 
 
 def check_scale_shape(rule: str, scale: Any, shape: Sequence[int]) -> None:
@@ -300,22 +344,20 @@ def check_scale_shape(rule: str, scale: Any, shape: Sequence[int]) -> None:
 _warned: set[str] = set()
 
 
-def report_dequantised(
-    eqn: JaxprEqn, inputs: list[Value], reason: str | None, config: ScalifyConfig
-) -> None:
+def report_dequantised(ctx: RuleContext, reason: str | None) -> None:
     """Report, once for each primitive, that its rule dequantises operands, or that it has no rule.
 
     If the `reason` is None, there is no rule. With `missing_rule="error"`, this raises.
     """
-    where = describe(eqn, inputs)
-    if reason is None and config.missing_rule == "error":
+    where = ctx.describe()
+    if reason is None and ctx.config.missing_rule == "error":
         raise MissingRuleError(
             f"There is no scale rule for {where}. Register one with "
             '`jsa.register_scale_rule`, or allow dequantising with missing_rule="warn".'
         )
-    if config.missing_rule == "silent" or eqn.primitive.name in _warned:
+    if ctx.config.missing_rule == "silent" or ctx.primitive.name in _warned:
         return
-    _warned.add(eqn.primitive.name)
+    _warned.add(ctx.primitive.name)
     found = f"No scale rule for {where}" if reason is None else f"{reason} ({where})"
     warnings.warn(
         f"{found}: it is evaluated on dequantised values. The result is right where the dtype "
@@ -323,3 +365,31 @@ def report_dequantised(
         DequantisedWarning,
         stacklevel=2,
     )
+
+
+def evaluate_plain(
+    ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any], wide: bool
+) -> list:
+    """Bind a primitive to plain values, in at least float32 if `wide`. Results have scale 1."""
+    plain = []
+    for x, aval in zip(args, ctx.in_avals, strict=True):
+        if dtypes.is_scalable(aval.dtype):
+            dtype = dtypes.compute_dtype(aval.dtype) if wide else aval.dtype
+            x = filled(dtypes.cast(ctx.dequantise(x, dtype), dtype), aval)
+        plain.append(x)
+    out = ctx.bind(*plain, **params)
+    out = out if ctx.primitive.multiple_results else [out]
+    return [
+        ScaledArray(dtypes.cast(o, aval.dtype), ONE) if dtypes.is_scalable(aval.dtype) else o
+        for o, aval in zip(out, ctx.out_avals, strict=True)
+    ]
+
+
+def dequantising_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
+    """`scale = 1`; evaluated on dequantised values, in at least float32 if the primitive can."""
+    if not sub_jaxprs(params):  # a jaxpr only takes the dtypes that it was traced with
+        try:
+            return evaluate_plain(ctx, args, params, wide=True)
+        except TypeError:  # a parameter may fix a dtype too
+            pass
+    return evaluate_plain(ctx, args, params, wide=False)

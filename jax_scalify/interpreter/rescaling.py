@@ -13,7 +13,7 @@ from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.overflow import unless_infinite
 from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
+from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable
 
@@ -78,10 +78,10 @@ def at_home(x: Operand) -> Operand:
 
 def at_scale(x: Operand, scale: Scale) -> Operand:
     """Return a value at a scale that is not 0. Infinities in FP8 stay infinite."""
-    moved = x.with_scale(scale)
-    if not dtypes.is_fp8(x.dtype):
+    before, moved = x.source, x.with_scale(scale)
+    if not dtypes.is_fp8(before.dtype) or not np.isinf(np.array(np.inf, before.dtype)):
         return moved
-    return x.as_pair(keep_infinity(x.source, moved.source), scale)
+    return x.as_pair(lax.select(lax.is_finite(before), moved.source, before), scale)
 
 
 def in_reach(x: Operand) -> Operand:
@@ -106,21 +106,3 @@ def as_operand(x: ScaledArray, table: ScaleTable) -> Operand:
     elif not isinstance(scale, Scale):
         scale = table.atom(align_scale(scale, np.ndim(x.data)).astype(table.dtype))
     return in_reach(Operand(x.data, scale))
-
-
-def keep_infinity(before: Any, after: Any) -> Any:
-    """Restore the infinities of `before`, which a saturating cast to FP8 made finite."""
-    if not dtypes.is_fp8(before.dtype) or not np.isinf(np.array(np.inf, before.dtype)):
-        return after
-    return lax.select(lax.is_finite(before), after, before)
-
-
-def to_plain(x: ScaledArray, dtype: Any) -> Any:
-    """Return the values, `data * scale`, of an array inside the transform."""
-    if not isinstance(x.scale, Scale):
-        return x.to_array(dtype)
-    x = Operand.of(x)
-    if x.unit.is_one or dtype != x.dtype:
-        # A single given scale is applied at once. A product of two may leave float32's range.
-        return x.at_unit(ONE, dtype, trusted=2 * GIVEN_EXTENT - 1)
-    return x.value

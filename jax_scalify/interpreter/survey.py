@@ -28,13 +28,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import applied, is_var
+from jax_scalify.base.jaxprs import applied, is_var, memoised
 from jax_scalify.base.pins import pin, store
 from jax_scalify.interpreter.gates import gates_of
 from jax_scalify.interpreter.operand import Operand
@@ -92,24 +91,12 @@ class Survey:
         return x
 
 
-# The surveys of each jaxpr, by the results that may leave it in float32. A loop's body is
-# interpreted several times.
-_surveys: weakref.WeakKeyDictionary[Any, dict[tuple, Survey]] = weakref.WeakKeyDictionary()
-
-
-def survey(jaxpr: Any, leaving: Sequence[int] = ()) -> Survey:
+@memoised  # a loop's body is interpreted several times
+def survey(jaxpr: Any, leaving: tuple[int, ...]) -> Survey:
     """Survey a jaxpr. `leaving` says for each result how many equations of the caller read it.
 
     It is 0 for a result that must leave in its own dtype. Empty means 0 for every result.
     """
-    found = _surveys.setdefault(jaxpr, {})
-    key = tuple(leaving)
-    if key not in found:
-        found[key] = _survey(jaxpr, key)
-    return found[key]
-
-
-def _survey(jaxpr: Any, leaving: tuple[int, ...]) -> Survey:
     results = {v for v in jaxpr.outvars if is_var(v)}
     used, equations = set(results), []
     for eqn in reversed(jaxpr.eqns):
@@ -155,19 +142,18 @@ def _wide_variables(
     return found
 
 
-_takes: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
-
-
 def _operands_taken(eqn: Any) -> list[bool]:
     """Return for each operand whether the equation takes it in float32 instead of its own dtype."""
     if eqn.primitive.name not in _CALLS:
         return [eqn.primitive.name in _TAKES] * len(eqn.invars)
     body = applied(eqn)
-    body = getattr(body, "jaxpr", body)
-    if body not in _takes:
-        refused = {v for v in body.outvars if is_var(v)}
-        for inner in body.eqns:
-            taken = zip(inner.invars, _operands_taken(inner), strict=True)
-            refused.update(v for v, takes in taken if is_var(v) and not takes)
-        _takes[body] = [v not in refused for v in body.invars]
-    return _takes[body]
+    return _arguments_taken(getattr(body, "jaxpr", body))
+
+
+@memoised
+def _arguments_taken(jaxpr: Any) -> list[bool]:
+    refused = {v for v in jaxpr.outvars if is_var(v)}
+    for eqn in jaxpr.eqns:
+        taken = zip(eqn.invars, _operands_taken(eqn), strict=True)
+        refused.update(v for v, takes in taken if is_var(v) and not takes)
+    return [v not in refused for v in jaxpr.invars]

@@ -19,9 +19,6 @@ ELEMENTS = {
 }
 """The relations of a primitive's result elements to its operands."""
 
-NONNEGATIVE = ("always", "keeps")
-DEGREES = ("sum", "product", "quotient")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
@@ -46,9 +43,9 @@ class Traits:
 
     def __post_init__(self) -> None:
         _check("elements", self.elements, ELEMENTS)
-        _check("nonnegative", self.nonnegative, NONNEGATIVE)
+        _check("nonnegative", self.nonnegative, ("always", "keeps"))
         if not isinstance(self.degree, (int, float)):
-            _check("degree", self.degree, DEGREES, " or a number")
+            _check("degree", self.degree, ("sum", "product", "quotient"), " or a number")
 
     @property
     def is_view(self) -> bool:
@@ -61,8 +58,7 @@ class Traits:
 
         Primitives that choose between operands do not count.
         """
-        chosen_or_made = (None, "new", "summed", "picked", "placed")
-        return self.elements not in chosen_or_made
+        return self.elements not in (None, "new", "summed", "picked", "placed")
 
     @property
     def is_matmul(self) -> bool:
@@ -72,9 +68,7 @@ class Traits:
     @property
     def keeps_nonnegative(self) -> bool:
         """Whether no result is negative unless an operand is."""
-        if self.nonnegative is not None:
-            return True
-        return self.elements not in (None, "new", "negated")
+        return self.nonnegative is not None or self.elements not in (None, "new", "negated")
 
     @property
     def aligns(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,16 +41,16 @@ _IN_NUMPY = {
 _ON_SCALES = {"mul": operator.mul, "div": operator.truediv, "max": algebra.join}
 
 
-def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
+def uniform(eqn: Any, inputs: Sequence[Value]) -> Value | None:
     """Evaluate an equation on 0-d numbers if each operand has equal elements.
 
     Constants are evaluated while tracing. Return None if elements of an operand may differ, or if
     the primitive must see the arrays.
     """
-    name, aval = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
-    if name == "empty2" and dtypes.is_scalable(aval.dtype):
+    name = eqn.primitive.name
+    if name == "empty2" and dtypes.is_scalable(eqn.outvars[0].aval.dtype):
         # JAX fills a branch's unused residuals with `empty`. Zeros take any scale.
-        return Plain.filled(aval, np.zeros((), aval.dtype)[()])
+        return Plain.filled(eqn.outvars[0].aval, np.zeros((), eqn.outvars[0].aval.dtype)[()])
     if not inputs or any(v.number is None for v in inputs):
         return None
     value, traits = inputs[0], traits_of(name)
@@ -60,6 +61,7 @@ def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     if name == "reduce_sum" and not eqn.params["axes"]:
         return value
     if traits.is_view and len(inputs) == 1:  # equal elements are moved, repeated or picked
+        aval = eqn.outvars[0].aval
         if not value.shape and not aval.shape:
             return value
         is_empty = name.startswith(("reduce", "cum")) and 0 in value.shape
@@ -67,7 +69,7 @@ def uniform(eqn: Any, inputs: list[Value]) -> Value | None:
     return _computed(eqn, inputs) if traits.elementwise else None
 
 
-def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
+def _computed(eqn: Any, inputs: Sequence[Value]) -> Value | None:
     """Return the result of an elementwise equation; None if it cannot be a number."""
     aval, name = eqn.outvars[0].aval, eqn.primitive.name
     if all(v.constant is not None for v in inputs):
@@ -88,7 +90,7 @@ def _computed(eqn: Any, inputs: list[Value]) -> Value | None:
     return Plain.of(out, facts=facts, known_scale=_symbolic_scale(eqn, inputs))
 
 
-def _of_constants(eqn: Any, inputs: list[Value]) -> Any:
+def _of_constants(eqn: Any, inputs: Sequence[Value]) -> Any:
     """Return the result of an equation of constants; None if XLA's dtypes do not hold them.
 
     If float16 does not hold the result as a normal number, such as `2**24` or `2**-20`, the result
@@ -125,13 +127,13 @@ def _held(number: Any, dtype: Any) -> Any:
     return number.astype(dtype if holds else np.float32)
 
 
-def _bind_uniform(eqn: Any, inputs: list[Value]) -> Any:
+def _bind_uniform(eqn: Any, inputs: Sequence[Value]) -> Any:
     if eqn.primitive.name == "convert_element_type" and dtypes.is_fp8(eqn.params["new_dtype"]):
         return dtypes.cast(jnp.asarray(inputs[0].number), eqn.params["new_dtype"])
     return eqn.primitive.bind(*(in_dtype(v.number, v.dtype) for v in inputs), **eqn.params)
 
 
-def _symbolic_scale(eqn: Any, inputs: list[Value]) -> Scale | None:
+def _symbolic_scale(eqn: Any, inputs: Sequence[Value]) -> Scale | None:
     """Return the symbolic result of arithmetic on scales from `get_data_and_scale`, or None."""
     name = eqn.primitive.name
     if not any(v.known_scale is not None for v in inputs):

@@ -9,9 +9,13 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
-from jax_scalify.interpreter.dequantising import dequantising_rule, evaluate_plain
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
+from jax_scalify.interpreter.registry import (
+    RuleContext,
+    dequantising_rule,
+    evaluate_plain,
+    register_scale_rule,
+)
 from jax_scalify.rules.scattering import scatter
 
 
