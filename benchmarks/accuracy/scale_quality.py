@@ -117,8 +117,8 @@ SWITCHES = {
     # A constant that is promoted when it meets a scaled value is an array of scale 1.
     "rules-without-constants": (pow2, "split_constant", lambda value: (float(value), 0)),
     "rules-without-nonnegative": (facts, "is_nonnegative", lambda eqn, inputs: False),
-    "rules-without-computed": (facts, "_is_computed", lambda eqn, inputs: False),
-    "rules-without-repeated": (facts, "_count_sums", lambda eqn, inputs: 0),
+    "rules-without-computed": (facts, "_is_computed", lambda eqn, inputs, traits: False),
+    "rules-without-repeated": (facts, "_count_sums", lambda eqn, inputs, traits: 0),
 }
 
 

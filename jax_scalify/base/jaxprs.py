@@ -262,7 +262,7 @@ class Interpretation:
             return self.results(call, facts)
         if name == "cond":
             branches = [self.results(branch, facts[1:]) for branch in params["branches"]]
-            joined = [self._join_all(outs) for outs in zip(*branches, strict=True)]
+            joined = [functools.reduce(self.join, outs) for outs in zip(*branches, strict=True)]
             return [self.chosen(fact, facts[0]) for fact in joined]
         if name == "while":
             tested, consts, carry = while_operands(params, facts)
@@ -282,12 +282,6 @@ class Interpretation:
                 return [*carry, *out[len(carry) :]]
             carry = joined
         return [self.unknown] * len(out)
-
-    def _join_all(self, facts: Sequence[Any]) -> Any:
-        joined = facts[0]
-        for fact in facts[1:]:
-            joined = self.join(joined, fact)
-        return joined
 
 
 def depends(jaxpr: Any, on: Sequence[bool]) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 ELEMENTS = {
     "new": "computed",
@@ -47,12 +48,12 @@ class Traits:
         if not isinstance(self.degree, (int, float)):
             _check("degree", self.degree, ("sum", "product", "quotient"), " or a number")
 
-    @property
+    @functools.cached_property
     def is_view(self) -> bool:
         """Whether the elements are the operand's, moved or picked. Equal elements stay equal."""
         return self.elements in ("moved", "picked")
 
-    @property
+    @functools.cached_property
     def is_given(self) -> bool:
         """Whether the elements come from one operand, or from several operands side by side.
 
@@ -60,17 +61,17 @@ class Traits:
         """
         return self.elements not in (None, "new", "summed", "picked", "placed")
 
-    @property
+    @functools.cached_property
     def is_matmul(self) -> bool:
         """Whether the results are sums of products of two operands."""
         return self.elements == "summed" and self.degree == "product"
 
-    @property
+    @functools.cached_property
     def keeps_nonnegative(self) -> bool:
         """Whether no result is negative unless an operand is."""
         return self.nonnegative is not None or self.elements not in (None, "new", "negated")
 
-    @property
+    @functools.cached_property
     def aligns(self) -> bool:
         """Whether operands are brought to one scale, element by element."""
         return self.elementwise and (self.degree == "sum" or self.elements == "placed")
