@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 
 from jax_scalify.base import dtypes
+from jax_scalify.interpreter.context import Pending, RuleContext
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import Pending, RuleContext
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.value import Value
 from jax_scalify.scales.algebra import Scale

@@ -16,11 +16,11 @@ from jax_scalify.base.filling import filled
 from jax_scalify.base.jaxprs import is_var, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter.constants import captured, promote
+from jax_scalify.interpreter.context import RuleContext
 from jax_scalify.interpreter.corrections import Corrections
 from jax_scalify.interpreter.homes import home_of
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import (
-    RuleContext,
     RuleInfo,
     check_scale_shape,
     dequantising_rule,

@@ -16,9 +16,9 @@ from jax.interpreters import ad, batching
 
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import function_of_jax_nn, makers, sub_jaxprs
+from jax_scalify.interpreter.context import RuleContext
 from jax_scalify.interpreter.corrections import Corrections, rounds
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.custom_scale import custom_scale_p
 from jax_scalify.primitives.definitions import define

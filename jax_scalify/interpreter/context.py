@@ -1,0 +1,174 @@
+"""The context that a scale rule is called with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Primitive
+
+from jax_scalify import _compat
+from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
+from jax_scalify.config import ScalifyConfig
+from jax_scalify.interpreter.facts import facts_of
+from jax_scalify.interpreter.operand import Facts, Operand
+from jax_scalify.interpreter.value import Value
+from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
+from jax_scalify.scales.table import ScaleTable, trace_with_table
+
+
+@dataclasses.dataclass
+class Pending:
+    """The correction of an equation's result, which its rule may apply before it rounds.
+
+    Attributes:
+        exponent: the data is divided by `2**exponent`, and the scale is multiplied by it.
+        taken: whether the rule has applied it.
+    """
+
+    exponent: int = 0
+    taken: bool = False
+
+    def take(self) -> int:
+        """Return the exponent, or 0 without a correction. The calling rule must apply it."""
+        self.taken = self.exponent != 0
+        return self.exponent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RuleContext:
+    """The context of a rule: everything that it may use besides its operands.
+
+    Attributes:
+        eqn: the equation.
+        inputs: the operands as `Value` objects, with facts (constants, non-negative values).
+        table: the scales of this trace.
+        config: the active `ScalifyConfig`.
+        evaluate: interprets a jaxpr: `interpreter/evaluation.py`.
+        wide: for each narrow result that may stay in float32, how many equations read it; 0 for all
+            other results. See `interpreter/survey.py`.
+        hook: the hook of `evaluate` for the jaxprs of the equation.
+        pending: the calibration's correction of the result. If the rule does not take it, it is
+            applied to the rule's result.
+    """
+
+    eqn: JaxprEqn
+    inputs: tuple[Value, ...]
+    table: ScaleTable
+    config: ScalifyConfig
+    evaluate: Callable[..., list[Value]]
+    wide: tuple[int, ...] = ()
+    hook: Any = None
+    pending: Pending = dataclasses.field(default_factory=Pending)
+
+    @property
+    def primitive(self) -> Primitive:
+        """The equation's primitive."""
+        return self.eqn.primitive
+
+    @functools.cached_property
+    def in_avals(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the operands. A number that stands for an array is 0-d."""
+        avals: list[Any] = [v.aval for v in self.eqn.invars]
+        return tuple(
+            aval if v.shape == aval.shape else aval.update(shape=v.shape)
+            for aval, v in zip(avals, self.inputs, strict=True)
+        )
+
+    @functools.cached_property
+    def out_avals(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the results."""
+        return tuple(v.aval for v in self.eqn.outvars)
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What is known about the elements of the results."""
+        return facts_of(self.eqn, self.inputs)
+
+    @property
+    def stays_wide(self) -> bool:
+        """Whether the first result has a narrow dtype, but may stay in float32."""
+        return bool(self.wide and self.wide[0])
+
+    @property
+    def out_dtype(self) -> Any:
+        """The dtype of the first result."""
+        return self.out_avals[0].dtype
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether the first result has a wide dtype. Its array then holds values, not data."""
+        return not dtypes.is_narrow(self.out_dtype)
+
+    def unit(self, scale: Scale) -> Scale:
+        """Return the unit of a result's array: `scale`, or 1 in a wide dtype."""
+        return ONE if self.holds_values else scale
+
+    def array_of(self, x: Operand, scale: Scale, dtype: Any = None) -> Any:
+        """Return the data of `x` at a scale, or its values if the result has a wide dtype."""
+        return x.value if self.holds_values else x.at_unit(scale, dtype)
+
+    def on_values(self, scale: Scale, *args: Any, **params: Any) -> Operand:
+        """Apply the primitive to values. `scale` is the scale that the law gives."""
+        values = [x.value if isinstance(x, Operand) else x for x in args]
+        return self.of_value(self.bind(*values, **params), scale)
+
+    def of_value(self, value: Any, scale: Scale, unit: Scale = ONE) -> Operand:
+        """Return the result with the values `value * unit`. The pending correction is applied."""
+        scale = scale * Scale(self.pending.take())
+        return Operand(dtypes.cast(value, self.out_dtype), scale, unit=unit)
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        """Apply the primitive itself."""
+        return self.primitive.bind(*args, **self.primitive.get_bind_params(params))
+
+    def dequantise(self, x: Any, dtype: Any = None) -> Any:
+        """Return the plain values `data * scale`, in at least float32 unless told otherwise."""
+        if not isinstance(x, ScaledArray):
+            return x
+        dtype = dtype or dtypes.compute_dtype(x.dtype)
+        if not isinstance(x.scale, Scale):
+            return x.to_array(dtype)
+        x = Operand.of(x)
+        if x.unit.is_one or dtype != x.dtype:
+            # A single given scale is applied at once. A product of two may leave float32's range.
+            return x.at_unit(ONE, dtype, trusted=2 * GIVEN_EXTENT - 1)
+        return x.value
+
+    def trace(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> Any:
+        """Return the jaxpr of `function(table, *arrays)`, traced with a new table."""
+        table = self.table
+        options = dict(splits_scalars=table.splits_scalars, narrow=table.narrow)
+        return trace_with_table(function, arrays, table.dtype, **options)
+
+    def scale_jaxpr(
+        self,
+        closed_jaxpr: Any,
+        inputs: list[Value],
+        table: ScaleTable | None = None,
+        *,
+        wide: Sequence[int] = (),
+    ) -> list[Value]:
+        """Interpret a sub-jaxpr of the equation: in place, or in a new trace, given its `table`.
+
+        `wide` is `RuleContext.wide` for the results of the sub-jaxpr.
+        """
+        table = table or self.table
+        return self.evaluate(closed_jaxpr, inputs, table, self.config, self.hook, wide)
+
+    def describe(self) -> str:
+        """Describe the equation for an error message: primitive, operands, and the user's line."""
+        operands = ", ".join(
+            f"{'scaled' if v.is_scaled else 'plain'} {jax.dtypes.canonicalize_dtype(v.dtype).name}"
+            f"{list(v.shape)}"
+            if not jnp.issubdtype(v.dtype, jax.dtypes.extended)
+            else f"{v.dtype}{list(v.shape)}"
+            for v in self.inputs
+        )
+        where = _compat.source_line(self.eqn)
+        return f"primitive `{self.primitive.name}` of ({operands}) at {where}"
