@@ -47,7 +47,7 @@ from jax_scalify.rules.shared.joining import (
     scale_for,
     shared_scale,
 )
-from jax_scalify.rules.shared.products import rounded, widened
+from jax_scalify.rules.shared.products import widened
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -57,12 +57,12 @@ def _sum_rule(negate_rhs: bool) -> Rule:
     def rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
         out = ctx.out_avals[0]
         if rhs.constant == 0 and not ctx.holds_values:
-            return rounded(ctx, filled(lhs.data, out), lhs.scale)
+            return ctx.result(filled(lhs.data, out), lhs.scale)
         if lhs.constant == 0 and not ctx.holds_values:
             data = rhs.data
             # Not `-x`: if `x` is 0, `0 - x` is 0 but `-x` is -0.
             data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data
-            return rounded(ctx, filled(data, out), rhs.scale)
+            return ctx.result(filled(data, out), rhs.scale)
         operation = lax.sub if negate_rhs else lax.add  # `add_any` does not broadcast numbers
         leading = [x for x in (lhs, rhs) if x.facts.leads]
         if len(leading) == 1:  # the larger term of a gate's derivative: see `interpreter/gates.py`
@@ -76,7 +76,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             out = ctx.of_value(operation(*(in_unit(x, unit) for x in (lhs, rhs))), scale, unit)
         else:
             data = same_dtype(align(lhs, scale), align(rhs, scale))
-            out = rounded(ctx, operation(*widened(ctx, data, scale)), scale)
+            out = ctx.result(operation(*widened(ctx, data, scale)), scale)
         return at_its_home(out, home, lhs, rhs)
 
     rule.__doc__ = (
@@ -120,7 +120,7 @@ def concatenate_rule(
     if not any(lies_along(x, dimension) for x in args):
         scale = scale_for(args)
         data = at_shared_scale(ctx, args, ctx.in_avals, scale)
-        return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale)
+        return ctx.result(ctx.bind(*data, dimension=dimension, **params), scale)
     axes = {dimension, *varying_axes(*(x.scale for x in args))}
     data, pieces = [], []
     for x, own, aval in zip(args, own_scales(*args), ctx.in_avals, strict=True):
@@ -128,7 +128,7 @@ def concatenate_rule(
         along = [n if a in axes else 1 for a, n in enumerate(aval.shape)]
         pieces.append(scale_array(ctx.table, own, along))
     scale = scale_of(ctx.table, lax.concatenate(pieces, dimension))
-    return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale)
+    return ctx.result(ctx.bind(*data, dimension=dimension, **params), scale)
 
 
 @register_scale_rule("stack", elements="joined")
@@ -138,7 +138,7 @@ def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> Sc
     scale = scale_for(arrays)
     data = at_shared_scale(ctx, arrays, ctx.in_avals, scale)
     scale = scale.map(lambda s: lax.expand_dims(s, (axis,)))
-    return rounded(ctx, ctx.bind(*data, axis=axis, **params), scale)
+    return ctx.result(ctx.bind(*data, axis=axis, **params), scale)
 
 
 @register_scale_rule(lax.pad_p, elements="placed")
@@ -155,7 +155,7 @@ def pad_rule(
         scale = scale_for((x, value))
         data = at_shared_scale(ctx, (x, value), ctx.in_avals, scale)
         out = ctx.bind(*data, padding_config=padding_config, **params)
-        return rounded(ctx, out, scale)
+        return ctx.result(out, scale)
     number = value.constant
     scale = shared_scale(x, value)
     (data,) = at_shared_scale(ctx, (x,), ctx.in_avals[:1], scale)
@@ -188,7 +188,7 @@ def dynamic_update_slice_rule(
     if not partial & set(axes):  # every scale belongs to old and to new elements
         scale = scale_for((x, update))
         data = at_shared_scale(ctx, (x, update), ctx.in_avals[:2], scale)
-        return rounded(ctx, ctx.bind(*data, *starts, **params), scale)
+        return ctx.result(ctx.bind(*data, *starts, **params), scale)
     own = own_scales(x, update)
     old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
     new = scale_array(ctx.table, own[1], [n if a in axes else 1 for a, n in enumerate(window)])
@@ -199,7 +199,7 @@ def dynamic_update_slice_rule(
     kept = own[0] if partial <= set(axes) else scale
     data = at_shared_scale(ctx, (x,), ctx.in_avals[:1], kept)
     data += at_shared_scale(ctx, (update,), ctx.in_avals[1:2], scale_of(ctx.table, new))
-    return rounded(ctx, ctx.bind(*data, *starts, **params), scale)
+    return ctx.result(ctx.bind(*data, *starts, **params), scale)
 
 
 @register_scale_rule(lax.gather_p, elements="taken")
@@ -255,12 +255,12 @@ def scatter_rule(
     compute = dtypes.compute_dtype(ctx.out_dtype) if sums else ctx.out_dtype
     if x.scale.ndim or updates.scale.ndim:
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
-        return rounded(ctx, out, scale)
+        return ctx.result(out, scale)
     scale = scale_for((x, updates), density)
     data = at_shared_scale(ctx, (x, updates), ctx.in_avals[::2], scale)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
     out = scatter(ctx, data[0], indices, data[1], params)
-    out = rounded(ctx, out, scale)
+    out = ctx.result(out, scale)
     home = home_of_sum(ctx, x, updates) if sums else None
     return at_its_home(out, home, x, updates)
 
@@ -279,7 +279,7 @@ def select_and_scatter_add_rule(
     data = [
         filled(dtypes.cast(x.data, compute), v) for x, v in zip(arrays, ctx.in_avals, strict=True)
     ]
-    return rounded(ctx, ctx.bind(*data, **params), source.scale)
+    return ctx.result(ctx.bind(*data, **params), source.scale)
 
 
 @register_scale_rule(lax.complex_p, elements="new", elementwise=True)
@@ -298,4 +298,4 @@ def rem_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
         return ctx.on_values(scale, lhs, rhs, **params)
     data = same_dtype(*(multiply(x.data, x.scale / scale) for x in (lhs, rhs)))
     data = [lax.convert_element_type(d, dtypes.compute_dtype(d.dtype)) for d in data]
-    return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), scale)
+    return ctx.result(ctx.bind(*data, **params), scale, saturates=False)

@@ -18,8 +18,7 @@ from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes
-from jax_scalify.rules.shared.growth import Terms, finish, growth
-from jax_scalify.rules.shared.products import rounded
+from jax_scalify.rules.shared.growth import Terms, growth, summed
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.multiplying import multiply
@@ -109,7 +108,7 @@ def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
         return x.moved(ctx.bind(data, **params), scale)
     data, scale = _at_one_scale(ctx, x, params)
     out, scale = ctx.bind(dtypes.cast(data, ctx.out_dtype), **params), _moved(scale, params)
-    return rounded(ctx, out, scale)
+    return ctx.result(out, scale)
 
 
 @register_scale_rule(
@@ -134,7 +133,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     if sum_dtype == jnp.float8_e5m2 and not positional and _is_gradient(ctx, names):
         data = x.at_unit(scale)  # E5M2 needs data of unit size, not values
         total, scale = _summed_in_fp8(ctx, data, params, devices), _moved(scale, params)
-        result = finish(ctx, total, scale, factor, scale)
+        result = summed(ctx, total, scale * factor, scale)
         is_part = ctx.primitive.name == "reduce_scatter"
         return result if is_part else _gathered(ctx, result, params, devices)
     if sum_dtype == jnp.float32 or positional or dtypes.is_fp8(out):
@@ -146,7 +145,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
         total = ctx.bind(dtypes.cast(data, travels), **params)
         return ScaledArray(total, _moved(scale, params) * factor)
     total, scale = ctx.bind(dtypes.cast(data, travels), **params), _moved(scale, params)
-    return finish(ctx, total, scale, factor)
+    return summed(ctx, total, scale * factor, ctx.unit(scale))
 
 
 def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:
@@ -207,7 +206,7 @@ def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     data, scale = filled(ctx.array_of(x, x.scale), ctx.in_avals[0]), x.scale
     if not _is_shared(ctx, scale, data, params):
         scale = _collected(ctx, scale, data, params)
-    return rounded(ctx, ctx.bind(data, **params), scale)
+    return ctx.result(ctx.bind(data, **params), scale)
 
 
 @register_scale_rule("ragged_all_to_all", elements="new", nonnegative="keeps")
@@ -221,4 +220,4 @@ def ragged_all_to_all_rule(
         filled(ctx.array_of(a, scale, ctx.out_dtype), aval)
         for a, aval in zip((x, out), ctx.in_avals, strict=False)
     ]
-    return rounded(ctx, ctx.bind(*data, *sizes, **params), scale)
+    return ctx.result(ctx.bind(*data, *sizes, **params), scale)

@@ -15,22 +15,13 @@ from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
-from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ONE, Scale
+from jax_scalify.scales.algebra import ONE
 
 
 def _matrix(ctx: RuleContext, index: int, x: Operand) -> Operand:
     x = uniform_over(x, (x.ndim - 2, x.ndim - 1)) if x.scale.ndim else x
     return x.moved(filled(x.source, ctx.in_avals[index]), x.scale)
-
-
-def _on_values(ctx: RuleContext, scale: Scale, *operands: Operand, **params: Any) -> Operand:
-    """Apply the primitive to values; values of narrow dtypes are computed in float32."""
-    if ctx.holds_values:
-        return ctx.on_values(scale, *operands, **params)
-    values = [x.to_array(dtypes.compute_dtype(x.dtype)) for x in operands]
-    return rounded(ctx, ctx.bind(*values, **params), scale, ONE)
 
 
 def _factor_rule(*degrees: int) -> Rule:
@@ -63,7 +54,7 @@ register_scale_rule(lax.linalg.schur_p, elements="new")(_factor_rule(1, 0))
 def cholesky_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**(1/2)`; for an odd exponent, one factor of two moves into the data."""
     x = _matrix(ctx, 0, x)
-    return _on_values(ctx, x.scale.root(2)[0], x, **params)
+    return ctx.on_values(x.scale.root(2)[0], x, **params)
 
 
 @register_scale_rule("cholesky_update", elements="new")
@@ -81,7 +72,7 @@ def triangular_solve_rule(
     """`scale = b.scale / a.scale`; with a unit diagonal, `scale = b.scale`."""
     a, b = _matrix(ctx, 0, a), _matrix(ctx, 1, b)
     scale = b.scale if unit_diagonal else b.scale / a.scale
-    return _on_values(ctx, scale, a, b, unit_diagonal=unit_diagonal, **params)
+    return ctx.on_values(scale, a, b, unit_diagonal=unit_diagonal, **params)
 
 
 @register_scale_rule(lax.linalg.tridiagonal_solve_p, elements="new")

@@ -14,7 +14,7 @@ from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.nonlinear import wide_rule
-from jax_scalify.rules.shared.products import bind_product, rounded, widened
+from jax_scalify.rules.shared.products import bind_product, widened
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
@@ -74,7 +74,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
             return ctx.of_value(out, scale, unit).as_multiple(other, mantissa)
         if sign := _sign_of(x):
             data = filled(other.data, ctx.out_avals[0])
-            return rounded(ctx, data if sign > 0 else lax.neg(data), scale)
+            return ctx.result(data if sign > 0 else lax.neg(data), scale)
     return bind_product(ctx, (lhs, rhs), scale, params)
 
 
@@ -87,7 +87,7 @@ def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
     sign = 0 if ctx.holds_values else _sign_of(rhs)
     if sign:
         data = filled(lhs.data, ctx.out_avals[0])
-        return rounded(ctx, data if sign > 0 else lax.neg(data), scale)
+        return ctx.result(data if sign > 0 else lax.neg(data), scale)
     if ctx.holds_values and rhs.constant is not None and _mantissa(rhs):
         source, unit = lhs.at_scalar_unit
         return ctx.of_value(ctx.bind(source, rhs.value, **params), scale, unit)
@@ -117,7 +117,7 @@ def _root_rule(degree: int, inverse: bool, moved: str) -> Rule:
         scale = root**-1 if inverse else root
         if ctx.holds_values:
             return ctx.on_values(scale, x, **params)
-        return rounded(ctx, ctx.bind(*widened(ctx, [multiply(x.data, rest)]), **params), scale)
+        return ctx.result(ctx.bind(*widened(ctx, [multiply(x.data, rest)]), **params), scale)
 
     rule.__doc__ = f"`scale = scale**({'-' * inverse}1/{degree})`; {moved} into the data."
     return rule
@@ -155,4 +155,4 @@ def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
         return ctx.of_value(ctx.bind(x.value, number, **params), scale)
     (data,) = widened(ctx, [multiply(x.data, rest)])
     exponent = np.asarray(number).astype(data.dtype if halves % 2 else ctx.in_avals[1].dtype)[()]
-    return rounded(ctx, ctx.bind(data, exponent, **params), scale)
+    return ctx.result(ctx.bind(data, exponent, **params), scale)

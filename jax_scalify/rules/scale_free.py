@@ -14,7 +14,6 @@ from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable
 from jax_scalify.rules.shared.joining import align, same_dtype, shared_scale
-from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales.algebra import ONE
 
 
@@ -41,7 +40,7 @@ def _can_be_infinite(x: Operand) -> bool:
 @register_scale_rule(lax.sign_p, elements="new", elementwise=True, nonnegative="keeps", degree=0)
 def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`out = sign(data)`, scale 1."""
-    return rounded(ctx, ctx.bind(x.source, **params), ONE)
+    return ctx.result(ctx.bind(x.source, **params), ONE)
 
 
 def _at_one_scale(lhs: Operand, rhs: Operand) -> list[Any]:
@@ -71,7 +70,7 @@ def atan2_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> S
     """`scale = 1`; the operands are aligned, and evaluated in at least float32."""
     compute = dtypes.compute_dtype(ctx.out_dtype)
     data = (dtypes.cast(d, compute) for d in _at_one_scale(lhs, rhs))
-    return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), ONE)
+    return ctx.result(ctx.bind(*data, **params), ONE)
 
 
 @register_scale_rule("and", "or", "not", "xor", elements="new", elementwise=True)

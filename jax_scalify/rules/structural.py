@@ -21,10 +21,9 @@ from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.interpreter.rescaling import kept_wide, narrowed
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
-from jax_scalify.rules.shared.products import made, rounded
+from jax_scalify.rules.shared.products import made
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
@@ -61,7 +60,7 @@ def structural_rule(
         out = ctx.bind(x.source, *others, **params)
         if not ctx.primitive.multiple_results:
             wide = ctx.stays_wide or x.is_widened
-            return rounded(ctx, out, scale) if wide else x.moved(out, scale)
+            return ctx.result(out, scale) if wide else x.moved(out, scale)
         scales = scale if isinstance(scale, list) else [scale] * len(out)
         return [
             x.moved(o, s) if dtypes.is_scalable(o.dtype) else o
@@ -201,7 +200,7 @@ def reshape_rule(
             x = uniform_over(x)
     if not x.scale.ndim:
         if ctx.stays_wide or x.is_widened:
-            return rounded(ctx, ctx.bind(x.data, **params), x.scale)
+            return ctx.result(ctx.bind(x.data, **params), x.scale)
         return x.moved(ctx.bind(x.source, **params), x.scale)
     wide, shape = [1] * x.ndim, []
     for (axes, sizes), v in zip(groups, varies):
@@ -210,7 +209,7 @@ def reshape_rule(
         shape += sizes if v else [1] * len(sizes)
     scale = x.scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
     if ctx.stays_wide or x.is_widened:
-        return rounded(ctx, ctx.bind(x.data, **params), scale)
+        return ctx.result(ctx.bind(x.data, **params), scale)
     return x.moved(ctx.bind(x.source, **params), scale)
 
 
@@ -353,13 +352,8 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
         scale = algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
     if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
         scale = scale.bounded()[0]  # the unbounded factor may be infinite, and 0 * inf is nan
-    if ctx.stays_wide and dtype == jnp.float16:
-        return kept_wide(x.at_unit(scale), scale, dtype)
-    if dtype == jnp.float16:
-        data = x.at_unit(scale, jnp.promote_types(x.dtype, jnp.float32))
-        data = lax.real(data) if jnp.iscomplexobj(data) else data
-        return ScaledArray(narrowed(data, scale, dtype), scale)
-    return ScaledArray(x.at_unit(scale, dtype), scale)
+    source = lax.real(x.source) if jnp.iscomplexobj(x.source) else x.source
+    return ctx.result(source, scale, x.unit)
 
 
 def _as_wide(x: Operand, source: Any) -> Operand:

@@ -28,7 +28,7 @@ from jax_scalify.primitives.narrow_dot import (
     narrow_dot_p,
 )
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
-from jax_scalify.rules.shared.growth import Terms, finish, growth
+from jax_scalify.rules.shared.growth import Terms, growth, summed
 from jax_scalify.rules.shared.products import for_constants, made
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
@@ -54,7 +54,7 @@ def _sum(
     total = ctx.bind(lax.convert_element_type(terms, dtypes.compute_dtype(x.dtype)), **params)
     if ctx.holds_values:
         return ctx.of_value(total, scale * factor, unit)
-    return finish(ctx, total, scale, factor)
+    return summed(ctx, total, scale * factor, unit)
 
 
 @register_scale_rule(lax.cumsum_p, elements="new", nonnegative="keeps", degree=1)
@@ -178,7 +178,7 @@ def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any
         return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale)
     preferred = _preferred(ctx, kinds)
     total = lax.dot_general_p.bind(*data, preferred_element_type=preferred, **params)
-    return finish(ctx, total, scale, factor, unit)
+    return summed(ctx, total, scale * factor, unit)
 
 
 def _of_product(
@@ -209,7 +209,7 @@ def block_dot_rule(
         quantisers=tuple(map(of_data, quantisers, ctx.inputs)),
         preferred_element_type=_preferred(ctx, {ctx.out_dtype}),
     )
-    return finish(ctx, block_dot_p.bind(*data, **params), scale, factor, scale)
+    return summed(ctx, block_dot_p.bind(*data, **params), scale * factor, scale)
 
 
 def of_data(quantiser: Quantiser, value: Value) -> Quantiser:
@@ -275,7 +275,7 @@ def ragged_dot_general_rule(
         count //= max(1, ctx.in_avals[2].shape[-1])
     terms = Terms.of(lhs, rhs)
     factor, unit = growth(ctx, count, terms), lhs.unit * rhs.unit
-    return finish(ctx, total, lhs.scale * rhs.scale, factor, unit)
+    return summed(ctx, total, lhs.scale * rhs.scale * factor, unit)
 
 
 def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, low: int):
@@ -349,4 +349,5 @@ def conv_general_dilated_rule(
     left = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
     right = rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))
     factor = growth(ctx, _convolved_terms(ctx, params), Terms.of(lhs, rhs))
-    return finish(ctx, total, left * right, factor, lhs.unit_at(left) * rhs.unit_at(right))
+    unit = lhs.unit_at(left) * rhs.unit_at(right)
+    return summed(ctx, total, left * right * factor, unit)

@@ -12,17 +12,11 @@ from jax import lax
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.facts import facts_of
-from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.rescaling import kept_wide, narrowed
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
-
-
-def ratio_of(unit: Scale, scale: Scale) -> Scale:
-    """Return `unit / scale`, which turns an array of this unit into data; 1 if `unit` is 0."""
-    return ONE if unit is scale or unit.is_zero or unit == scale else unit / scale
 
 
 def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
@@ -30,24 +24,6 @@ def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
     if dtypes.is_narrow(dtype):
         return Operand(multiply(raw, ratio_of(unit, scale), dtype), scale)
     return Operand.of_value(multiply(raw, unit, dtype), scale)
-
-
-def rounded(ctx: RuleContext, raw: Any, scale: Scale, unit: Scale | None = None) -> Operand:
-    """Return the result of values `raw * unit`, rounded once.
-
-    By default `raw` is data at `scale` for narrow dtypes, and values for wide dtypes. A pending
-    correction is applied before rounding, so that corrected data does not overflow on the way.
-    """
-    unit = ctx.unit(scale) if unit is None else unit
-    if ctx.holds_values:
-        return ctx.of_value(multiply(raw, unit), scale)
-    scale = scale * Scale(ctx.pending.take())
-    raw = multiply(raw, ratio_of(unit, scale))
-    if raw.dtype == ctx.out_dtype:  # it was not computed in float32: nothing to round
-        return Operand(raw, scale)
-    if ctx.stays_wide:
-        return kept_wide(raw, scale, ctx.out_dtype)
-    return Operand(narrowed(raw, scale, ctx.out_dtype), scale)
 
 
 def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
@@ -58,8 +34,9 @@ def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
     among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
     """
     constant = facts_of(ctx.eqn, list(ctx.inputs)).constant
-    is_narrow = dtypes.is_narrow(ctx.out_dtype)
-    if not is_narrow or constant is None or constant >= jnp.finfo(ctx.out_dtype).maxexp:
+    if ctx.holds_values or ctx.stays_wide or constant is None:
+        return scale
+    if constant >= jnp.finfo(ctx.out_dtype).maxexp:
         return scale
     return algebra.join(scale, Scale(math.floor(constant)) * room(ctx.out_dtype), narrow=True)
 
@@ -94,6 +71,6 @@ def bind_product(
         return ctx.on_values(scale * spread, *operands, **params)
     data = [x.data for x in operands]
     raw = ctx.bind(*widened(ctx, data, scale), **params)
-    if raw.dtype == ctx.out_dtype or ctx.stays_wide:
-        return rounded(ctx, raw, scale * spread, scale)
-    return rounded(ctx, raw, for_constants(ctx, scale * spread), scale)
+    is_rounded = raw.dtype == ctx.out_dtype
+    own = scale * spread if is_rounded else for_constants(ctx, scale * spread)
+    return ctx.result(raw, own, scale)
