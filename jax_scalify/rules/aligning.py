@@ -259,7 +259,7 @@ def scatter_rule(
     scale = scale_for((x, updates), density)
     data = at_shared_scale(ctx, (x, updates), ctx.in_avals[::2], scale)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
-    out = scatter(ctx, data[0], indices, data[1], params)
+    out = scatter(ctx.primitive, data[0], indices, data[1], params)
     out = ctx.result(out, scale)
     home = home_of_sum(ctx, x, updates) if sums else None
     return at_its_home(out, home, x, updates)

@@ -69,5 +69,5 @@ def scatter_mul_rule(
     data = [dtypes.cast(x.data, compute), plain]
     avals = ctx.in_avals[0], ctx.in_avals[2]
     data = [filled(d, aval) for d, aval in zip(data, avals, strict=True)]
-    out = scatter(ctx, data[0], indices, data[1], params)
+    out = scatter(ctx.primitive, data[0], indices, data[1], params)
     return ScaledArray(dtypes.cast(out, ctx.out_dtype), x.scale)
