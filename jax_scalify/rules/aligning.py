@@ -275,10 +275,7 @@ def select_and_scatter_add_rule(
     compute = dtypes.compute_dtype(ctx.out_dtype)
     if ctx.holds_values:
         return ctx.on_values(source.scale, source, operand, **params)
-    arrays = source, comparable(operand, axes)
-    data = [
-        filled(dtypes.cast(x.data, compute), v) for x, v in zip(arrays, ctx.in_avals, strict=True)
-    ]
+    data = [dtypes.cast(x.data, compute) for x in (source, comparable(operand, axes))]
     return ctx.result(ctx.bind(*data, **params), source.scale)
 
 

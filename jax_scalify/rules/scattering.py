@@ -191,7 +191,6 @@ def apply_function(
         once = params["unique_indices"] or math.prod(ctx.in_avals[1].shape[:-1]) == 1
         return step(0, x) if once else lax.fori_loop(0, jnp.max(count, initial=0), step, x)
 
-    inputs = [x.moved(filled(x.source, aval), x.scale), Plain.of(indices)]
     traced = jax.make_jaxpr(program)(jax.ShapeDtypeStruct(aval.shape, aval.dtype), indices)
-    (out,) = ctx.scale_jaxpr(traced, inputs)
+    (out,) = ctx.scale_jaxpr(traced, [x, Plain.of(indices)])
     return promote(out, ctx.table, full=True)

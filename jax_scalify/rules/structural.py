@@ -278,10 +278,8 @@ def select_and_gather_add_rule(
     tangents = uniform_over(tangents, axes)
     if ctx.holds_values:
         return ctx.on_values(tangents.scale, tangents, operand, **params)
-    aval = ctx.in_avals[0]
-    data = [filled(x.data, aval) for x in (tangents, comparable(operand, axes))]
-    out = ctx.bind(*same_dtype(*data), **params)
-    return ScaledArray(dtypes.cast(out, ctx.out_dtype), tangents.scale)
+    data = same_dtype(tangents.data, comparable(operand, axes).data)
+    return ctx.result(ctx.bind(*data, **params), tangents.scale, saturates=False)
 
 
 @register_scale_rule(lax.reduce_precision_p, elements="cast", elementwise=True)
@@ -340,9 +338,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if not isinstance(x, Operand):  # integers and bools have scale 1
         return ScaledArray(ctx.bind(x, **params), ONE)
     if not dtypes.is_scalable(dtype):
-        if dtype == jnp.bool_:
-            return ctx.bind(x.source, **params)
-        return ctx.bind(ctx.dequantise(x), **params)
+        return ctx.bind(x.source if dtype == jnp.bool_ else ctx.dequantise(x), **params)
     if not dtypes.is_narrow(dtype):
         return _as_wide(x, dtypes.cast(x.source, dtype))
     if dtypes.is_narrow(x.dtype):

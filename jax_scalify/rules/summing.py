@@ -16,10 +16,9 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.base.filling import filled
 from jax_scalify.blocks.dot import block_dot_p
 from jax_scalify.blocks.quantising import Quantiser
-from jax_scalify.interpreter.operand import Facts, Operand
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.narrow_dot import (
@@ -29,7 +28,7 @@ from jax_scalify.primitives.narrow_dot import (
 )
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, growth, summed
-from jax_scalify.rules.shared.products import for_constants, made
+from jax_scalify.rules.shared.products import for_constants
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -81,23 +80,16 @@ def fft_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     return ctx.on_values(x.scale * (factor**-1 if inverse else factor), x, **params)
 
 
-def _full(ctx: RuleContext, *operands: Any) -> list[Operand]:
-    """Return the operands in their full shapes. Integers and bools get scale 1."""
-    return [
-        _of_integers(ctx, x, value.facts)
-        if not isinstance(x, Operand)
-        else x
-        if x.shape == aval.shape
-        else x.moved(filled(x.source, aval), x.scale)
-        for x, aval, value in zip(operands, ctx.in_avals, ctx.inputs, strict=False)
-    ]
-
-
-def _of_integers(ctx: RuleContext, x: Any, facts: Facts) -> Operand:
-    """Cast integers to the floating dtype in which JAX multiplies them."""
-    few = x.dtype == np.bool_ or np.iinfo(x.dtype).bits <= 8
-    dtype = ctx.out_dtype if few else dtypes.compute_dtype(ctx.out_dtype)
-    return Operand(lax.convert_element_type(x, dtype), ONE, facts=facts)
+def _floating(ctx: RuleContext, *operands: Any) -> list[Operand]:
+    """Return the operands. Integers and bools get the scale 1, in the dtype of JAX's product."""
+    out = []
+    for x, value in zip(operands, ctx.inputs, strict=False):
+        if not isinstance(x, Operand):
+            few = x.dtype == np.bool_ or np.iinfo(x.dtype).bits <= 8
+            dtype = ctx.out_dtype if few else dtypes.compute_dtype(ctx.out_dtype)
+            x = Operand(lax.convert_element_type(x, dtype), ONE, facts=value.facts)
+        out.append(x)
+    return out
 
 
 def _operand_scale(x: Operand, contract: Any, batch: Any, before: int, after: int) -> Scale:
@@ -160,7 +152,7 @@ def narrow_dot_rule(
 ) -> ScaledArray:
     """The rule of `dot_general`, times `2**exponent`. A nested `scalify` binds this primitive."""
     out = _product(ctx, lhs, rhs, params)
-    return made(out.source, out.unit * Scale(exponent), out.scale * Scale(exponent), out.dtype)
+    return out.moved(out.source, out.scale * Scale(exponent))
 
 
 def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any]) -> Operand:
@@ -186,7 +178,7 @@ def _of_product(
 ) -> tuple[Operand, Operand, Scale, Scale, Scale]:
     """Return the operands to multiply, the scale of a term, its unit, and the sum's growth."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-    lhs, rhs = _full(ctx, lhs, rhs)
+    lhs, rhs = _floating(ctx, lhs, rhs)
     lhs, rhs = _factors_together(lhs, rhs, *dims)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
     lhs_free = lhs.ndim - len(lhs_contract) - len(lhs_batch)
@@ -254,7 +246,7 @@ def ragged_dot_general_rule(
     """
     dims = ragged_dot_dimension_numbers
     (contract, _), _ = dims.dot_dimension_numbers
-    lhs, rhs = _full(ctx, lhs, rhs)
+    lhs, rhs = _floating(ctx, lhs, rhs)
     lhs, ratio = uniform_over(lhs), ONE
     others = set(range(rhs.ndim)) - set(dims.rhs_group_dimensions)
     rhs = uniform_over(rhs, sorted(others))
@@ -325,7 +317,7 @@ def conv_general_dilated_rule(
     """
     dims = params["dimension_numbers"]
     batched = params["batch_group_count"] > 1
-    lhs, rhs = _full(ctx, lhs, rhs)
+    lhs, rhs = _floating(ctx, lhs, rhs)
     if not batched and params["feature_group_count"] == 1:
         contract = ((dims.lhs_spec[1],), (dims.rhs_spec[1],))
         lhs, rhs = _factors_together(lhs, rhs, contract, ((), ()))
