@@ -119,13 +119,13 @@ def concatenate_rule(
     args = tuple(x if x.size else uniform_over(x) for x in args)
     if not any(lies_along(x, dimension) for x in args):
         scale = scale_for(args)
-        data = at_shared_scale(ctx, args, ctx.in_avals, scale)
+        data = at_shared_scale(ctx, args, scale)
         return ctx.result(ctx.bind(*data, dimension=dimension, **params), scale)
     axes = {dimension, *varying_axes(*(x.scale for x in args))}
     data, pieces = [], []
-    for x, own, aval in zip(args, own_scales(*args), ctx.in_avals, strict=True):
-        data += at_shared_scale(ctx, (x,), (aval,), own)
-        along = [n if a in axes else 1 for a, n in enumerate(aval.shape)]
+    for x, own in zip(args, own_scales(*args), strict=True):
+        data += at_shared_scale(ctx, (x,), own)
+        along = [n if a in axes else 1 for a, n in enumerate(x.shape)]
         pieces.append(scale_array(ctx.table, own, along))
     scale = scale_of(ctx.table, lax.concatenate(pieces, dimension))
     return ctx.result(ctx.bind(*data, dimension=dimension, **params), scale)
@@ -136,7 +136,7 @@ def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> Sc
     """`scale = max(votes)` of the operands."""
     arrays = least_scales(*args)
     scale = scale_for(arrays)
-    data = at_shared_scale(ctx, arrays, ctx.in_avals, scale)
+    data = at_shared_scale(ctx, arrays, scale)
     scale = scale.map(lambda s: lax.expand_dims(s, (axis,)))
     return ctx.result(ctx.bind(*data, axis=axis, **params), scale)
 
@@ -153,12 +153,12 @@ def pad_rule(
     x = x if x.size else uniform_over(x)
     if not x.scale.ndim:
         scale = scale_for((x, value))
-        data = at_shared_scale(ctx, (x, value), ctx.in_avals, scale)
+        data = at_shared_scale(ctx, (x, value), scale)
         out = ctx.bind(*data, padding_config=padding_config, **params)
         return ctx.result(out, scale)
     number = value.constant
     scale = shared_scale(x, value)
-    (data,) = at_shared_scale(ctx, (x,), ctx.in_avals[:1], scale)
+    (data,) = at_shared_scale(ctx, (x,), scale)
     own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(padding_config)]
     if any(c != (0, 0, 0) for c in own):
         new = scale_array(ctx.table, ZERO if number == 0 else largest(scale))
@@ -183,22 +183,23 @@ def dynamic_update_slice_rule(
     """`scale = max(votes)`; with scales along axes, only updated indices change their scales."""
     x, update = least_scales(x, update)
     axes = varying_axes(x.scale, update.scale)
-    shape, window = (aval.shape for aval in ctx.in_avals[:2])
-    partial = {a for a, (n, size) in enumerate(zip(shape, window, strict=True)) if n != size}
+    partial = {a for a, (n, m) in enumerate(zip(x.shape, update.shape, strict=True)) if n != m}
     if not partial & set(axes):  # every scale belongs to old and to new elements
         scale = scale_for((x, update))
-        data = at_shared_scale(ctx, (x, update), ctx.in_avals[:2], scale)
+        data = at_shared_scale(ctx, (x, update), scale)
         return ctx.result(ctx.bind(*data, *starts, **params), scale)
     own = own_scales(x, update)
-    old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
-    new = scale_array(ctx.table, own[1], [n if a in axes else 1 for a, n in enumerate(window)])
+    old, new = (
+        scale_array(ctx.table, scale, [n if a in axes else 1 for a, n in enumerate(of.shape)])
+        for scale, of in zip(own, (x, update), strict=True)
+    )
     offsets = [s if a in axes else np.zeros((), s.dtype) for a, s in enumerate(starts)]
     if not partial <= set(axes):  # some old elements share a scale with new elements
         new = lax.max(new, lax.dynamic_slice(old, offsets, new.shape))
     scale = scale_of(ctx.table, lax.dynamic_update_slice(old, new, offsets))
     kept = own[0] if partial <= set(axes) else scale
-    data = at_shared_scale(ctx, (x,), ctx.in_avals[:1], kept)
-    data += at_shared_scale(ctx, (update,), ctx.in_avals[1:2], scale_of(ctx.table, new))
+    data = at_shared_scale(ctx, (x,), kept)
+    data += at_shared_scale(ctx, (update,), scale_of(ctx.table, new))
     return ctx.result(ctx.bind(*data, *starts, **params), scale)
 
 
@@ -206,7 +207,7 @@ def dynamic_update_slice_rule(
 def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> ScaledArray:
     """`out = gather(data)`, `scale = gather(scale)`; a finite fill value votes."""
     (x,) = least_scales(x)
-    windows = Windows.gathered(params["dimension_numbers"], params["slice_sizes"])
+    windows = Windows(params["dimension_numbers"], params["slice_sizes"])
     fill = params["fill_value"]
     if fill is not None and not np.isfinite(fill):
         own = x.scale.or_one()  # at the scale 0, the fill value would be 0 * inf = nan
@@ -257,7 +258,7 @@ def scatter_rule(
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
         return ctx.result(out, scale)
     scale = scale_for((x, updates), density)
-    data = at_shared_scale(ctx, (x, updates), ctx.in_avals[::2], scale)
+    data = at_shared_scale(ctx, (x, updates), scale)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
     out = scatter(ctx.primitive, data[0], indices, data[1], params)
     out = ctx.result(out, scale)

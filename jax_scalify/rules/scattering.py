@@ -32,21 +32,13 @@ from jax_scalify.rules.shared.joining import align
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
 
-_SCATTERS = {
-    lax.scatter_p: lax.scatter,
-    lax.scatter_add_p: lax.scatter_add,
-    lax.scatter_sub_p: lax.scatter_sub,
-    lax.scatter_mul_p: lax.scatter_mul,
-    lax.scatter_min_p: lax.scatter_min,
-    lax.scatter_max_p: lax.scatter_max,
-}
-
 
 def scatter(
     primitive: Primitive, x: Any, indices: Any, updates: Any, params: dict[str, Any]
 ) -> Any:
     """Scatter data of any dtype. The equation itself, with its `update_jaxpr`, takes one dtype."""
-    return _SCATTERS[primitive](
+    function = getattr(lax, primitive.name.replace("-", "_"))  # `lax.scatter_add` for "scatter-add"
+    return function(
         x,
         indices,
         updates,
@@ -120,7 +112,7 @@ def _with_few_scales(
     # The gradient of a diagonal scatters updates with one scale each into zeros.
     if _is_worth_it(x, axes) or (each and into_zeros):
         return updates, axes
-    whole = [d for d, a in zip(windows.dims, windows.axes, strict=True) if a not in partial]
+    whole = [d for d, a in windows.inside.items() if a not in partial]
     updates = uniform_over(updates, [d for d in range(updates.ndim) if d not in whole])
     axes = _axes_of_result(x, updates, windows, partial)
     if _is_worth_it(x, axes):
@@ -131,8 +123,7 @@ def _with_few_scales(
 def _axes_of_result(x: Operand, updates: Operand, windows: Windows, partial: set[int]) -> list[int]:
     """Return the array axes along which the array's scale or the updates' scales differ."""
     axes = set(varying_axes(x.scale))
-    batch = {b: a for a, b in windows.batch}
-    inside = dict(zip(windows.dims, windows.axes, strict=True))
+    batch, inside = {b: a for a, b in windows.batch.items()}, windows.inside
     apart = [dim for dim in range(updates.ndim) if dim not in inside]
     for dim in varying_axes(updates.scale):
         if dim in inside:

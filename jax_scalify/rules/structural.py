@@ -59,8 +59,7 @@ def structural_rule(
                 scale = _scale(ctx, scale, ctx.out_avals[0])
         out = ctx.bind(x.source, *others, **params)
         if not ctx.primitive.multiple_results:
-            wide = ctx.stays_wide or x.is_widened
-            return ctx.result(out, scale) if wide else x.moved(out, scale)
+            return _moved(ctx, x, out, scale)
         scales = scale if isinstance(scale, list) else [scale] * len(out)
         return [
             x.moved(o, s) if dtypes.is_scalable(o.dtype) else o
@@ -69,6 +68,12 @@ def structural_rule(
 
     rule.__doc__ = "`out = f(data)`, scale unchanged."
     return rule
+
+
+def _moved(ctx: RuleContext, x: Operand, source: Any, scale: Scale) -> Operand:
+    """Return `x` with its source and scale moved, rounded if the source is widened."""
+    is_wide = ctx.stays_wide or x.is_widened
+    return ctx.result(source, scale) if is_wide else x.moved(source, scale)
 
 
 def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
@@ -86,38 +91,19 @@ def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
     return ()
 
 
-_elementwise_rule = structural_rule(no_axes)
-register_scale_rule(lax.neg_p, elements="negated", elementwise=True)(_elementwise_rule)
-register_scale_rule(lax.abs_p, elements="new", elementwise=True, nonnegative="always", degree=1)(
-    _elementwise_rule
-)
-register_scale_rule(lax.real_p, elements="new", elementwise=True, nonnegative="keeps", degree=1)(
-    _elementwise_rule
-)
-register_scale_rule(lax.imag_p, lax.conj_p, elements="new", elementwise=True)(_elementwise_rule)
-register_scale_rule("copy", "copy_p", "stop_gradient", "name", elements="same", elementwise=True)(
-    _elementwise_rule
-)
-register_scale_rule(
-    "on_backward",
-    "sharding_constraint",
-    "reshard",
-    "layout_constraint",
-    "relayout",
-    "pvary",
-    elements="same",
-)(_elementwise_rule)
-
-
-register_scale_rule(lax.transpose_p, elements="moved")(
-    structural_rule(no_axes, lambda s, *, permutation, **_: lax.transpose(s, permutation))
-)
-register_scale_rule(lax.squeeze_p, elements="moved")(
-    structural_rule(no_axes, lambda s, *, dimensions, **_: lax.squeeze(s, dimensions))
-)
-register_scale_rule(lax.rev_p, elements="moved")(
-    structural_rule(no_axes, lambda s, *, dimensions, **_: lax.rev(s, dimensions))
-)
+_same_axes_rule = structural_rule(no_axes)
+for _names, _traits in (
+    ((lax.neg_p,), dict(elements="negated", elementwise=True)),
+    ((lax.abs_p,), dict(elements="new", elementwise=True, nonnegative="always", degree=1)),
+    ((lax.real_p,), dict(elements="new", elementwise=True, nonnegative="keeps", degree=1)),
+    ((lax.imag_p, lax.conj_p), dict(elements="new", elementwise=True)),
+    (("copy", "copy_p", "stop_gradient", "name"), dict(elements="same", elementwise=True)),
+    (
+        "on_backward sharding_constraint reshard layout_constraint relayout pvary".split(),
+        dict(elements="same"),
+    ),
+):
+    register_scale_rule(*_names, **_traits)(_same_axes_rule)
 
 
 def _broadcast_scale(
@@ -127,11 +113,6 @@ def _broadcast_scale(
     for size, dim in zip(scale.shape, broadcast_dimensions, strict=True):
         shape[dim] = size
     return lax.broadcast_in_dim(scale, shape, broadcast_dimensions)
-
-
-register_scale_rule(lax.broadcast_in_dim_p, elements="moved")(
-    structural_rule(no_axes, _broadcast_scale)
-)
 
 
 def _slice_scale(
@@ -167,13 +148,18 @@ def _tile_scale(scale: Any, *, reps: Any, **_: Any) -> Any:
     return jnp.tile(scale, [1 if n == 1 else r for n, r in zip(scale.shape, reps, strict=True)])
 
 
-register_scale_rule(lax.slice_p, elements="moved")(structural_rule(no_axes, _slice_scale))
-register_scale_rule(lax.dynamic_slice_p, elements="taken")(
-    structural_rule(no_axes, _dynamic_slice_scale)
-)
-register_scale_rule("split", elements="taken")(structural_rule(no_axes, _split_scale))
-register_scale_rule("unstack", elements="taken")(structural_rule(no_axes, _unstack_scale))
-register_scale_rule("tile", elements="taken")(structural_rule(no_axes, _tile_scale))
+for _primitive, _elements, _move in (
+    (lax.transpose_p, "moved", lambda s, *, permutation, **_: lax.transpose(s, permutation)),
+    (lax.squeeze_p, "moved", lambda s, *, dimensions, **_: lax.squeeze(s, dimensions)),
+    (lax.rev_p, "moved", lambda s, *, dimensions, **_: lax.rev(s, dimensions)),
+    (lax.broadcast_in_dim_p, "moved", _broadcast_scale),
+    (lax.slice_p, "moved", _slice_scale),
+    (lax.dynamic_slice_p, "taken", _dynamic_slice_scale),
+    ("split", "taken", _split_scale),
+    ("unstack", "taken", _unstack_scale),
+    ("tile", "taken", _tile_scale),
+):
+    register_scale_rule(_primitive, elements=_elements)(structural_rule(no_axes, _move))
 
 
 @register_scale_rule(lax.reshape_p, elements="moved")
@@ -198,19 +184,15 @@ def reshape_rule(
         every = math.prod(x.scale.shape) != size == x.size  # each element would get a scale
         if not x.size or every and not dtypes.is_narrow(x.dtype):
             x = uniform_over(x)
-    if not x.scale.ndim:
-        if ctx.stays_wide or x.is_widened:
-            return ctx.result(ctx.bind(x.data, **params), x.scale)
-        return x.moved(ctx.bind(x.source, **params), x.scale)
-    wide, shape = [1] * x.ndim, []
-    for (axes, sizes), v in zip(groups, varies):
-        for a in axes:
-            wide[a] = x.shape[a] if v else 1
-        shape += sizes if v else [1] * len(sizes)
-    scale = x.scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
-    if ctx.stays_wide or x.is_widened:
-        return ctx.result(ctx.bind(x.data, **params), scale)
-    return x.moved(ctx.bind(x.source, **params), scale)
+    scale = x.scale
+    if scale.ndim:
+        wide, shape = [1] * x.ndim, []
+        for (axes, sizes), v in zip(groups, varies):
+            for a in axes:
+                wide[a] = x.shape[a] if v else 1
+            shape += sizes if v else [1] * len(sizes)
+        scale = scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
+    return _moved(ctx, x, ctx.bind(x.source, **params), scale)
 
 
 def _reshaped_groups(
@@ -245,12 +227,8 @@ def _at_most(size: Any, other: Any) -> bool:
         return False
 
 
-def _reduced_scale(scale: Any, *, axes: Any, **_: Any) -> Any:
-    return lax.squeeze(scale, axes)
-
-
 register_scale_rule(lax.reduce_max_p, lax.reduce_min_p, elements="picked")(
-    structural_rule(lambda ctx, *, axes, **_: axes, _reduced_scale)
+    structural_rule(lambda ctx, *, axes, **_: axes, lambda s, *, axes, **_: lax.squeeze(s, axes))
 )
 register_scale_rule(lax.cummax_p, lax.cummin_p, elements="picked")(
     structural_rule(lambda ctx, *, axis, **_: (axis,))
