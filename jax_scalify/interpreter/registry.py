@@ -20,7 +20,7 @@ from jax_scalify.interpreter.corrections import Corrections, Pending
 from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.rescaling import kept_wide, narrowed, to_plain
 from jax_scalify.interpreter.traits import Traits, declare
-from jax_scalify.interpreter.value import Value
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable, trace_with_table
@@ -281,7 +281,7 @@ class RuleContext:
     def dequantise(self, x: Any, dtype: Any = None) -> Any:
         """Return the plain values `data * scale`, in at least float32 unless told otherwise."""
         if not isinstance(x, ScaledArray):
-            return x
+            return x.whole() if isinstance(x, Plain) else x
         return to_plain(x, dtype or dtypes.compute_dtype(x.dtype))
 
     def trace(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> Any:

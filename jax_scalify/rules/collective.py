@@ -133,10 +133,8 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
         result = summed(ctx, total, scale * factor, scale)
         is_part = ctx.primitive.name == "reduce_scatter"
         return result if is_part else _gathered(ctx, result, params, devices)
-    if sum_dtype == jnp.float32 or positional or dtypes.is_fp8(out):
-        travels = dtypes.compute_dtype(out)
-    else:
-        travels = out
+    widens = sum_dtype == jnp.float32 or positional or dtypes.is_fp8(out)
+    travels = dtypes.compute_dtype(out) if widens else out
     if travels == jnp.float16:
         data = multiply(data, Scale(0) / factor)
         total = ctx.bind(dtypes.cast(data, travels), **params)

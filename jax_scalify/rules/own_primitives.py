@@ -41,8 +41,7 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
         return (
             Scale(max(-limit, min(limit, pow2.floor_exponent(number)))) if number else algebra.ZERO
         )
-    plain = ctx.dequantise(value) if isinstance(value, Operand) else value.whole()
-    plain = jnp.abs(plain).astype(ctx.table.dtype)
+    plain = jnp.abs(ctx.dequantise(value)).astype(ctx.table.dtype)
     return ctx.table.atom(
         pow2.round_down(array_lib.align_scale(plain, len(ctx.out_avals[0].shape)))
     )
@@ -112,8 +111,7 @@ def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
 @register_value_rule(primitives.stop_scaling_p, elements="rescaled")
 def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
     """Return the plain values, `data * scale`."""
-    plain = ctx.dequantise(value, value.dtype) if isinstance(value, Operand) else value.whole()
-    return [Plain.of(plain, facts=value.facts)]
+    return [Plain.of(ctx.dequantise(value, value.dtype), facts=value.facts)]
 
 
 @register_scale_rule(primitives.get_data_and_scale_p, elements="new")

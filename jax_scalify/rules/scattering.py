@@ -136,11 +136,7 @@ def _axes_of_result(x: Operand, updates: Operand, windows: Windows, partial: set
 
 
 def _is_worth_it(x: Operand, axes: list[int]) -> bool:
-    """Return whether the result may have scales along `axes`.
-
-    It may if they are the axes of the array's own scale, if the array is 1-d, or if there are fewer
-    scales than elements.
-    """
+    """Return whether scales along `axes` are the array's own, or fewer than elements, or in 1-d."""
     given = len(axes) == len(varying_axes(x.scale))
     return given or x.ndim == 1 or math.prod(x.shape[a] for a in axes) < math.prod(x.shape)
 

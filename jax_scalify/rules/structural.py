@@ -18,13 +18,11 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
-from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
-from jax_scalify.rules.shared.products import made
-from jax_scalify.scales import algebra
+from jax_scalify.rules.shared.products import with_room
 from jax_scalify.scales.algebra import ONE, Scale
 
 # A narrow scale leaves room for a constant among the elements if its exponent is at most this. A
@@ -318,21 +316,16 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if not dtypes.is_scalable(dtype):
         return ctx.bind(x.source if dtype == jnp.bool_ else ctx.dequantise(x), **params)
     if not dtypes.is_narrow(dtype):
-        return _as_wide(x, dtypes.cast(x.source, dtype))
+        source, unit = dtypes.cast(x.source, dtype), x.unit
+        if unit.ndim or unit.is_zero:
+            return ctx.result(source, x.scale, unit)
+        return ctx.of_value(source, x.scale, unit)  # a scalar unit is kept, not multiplied
     if dtypes.is_narrow(x.dtype):
         return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
     scale, constant = x.scale, x.facts.constant
     if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
-        scale = algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
+        scale = with_room(scale, constant, dtype)
     if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
         scale = scale.bounded()[0]  # the unbounded factor may be infinite, and 0 * inf is nan
     source = lax.real(x.source) if jnp.iscomplexobj(x.source) else x.source
     return ctx.result(source, scale, x.unit)
-
-
-def _as_wide(x: Operand, source: Any) -> Operand:
-    """Return `x` with its source cast to a wide dtype. A scalar unit is kept, not multiplied."""
-    unit = x.unit
-    if unit.ndim or unit.is_zero:
-        return made(source, unit, x.scale, source.dtype)
-    return Operand(source, x.scale, unit=unit)

@@ -17,10 +17,8 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.blocks.dot import block_dot_p
-from jax_scalify.blocks.quantising import Quantiser
 from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import Value
 from jax_scalify.primitives.narrow_dot import (
     SMALLEST_EXPONENT,
     narrow_dot_general,
@@ -205,17 +203,11 @@ def block_dot_rule(
     """The rule of `dot_general`; the data chooses block scales, but not the array's scale."""
     lhs, rhs, left, right, count = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     data = [lhs.data, rhs.data]  # of unit size
-    params |= dict(
-        quantisers=tuple(map(of_data, quantisers, ctx.inputs)),
-        preferred_element_type=_preferred(ctx, {ctx.out_dtype}),
-    )
+    of_unit_size = [q.of_unit_data(0) if v.is_scaled else q for q, v in zip(quantisers, ctx.inputs)]
+    preferred = _preferred(ctx, {ctx.out_dtype})
+    params |= dict(quantisers=tuple(of_unit_size), preferred_element_type=preferred)
     scale, _ = _of_sum(ctx, lhs, rhs, left, right, count)
     return summed(ctx, block_dot_p.bind(*data, **params), scale, left * right)
-
-
-def of_data(quantiser: Quantiser, value: Value) -> Quantiser:
-    """Return the quantiser of an operand. Data of a scaled operand has unit size."""
-    return quantiser.of_unit_data(0) if value.is_scaled else quantiser
 
 
 def _preferred(ctx: RuleContext, kinds: set[Any]) -> Any:

@@ -95,10 +95,7 @@ def scan_rule(
 
     captured = pack(const_forms, consts, ctx.table)
     body, carry_forms, start = _loop(ctx, make, init, [*consts, *xs])
-    y_forms = [  # a "uniform" result has one number per step
-        dataclasses.replace(f, kind="plain") if f.kind == "uniform" else f
-        for f in body.forms[num_carry:]
-    ]
+    y_forms = [form.as_array() for form in body.forms[num_carry:]]
     given = [x for v, form in zip(xs, stacked, strict=True) for x in _scanned(ctx, v, form, length)]
     scanned = [array for array, is_sliced in given if is_sliced]
     varies = [False] * len(captured) + [True] * len(start) + [sliced for _, sliced in given]
@@ -109,7 +106,7 @@ def scan_rule(
     def step(carry: Any, sliced: Any) -> Any:
         rest, (before, _) = iter(sliced), carry
         x_arrays = [next(rest) if is_sliced else array for array, is_sliced in given]
-        out = body([*captured, *before, *x_arrays], [*carry_forms, *y_forms], ctx.table.dtype)
+        out = body([*captured, *before, *x_arrays], [*carry_forms, *y_forms])
         after, ys = _held(carry_forms, before, out[: len(before)]), out[len(before) :]
         tables = [jnp.stack([ys[at] for at in which]) for which in together]
         return (after, [ys[at] for at in shared]), ([ys[at] for at in alone], tables)
@@ -198,8 +195,8 @@ def while_rule(
     plain = [dataclasses.replace(f, kind="plain", constant=None) for f in test.forms]
     captured = pack(cond_forms, cond_consts, ctx.table), pack(body_forms, body_consts, ctx.table)
     out = lax.while_loop(
-        lambda carry: test([*captured[0], *carry], plain, ctx.table.dtype)[0],
-        lambda carry: _held(forms, carry, body([*captured[1], *carry], forms, ctx.table.dtype)),
+        lambda carry: test([*captured[0], *carry], plain)[0],
+        lambda carry: _held(forms, carry, body([*captured[1], *carry], forms)),
         start,
     )
     return unpack(forms, out, ctx.table)
@@ -210,27 +207,25 @@ def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple
 
     The new loop runs while any example runs. A step leaves finished examples unchanged.
     """
-    carry = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in body.in_avals[body_count:]]
-    cond_consts, body_consts = (
-        [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.in_avals[:count]]
-        for jaxpr, count in ((cond, cond_count), (body, body_count))
-    )
+    goes_on, step = jex_core.jaxpr_as_fun(cond), jex_core.jaxpr_as_fun(body)
+    avals = [*cond.in_avals[:cond_count], *body.in_avals]
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
-    def goes_on(*args: Any) -> Any:
-        return jex_core.jaxpr_as_fun(cond)(*args)[0]
+    def some_run(*args: Any) -> Any:
+        return jnp.any(goes_on(*args)[0])
 
-    def step(*args: Any) -> list[Any]:
+    def step_of_running(*args: Any) -> list[Any]:
         before = args[cond_count + body_count :]
-        running = goes_on(*args[:cond_count], *before)
-        after = jex_core.jaxpr_as_fun(body)(*args[cond_count:])
+        (running,) = goes_on(*args[:cond_count], *before)
         return [
             jnp.where(running.reshape(running.shape + (1,) * (a.ndim - running.ndim)), a, b)
-            for a, b in zip(after, before, strict=True)
+            for a, b in zip(step(*args[cond_count:]), before, strict=True)
         ]
 
+    carry = avals[cond_count + body_count :]
     return (
-        jax.make_jaxpr(lambda *args: jnp.any(goes_on(*args)))(*cond_consts, *carry),
-        jax.make_jaxpr(step)(*cond_consts, *body_consts, *carry),
+        jax.make_jaxpr(some_run)(*avals[:cond_count], *carry),
+        jax.make_jaxpr(step_of_running)(*avals),
     )
 
 
@@ -249,7 +244,7 @@ def cond_rule(
     joined = bodies[0].forms
     for body in bodies[1:]:
         joined = [join(a, b) for a, b in zip(joined, body.forms, strict=True)]
-    calls = [lambda *arrays, body=body: body(arrays, joined, ctx.table.dtype) for body in bodies]
+    calls = [lambda *arrays, body=body: body(arrays, joined) for body in bodies]
     operands = pack(forms, args, ctx.table)
     if branches_platforms is None:
         out = lax.switch(index.whole(), calls, *operands)
@@ -285,7 +280,7 @@ def custom_linear_solve_rule(
     names = {e.primitive.name for e in all_equations(jaxprs.solve.jaxpr)}
     if names.isdisjoint(("while", "scan")):
         return ctx.scale_jaxpr(jaxprs.solve, [*consts["solve"], *rest])
-    plain = [ctx.dequantise(v, v.dtype) if isinstance(v, Operand) else v.whole() for v in args]
+    plain = [ctx.dequantise(v, v.dtype) for v in args]
     out = ctx.bind(*plain, const_lengths=const_lengths, jaxprs=jaxprs, **params)
     scales = [promote(v, ctx.table, full=True).scale for v in rest if v.is_scalable]
     if len(scales) != len(out):  # the solver has auxiliary results, such as an iteration count

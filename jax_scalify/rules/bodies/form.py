@@ -104,6 +104,10 @@ class Form:
             )
         return dataclasses.replace(self, shape=self.shape[1:], scale_shape=rest, sharding=sharding)
 
+    def as_array(self) -> Form:
+        """Return a form in which a "uniform" value is an array: its numbers may differ."""
+        return dataclasses.replace(self, kind="plain") if self.kind == "uniform" else self
+
     def avals(self, scale_dtype: Any) -> list[jax.ShapeDtypeStruct]:
         """Return the types of the arrays that stand for a value; `[]` for a constant."""
         if self.kind == "constant":
@@ -243,13 +247,14 @@ class Body:
 
     jaxpr: Any
     forms: list[Form]
+    table_dtype: Any
 
-    def __call__(self, arrays: Sequence[Any], forms: Sequence[Form], table_dtype: Any) -> list[Any]:
+    def __call__(self, arrays: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
         """Call the body, and convert its results to `forms`, which must be able to hold them."""
         results = _compat.inlined(self.jaxpr, arrays)
         if list(forms) == self.forms:
             return results
-        table = ScaleTable(table_dtype)
+        table = ScaleTable(self.table_dtype)
         return pack(forms, unpack(self.forms, results, table), table)
 
 
@@ -263,7 +268,7 @@ def interpret(ctx: RuleContext, closed: Any, forms: Sequence[Form]) -> Body:
         return pack(out_forms, outputs, table)
 
     avals = [aval for form in forms for aval in form.avals(ctx.table.dtype)]
-    return Body(ctx.trace(flat, avals), out_forms)
+    return Body(ctx.trace(flat, avals), out_forms, ctx.table.dtype)
 
 
 def fixpoint(make: Callable[[list[Form]], Body], forms: list[Form]) -> tuple[Body, list[Form]]:

@@ -45,7 +45,7 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
     def body(*arrays: Any) -> list[Any]:
         def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
             outputs = ctx.scale_jaxpr(closed, unpack(inner, arrays, table), table)
-            found[:] = [_as_array(Form.of(value)) for value in outputs]
+            found[:] = [Form.of(value).as_array() for value in outputs]
             return pack(found, outputs, table)
 
         results = _compat.inlined(ctx.trace(flat, arrays), arrays)
@@ -87,11 +87,6 @@ def _part(form: Form, aval: Any) -> Form:
         sharding=_compat.explicit_sharding(aval),
         varying=_compat.varying_axes(aval),
     )
-
-
-def _as_array(form: Form) -> Form:
-    """Return a form in which a "uniform" value is an array: devices may have different numbers."""
-    return dataclasses.replace(form, kind="plain") if form.kind == "uniform" else form
 
 
 def _specs(forms: Sequence[Form], specs: Sequence[Any]) -> list[Any]:

@@ -26,6 +26,11 @@ def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
     return Operand.of_value(multiply(raw, unit, dtype), scale)
 
 
+def with_room(scale: Scale, constant: float, dtype: Any) -> Scale:
+    """Return `scale`, raised so that narrow data holds `2**constant`: see `room`."""
+    return algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
+
+
 def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
     """Return `scale`, raised so that constants among the elements fit into narrow data.
 
@@ -33,12 +38,12 @@ def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
     A constant that the dtype does not hold is ignored. It comes from a mask, and may no longer be
     among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
     """
+    if ctx.holds_values or ctx.stays_wide:
+        return scale
     constant = facts_of(ctx.eqn, list(ctx.inputs)).constant
-    if ctx.holds_values or ctx.stays_wide or constant is None:
+    if constant is None or constant >= jnp.finfo(ctx.out_dtype).maxexp:
         return scale
-    if constant >= jnp.finfo(ctx.out_dtype).maxexp:
-        return scale
-    return algebra.join(scale, Scale(math.floor(constant)) * room(ctx.out_dtype), narrow=True)
+    return with_room(scale, constant, ctx.out_dtype)
 
 
 def widened(ctx: RuleContext, data: Sequence[Any], scale: Scale = ONE) -> list[Any]:
@@ -50,13 +55,10 @@ def widened(ctx: RuleContext, data: Sequence[Any], scale: Scale = ONE) -> list[A
     """
     compute = dtypes.compute_dtype(ctx.out_dtype)
     is_wide = ctx.pending.exponent or ctx.stays_wide or any(x.dtype == compute for x in data)
-    if not is_wide and not (dtypes.is_narrow(ctx.out_dtype) and _may_be_below_one(scale)):
+    may_be_below_one = not scale.is_static or scale.exponent < 0
+    if not is_wide and not (dtypes.is_narrow(ctx.out_dtype) and may_be_below_one):
         return list(data)
     return [lax.convert_element_type(x, compute) for x in data]
-
-
-def _may_be_below_one(scale: Scale) -> bool:
-    return not scale.is_static or scale.exponent < 0
 
 
 def bind_product(
@@ -71,6 +73,7 @@ def bind_product(
         return ctx.on_values(scale * spread, *operands, **params)
     data = [x.data for x in operands]
     raw = ctx.bind(*widened(ctx, data, scale), **params)
-    is_rounded = raw.dtype == ctx.out_dtype
-    own = scale * spread if is_rounded else for_constants(ctx, scale * spread)
+    own = scale * spread
+    # Raw data of a narrow dtype is already rounded: a larger scale would be too late.
+    own = own if raw.dtype == ctx.out_dtype else for_constants(ctx, own)
     return ctx.result(raw, own, scale)
