@@ -33,6 +33,7 @@ from jax_scalify.rules.shared.along_axes import (
     least_scales,
     lies_along,
     own_scales,
+    scale_along,
     scale_array,
     scale_of,
     uniform_over,
@@ -125,8 +126,7 @@ def concatenate_rule(
     data, pieces = [], []
     for x, own in zip(args, own_scales(*args), strict=True):
         data += at_shared_scale(ctx, (x,), own)
-        along = [n if a in axes else 1 for a, n in enumerate(x.shape)]
-        pieces.append(scale_array(ctx.table, own, along))
+        pieces.append(scale_along(ctx.table, own, axes, x.shape))
     scale = scale_of(ctx.table, lax.concatenate(pieces, dimension))
     return ctx.result(ctx.bind(*data, dimension=dimension, **params), scale)
 
@@ -189,10 +189,8 @@ def dynamic_update_slice_rule(
         data = at_shared_scale(ctx, (x, update), scale)
         return ctx.result(ctx.bind(*data, *starts, **params), scale)
     own = own_scales(x, update)
-    old, new = (
-        scale_array(ctx.table, scale, [n if a in axes else 1 for a, n in enumerate(of.shape)])
-        for scale, of in zip(own, (x, update), strict=True)
-    )
+    old = scale_along(ctx.table, own[0], axes, x.shape)
+    new = scale_along(ctx.table, own[1], axes, update.shape)
     offsets = [s if a in axes else np.zeros((), s.dtype) for a, s in enumerate(starts)]
     if not partial <= set(axes):  # some old elements share a scale with new elements
         new = lax.max(new, lax.dynamic_slice(old, offsets, new.shape))

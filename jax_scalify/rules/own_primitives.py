@@ -28,19 +28,15 @@ from jax_scalify.scales.algebra import Scale
 
 
 def _requested_scale(ctx: RuleContext, index: int) -> Scale:
-    """Read a scale operand: a known scale, a constant, or a traced number.
-
-    Numbers are rounded down to powers of two.
-    """
+    """Read a scale operand. A constant or a traced number is rounded down to a power of two."""
     value = ctx.inputs[index]
     if value.known_scale is not None:
         return value.known_scale
     if value.constant is not None:
-        number = float(value.constant)
-        limit = pow2.MAX_EXPONENT
-        return (
-            Scale(max(-limit, min(limit, pow2.floor_exponent(number)))) if number else algebra.ZERO
-        )
+        number, limit = float(value.constant), pow2.MAX_EXPONENT
+        if not number:
+            return algebra.ZERO
+        return Scale(max(-limit, min(limit, pow2.floor_exponent(number))))
     plain = jnp.abs(ctx.dequantise(value)).astype(ctx.table.dtype)
     return ctx.table.atom(
         pow2.round_down(array_lib.align_scale(plain, len(ctx.out_avals[0].shape)))
@@ -194,10 +190,7 @@ def delayed_rescale_rule(
 def _amax_exponent(
     ctx: RuleContext, x: Operand, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return for each scale the exponent of the largest value, and whether this value is finite.
-
-    Both results have the given shape, the shape of one entry of the history.
-    """
+    """Return each scale's largest exponent, and whether it is finite, as entries of the history."""
     shared = [d == 1 for d in shape] or [True] * x.ndim
     own = [d == 1 for d in x.scale.shape] or [True] * x.ndim
     axes = tuple(a for a in range(x.ndim) if shared[a] and own[a])

@@ -23,6 +23,7 @@ from jax_scalify.interpreter.value import Plain
 from jax_scalify.rules.shared.along_axes import (
     Windows,
     own_scales,
+    scale_along,
     scale_array,
     scale_of,
     uniform_over,
@@ -66,19 +67,17 @@ def scatter_along_axes(
     `out.scale[rows]`. If an update replaces all elements that share a scale, the array's own scale
     does not count there.
     """
-    shape, rank = x.shape, updates.ndim
-    dims = params["dimension_numbers"]
-    windows = Windows.scattered(dims, x.ndim, ctx.in_avals[2].shape)
-    partial = windows.partial_axes(ctx.in_avals[0].shape)
+    windows = Windows.scattered(params["dimension_numbers"], x.ndim, updates.shape)
+    partial = windows.partial_axes(x.shape)
     updates, axes = _with_few_scales(x, updates, windows, partial)
     own = own_scales(x, updates)
     replaces = False
     if not partial & set(axes):
         scale = algebra.join(own[0], own[1].map(windows.on_operand)) * factor
-        there = scale.map(lambda s: windows.on_windows(s, rank))
+        there = scale.map(lambda s: windows.on_windows(s, updates.ndim))
     else:
         inner, columns = windows.along(axes, indices)
-        old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
+        old = scale_along(ctx.table, own[0], axes, x.shape)
         new = scale_array(ctx.table, own[1], inner.shape_along(axes, updates.shape))
         replaces = ctx.primitive is lax.scatter_p and partial <= set(axes)
         kept = old

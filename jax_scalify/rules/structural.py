@@ -90,7 +90,7 @@ def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
 
 
 _same_axes_rule = structural_rule(no_axes)
-for _names, _traits in (
+_SAME_AXES: tuple[tuple[Any, dict[str, Any]], ...] = (
     ((lax.neg_p,), dict(elements="negated", elementwise=True)),
     ((lax.abs_p,), dict(elements="new", elementwise=True, nonnegative="always", degree=1)),
     ((lax.real_p,), dict(elements="new", elementwise=True, nonnegative="keeps", degree=1)),
@@ -100,7 +100,8 @@ for _names, _traits in (
         "on_backward sharding_constraint reshard layout_constraint relayout pvary".split(),
         dict(elements="same"),
     ),
-):
+)
+for _names, _traits in _SAME_AXES:
     register_scale_rule(*_names, **_traits)(_same_axes_rule)
 
 

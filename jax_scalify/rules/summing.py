@@ -144,8 +144,8 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
     params.pop("preferred_element_type", None)
     if params.get("precision") in _OF_FLOAT16:  # `preferred_element_type` works everywhere
         params["precision"] = None
-    lhs, rhs, *moved = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
-    scale, unit = _of_sum(ctx, lhs, rhs, *moved)
+    lhs, rhs, left, right, count = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
+    scale, unit = _of_sum(ctx, lhs, rhs, left, right, count)
     kinds = {x.dtype for x in (lhs.source, rhs.source, ctx.out_avals[0])}
     if ctx.config.sum_dtype != np.float32 and kinds == {np.dtype("float16")}:
         corrected = scale * Scale(ctx.pending.exponent)

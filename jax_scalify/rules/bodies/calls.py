@@ -33,7 +33,7 @@ def _constrain(value: Value, sharding: Any) -> Value:
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body in place; shardings become constraints on the data."""
     # Without floating operands and results, no scale passes: keep the call.
-    if not any(map(dtypes.is_scalable, (v.dtype for v in (*args, *ctx.out_avals)))):
+    if not any(map(_is_scalable, (*args, *ctx.out_avals))):
         return [Plain.of(x) for x in ctx.bind(*(v.whole() for v in args), jaxpr=jaxpr, **params)]
     inputs = [_constrain(v, s) for v, s in zip(args, params["in_shardings"], strict=True)]
     outputs = ctx.scale_jaxpr(jaxpr, inputs, wide=ctx.wide)

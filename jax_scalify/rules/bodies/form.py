@@ -75,12 +75,14 @@ class Form:
     @classmethod
     def of(cls, value: Value) -> Form:
         """Return the least form of a value."""
+        is_operand = isinstance(value, Operand)
+        array = value.source if is_operand else value.array
         known: dict[str, Any] = dict(
             facts=value.facts,
             sharding=_compat.explicit_sharding(value),
-            varying=_varying_axes(value),
+            varying=_compat.varying_axes(value.number if array is None else array),
         )
-        if isinstance(value, Operand):
+        if is_operand:
             value = at_home(value)
             scale = value.scale
             if scale.is_static:
@@ -89,8 +91,8 @@ class Form:
                 known |= dict(scale_shape=scale.shape, extent=min(LARGEST_EXTENT, int(scale.span)))
             known |= dict(holds_data=value.holds_data, is_home=value.home == scale)
             return cls(value.shape, value.dtype, "scaled", **known)
-        is_number = value.number is not None and value.array is None
-        kind = "constant" if value.constant is not None else "uniform" if is_number else "plain"
+        kind = "uniform" if array is None else "plain"
+        kind = "constant" if value.constant is not None else kind
         return cls(value.shape, value.dtype, kind, constant=value.constant, **known)
 
     def slice(self) -> Form:
@@ -186,13 +188,6 @@ class Form:
         home = scale if self.is_home else None
         x = Operand(arrays[0], scale) if self.holds_data else Operand.of_value(arrays[0], scale)
         return x.as_result(self.facts, home=home)
-
-
-def _varying_axes(value: Value) -> frozenset[Any]:
-    if isinstance(value, Operand):
-        return _compat.varying_axes(value.source)
-    array = value.number if value.array is None else value.array
-    return _compat.varying_axes(array)
 
 
 def join(a: Form, b: Form) -> Form:

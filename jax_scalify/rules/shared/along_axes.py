@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,13 @@ def scale_array(table: ScaleTable, scale: Scale, shape: Sequence[int] | None = N
     """Return the array of a scale, broadcast to `shape` if given."""
     value = np.asarray(scale.value, table.dtype) if scale.is_static else scale.array
     return jnp.asarray(value) if shape is None else jnp.broadcast_to(value, tuple(shape))
+
+
+def scale_along(
+    table: ScaleTable, scale: Scale, axes: Container[int], shape: Sequence[int]
+) -> jax.Array:
+    """Return the array of a scale, broadcast along some axes of an array of this shape."""
+    return scale_array(table, scale, [n if a in axes else 1 for a, n in enumerate(shape)])
 
 
 def largest(scale: Scale) -> Scale:
