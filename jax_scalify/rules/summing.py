@@ -19,11 +19,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.blocks.dot import block_dot_p
 from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.primitives.narrow_dot import (
-    SMALLEST_EXPONENT,
-    narrow_dot_general,
-    narrow_dot_p,
-)
+from jax_scalify.primitives.narrow_dot import SMALLEST_EXPONENT, narrow_dot_p
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, growth, summed
 from jax_scalify.rules.shared.products import for_constants
@@ -154,7 +150,7 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
         if fits and SMALLEST_EXPONENT <= ratio.exponent <= 0:
             ctx.pending.take()
             exponent = int(ratio.exponent)
-            total = narrow_dot_general(lhs.source, rhs.source, exponent=exponent, **params)
+            total = narrow_dot_p.bind(lhs.source, rhs.source, exponent=exponent, **params)
             return Operand(total, corrected)
     preferred = _preferred(ctx, kinds)
     total = lax.dot_general_p.bind(
