@@ -96,9 +96,9 @@ def clamp_rule(
     out, operands = ctx.out_avals[0], (low, x, high)
     if (number := _own_number(ctx, operands, scale, params)) is not None:
         return number
-    args = aligned(scale, *operands)
+    args = [a.value if ctx.holds_values else align(a, scale) for a in operands]
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
-    return ctx.result(ctx.bind(*args, **params), scale)
+    return ctx.result(ctx.bind(*same_dtype(*args), **params), scale)
 
 
 def _own_number(

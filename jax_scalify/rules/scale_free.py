@@ -44,7 +44,8 @@ def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 
 def _together(lhs: Operand, rhs: Operand) -> list[Any]:
-    return aligned(shared_scale(lhs, rhs, additive=True), lhs, rhs)
+    narrow = dtypes.is_narrow(lhs.dtype)
+    return aligned(shared_scale(lhs, rhs, additive=True) if narrow else ONE, lhs, rhs)
 
 
 @register_scale_rule(
