@@ -16,9 +16,11 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter.facts import facts_of
-from jax_scalify.interpreter.operand import Facts, Operand
-from jax_scalify.interpreter.value import Value
+from jax_scalify.interpreter.operand import Facts, Operand, ratio_of
+from jax_scalify.interpreter.rescaling import kept_wide, narrowed
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
+from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable, trace_with_table
 
 
@@ -114,14 +116,44 @@ class RuleContext:
         return x.value if self.holds_values else x.at_unit(scale, dtype)
 
     def on_values(self, scale: Scale, *args: Any, **params: Any) -> Operand:
-        """Apply the primitive to values. `scale` is the scale that the law gives."""
-        values = [x.value if isinstance(x, Operand) else x for x in args]
-        return self.of_value(self.bind(*values, **params), scale)
+        """Apply the primitive to values, in at least float32 if the result has a narrow dtype.
+
+        `scale` is the scale that the law gives.
+        """
+        value = (lambda x: x.value) if self.holds_values else self.dequantise
+        values = [value(x) if isinstance(x, Operand) else x for x in args]
+        return self.result(self.bind(*values, **params), scale, ONE)
 
     def of_value(self, value: Any, scale: Scale, unit: Scale = ONE) -> Operand:
-        """Return the result with the values `value * unit`. The pending correction is applied."""
+        """Return a result of a wide dtype, with the values `value * unit` in this unit."""
         scale = scale * Scale(self.pending.take())
         return Operand(dtypes.cast(value, self.out_dtype), scale, unit=unit)
+
+    def result(
+        self, raw: Any, scale: Scale, unit: Scale | None = None, *, saturates: bool = True
+    ) -> Operand:
+        """Return the result with the values `raw * unit` and the scale that the law gives.
+
+        A pending correction is applied before the result is rounded, so that corrected data does
+        not overflow on the way. The result is multiplied once and rounded once.
+
+        Args:
+            raw: an array, often in float32.
+            scale: the scale that the law gives, without the correction.
+            unit: the unit of `raw`. By default `raw` is data at `scale` for narrow dtypes, and
+                values for wide dtypes.
+            saturates: whether data saturates in float16 where the value is finite: see `narrowed`.
+        """
+        unit = self.unit(scale) if unit is None else unit
+        if self.holds_values:
+            return self.of_value(multiply(raw, unit), scale)
+        scale, dtype = scale * Scale(self.pending.take()), self.out_dtype
+        raw = multiply(raw, ratio_of(unit, scale))
+        if raw.dtype == dtype:  # it was not computed in float32: nothing to round
+            return Operand(raw, scale)
+        if self.stays_wide:
+            return kept_wide(raw, scale, dtype)
+        return Operand(narrowed(raw, scale, dtype) if saturates else dtypes.cast(raw, dtype), scale)
 
     def bind(self, *args: Any, **params: Any) -> Any:
         """Apply the primitive itself."""
@@ -130,7 +162,7 @@ class RuleContext:
     def dequantise(self, x: Any, dtype: Any = None) -> Any:
         """Return the plain values `data * scale`, in at least float32 unless told otherwise."""
         if not isinstance(x, ScaledArray):
-            return x
+            return x.whole() if isinstance(x, Plain) else x
         dtype = dtype or dtypes.compute_dtype(x.dtype)
         if not isinstance(x.scale, Scale):
             return x.to_array(dtype)

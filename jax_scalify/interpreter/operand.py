@@ -77,6 +77,11 @@ def largest(numbers: Iterable[float | None]) -> float | None:
 NOTHING = Facts()
 
 
+def ratio_of(unit: Scale, scale: Scale) -> Scale:
+    """Return `unit / scale`, which turns an array of this unit into data; 1 if `unit` is 0."""
+    return ONE if unit is scale or unit.is_zero or unit == scale else unit / scale
+
+
 class Operand(ScaledArray):
     """A `ScaledArray` inside the transform: values, a scale, and what is known about the values.
 
@@ -212,8 +217,7 @@ class Operand(ScaledArray):
 
     def at_unit(self, unit: Scale, dtype: Any = None, **options: Any) -> Any:
         """Return the array `value / unit`; `options` are passed to `multiply`."""
-        same = self.unit is unit or self.unit == unit or self.unit.is_zero
-        return multiply(self.source, ONE if same else self.unit / unit, dtype, **options)
+        return multiply(self.source, ratio_of(self.unit, unit), dtype, **options)
 
     def to_array(self, dtype: Any = None) -> Any:
         """Return the array of values in a dtype, by default the operand's."""

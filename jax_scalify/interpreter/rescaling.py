@@ -40,6 +40,7 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
         return dtypes.cast(data, dtype)
     if scale.is_static and scale.exponent >= 0:
         return dtypes.cast(data, dtype)
+    data = lax.convert_element_type(data, dtypes.compute_dtype(data.dtype))
     info = jnp.finfo(data.dtype)
     if scale.is_static:
         factor = pin_constant(np.ldexp(_TO_INFINITY, 112 + int(scale.exponent)))

@@ -31,19 +31,9 @@ from jax_scalify.base.pins import pin_constant
 _SMALLEST_BEHIND = -6
 SMALLEST_EXPONENT = _SMALLEST_BEHIND - 10
 
+# `dot_general(lhs, rhs) * 2**exponent` of float16 arrays, in float16, for exponents from -16 to 0.
+# The other parameters are those of `lax.dot_general_p`, without `preferred_element_type`.
 narrow_dot_p = Primitive("narrow_dot_general")
-
-
-def narrow_dot_general(lhs: jax.Array, rhs: jax.Array, exponent: int, **params: Any) -> jax.Array:
-    """Return `dot_general(lhs, rhs) * 2**exponent` in float16.
-
-    Args:
-        lhs: float16 array.
-        rhs: float16 array.
-        exponent: an integer from -16 to 0.
-        **params: the parameters of `lax.dot_general_p`, without `preferred_element_type`.
-    """
-    return narrow_dot_p.bind(lhs, rhs, exponent=exponent, **params)
 
 
 def _wide(lhs: Any, rhs: Any, *, exponent: int, pinned: bool = False, **params: Any) -> Any:

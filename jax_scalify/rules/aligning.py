@@ -33,6 +33,7 @@ from jax_scalify.rules.shared.along_axes import (
     least_scales,
     lies_along,
     own_scales,
+    scale_along,
     scale_array,
     scale_of,
     uniform_over,
@@ -47,7 +48,7 @@ from jax_scalify.rules.shared.joining import (
     scale_for,
     shared_scale,
 )
-from jax_scalify.rules.shared.products import rounded, widened
+from jax_scalify.rules.shared.products import widened
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -57,12 +58,12 @@ def _sum_rule(negate_rhs: bool) -> Rule:
     def rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
         out = ctx.out_avals[0]
         if rhs.constant == 0 and not ctx.holds_values:
-            return rounded(ctx, filled(lhs.data, out), lhs.scale)
+            return ctx.result(filled(lhs.data, out), lhs.scale)
         if lhs.constant == 0 and not ctx.holds_values:
             data = rhs.data
             # Not `-x`: if `x` is 0, `0 - x` is 0 but `-x` is -0.
             data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data
-            return rounded(ctx, filled(data, out), rhs.scale)
+            return ctx.result(filled(data, out), rhs.scale)
         operation = lax.sub if negate_rhs else lax.add  # `add_any` does not broadcast numbers
         leading = [x for x in (lhs, rhs) if x.facts.leads]
         if len(leading) == 1:  # the larger term of a gate's derivative: see `interpreter/gates.py`
@@ -76,7 +77,7 @@ def _sum_rule(negate_rhs: bool) -> Rule:
             out = ctx.of_value(operation(*(in_unit(x, unit) for x in (lhs, rhs))), scale, unit)
         else:
             data = same_dtype(align(lhs, scale), align(rhs, scale))
-            out = rounded(ctx, operation(*widened(ctx, data, scale)), scale)
+            out = ctx.result(operation(*widened(ctx, data, scale)), scale)
         return at_its_home(out, home, lhs, rhs)
 
     rule.__doc__ = (
@@ -119,16 +120,15 @@ def concatenate_rule(
     args = tuple(x if x.size else uniform_over(x) for x in args)
     if not any(lies_along(x, dimension) for x in args):
         scale = scale_for(args)
-        data = at_shared_scale(ctx, args, ctx.in_avals, scale)
-        return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale)
+        data = at_shared_scale(ctx, args, scale)
+        return ctx.result(ctx.bind(*data, dimension=dimension, **params), scale)
     axes = {dimension, *varying_axes(*(x.scale for x in args))}
     data, pieces = [], []
-    for x, own, aval in zip(args, own_scales(*args), ctx.in_avals, strict=True):
-        data += at_shared_scale(ctx, (x,), (aval,), own)
-        along = [n if a in axes else 1 for a, n in enumerate(aval.shape)]
-        pieces.append(scale_array(ctx.table, own, along))
+    for x, own in zip(args, own_scales(*args), strict=True):
+        data += at_shared_scale(ctx, (x,), own)
+        pieces.append(scale_along(ctx.table, own, axes, x.shape))
     scale = scale_of(ctx.table, lax.concatenate(pieces, dimension))
-    return rounded(ctx, ctx.bind(*data, dimension=dimension, **params), scale)
+    return ctx.result(ctx.bind(*data, dimension=dimension, **params), scale)
 
 
 @register_scale_rule("stack", elements="joined")
@@ -136,9 +136,9 @@ def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> Sc
     """`scale = max(votes)` of the operands."""
     arrays = least_scales(*args)
     scale = scale_for(arrays)
-    data = at_shared_scale(ctx, arrays, ctx.in_avals, scale)
+    data = at_shared_scale(ctx, arrays, scale)
     scale = scale.map(lambda s: lax.expand_dims(s, (axis,)))
-    return rounded(ctx, ctx.bind(*data, axis=axis, **params), scale)
+    return ctx.result(ctx.bind(*data, axis=axis, **params), scale)
 
 
 @register_scale_rule(lax.pad_p, elements="placed")
@@ -153,12 +153,12 @@ def pad_rule(
     x = x if x.size else uniform_over(x)
     if not x.scale.ndim:
         scale = scale_for((x, value))
-        data = at_shared_scale(ctx, (x, value), ctx.in_avals, scale)
+        data = at_shared_scale(ctx, (x, value), scale)
         out = ctx.bind(*data, padding_config=padding_config, **params)
-        return rounded(ctx, out, scale)
+        return ctx.result(out, scale)
     number = value.constant
     scale = shared_scale(x, value)
-    (data,) = at_shared_scale(ctx, (x,), ctx.in_avals[:1], scale)
+    (data,) = at_shared_scale(ctx, (x,), scale)
     own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(padding_config)]
     if any(c != (0, 0, 0) for c in own):
         new = scale_array(ctx.table, ZERO if number == 0 else largest(scale))
@@ -183,30 +183,29 @@ def dynamic_update_slice_rule(
     """`scale = max(votes)`; with scales along axes, only updated indices change their scales."""
     x, update = least_scales(x, update)
     axes = varying_axes(x.scale, update.scale)
-    shape, window = (aval.shape for aval in ctx.in_avals[:2])
-    partial = {a for a, (n, size) in enumerate(zip(shape, window, strict=True)) if n != size}
+    partial = {a for a, (n, m) in enumerate(zip(x.shape, update.shape, strict=True)) if n != m}
     if not partial & set(axes):  # every scale belongs to old and to new elements
         scale = scale_for((x, update))
-        data = at_shared_scale(ctx, (x, update), ctx.in_avals[:2], scale)
-        return rounded(ctx, ctx.bind(*data, *starts, **params), scale)
+        data = at_shared_scale(ctx, (x, update), scale)
+        return ctx.result(ctx.bind(*data, *starts, **params), scale)
     own = own_scales(x, update)
-    old = scale_array(ctx.table, own[0], [n if a in axes else 1 for a, n in enumerate(shape)])
-    new = scale_array(ctx.table, own[1], [n if a in axes else 1 for a, n in enumerate(window)])
+    old = scale_along(ctx.table, own[0], axes, x.shape)
+    new = scale_along(ctx.table, own[1], axes, update.shape)
     offsets = [s if a in axes else np.zeros((), s.dtype) for a, s in enumerate(starts)]
     if not partial <= set(axes):  # some old elements share a scale with new elements
         new = lax.max(new, lax.dynamic_slice(old, offsets, new.shape))
     scale = scale_of(ctx.table, lax.dynamic_update_slice(old, new, offsets))
     kept = own[0] if partial <= set(axes) else scale
-    data = at_shared_scale(ctx, (x,), ctx.in_avals[:1], kept)
-    data += at_shared_scale(ctx, (update,), ctx.in_avals[1:2], scale_of(ctx.table, new))
-    return rounded(ctx, ctx.bind(*data, *starts, **params), scale)
+    data = at_shared_scale(ctx, (x,), kept)
+    data += at_shared_scale(ctx, (update,), scale_of(ctx.table, new))
+    return ctx.result(ctx.bind(*data, *starts, **params), scale)
 
 
 @register_scale_rule(lax.gather_p, elements="taken")
 def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> ScaledArray:
     """`out = gather(data)`, `scale = gather(scale)`; a finite fill value votes."""
     (x,) = least_scales(x)
-    windows = Windows.gathered(params["dimension_numbers"], params["slice_sizes"])
+    windows = Windows(params["dimension_numbers"], params["slice_sizes"])
     fill = params["fill_value"]
     if fill is not None and not np.isfinite(fill):
         own = x.scale.or_one()  # at the scale 0, the fill value would be 0 * inf = nan
@@ -255,12 +254,12 @@ def scatter_rule(
     compute = dtypes.compute_dtype(ctx.out_dtype) if sums else ctx.out_dtype
     if x.scale.ndim or updates.scale.ndim:
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
-        return rounded(ctx, out, scale)
+        return ctx.result(out, scale)
     scale = scale_for((x, updates), density)
-    data = at_shared_scale(ctx, (x, updates), ctx.in_avals[::2], scale)
+    data = at_shared_scale(ctx, (x, updates), scale)
     data = [lax.convert_element_type(d, compute) for d in data] if sums else data
-    out = scatter(ctx, data[0], indices, data[1], params)
-    out = rounded(ctx, out, scale)
+    out = scatter(ctx.primitive, data[0], indices, data[1], params)
+    out = ctx.result(out, scale)
     home = home_of_sum(ctx, x, updates) if sums else None
     return at_its_home(out, home, x, updates)
 
@@ -275,11 +274,8 @@ def select_and_scatter_add_rule(
     compute = dtypes.compute_dtype(ctx.out_dtype)
     if ctx.holds_values:
         return ctx.on_values(source.scale, source, operand, **params)
-    arrays = source, comparable(operand, axes)
-    data = [
-        filled(dtypes.cast(x.data, compute), v) for x, v in zip(arrays, ctx.in_avals, strict=True)
-    ]
-    return rounded(ctx, ctx.bind(*data, **params), source.scale)
+    data = [dtypes.cast(x.data, compute) for x in (source, comparable(operand, axes))]
+    return ctx.result(ctx.bind(*data, **params), source.scale)
 
 
 @register_scale_rule(lax.complex_p, elements="new", elementwise=True)
@@ -298,4 +294,4 @@ def rem_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
         return ctx.on_values(scale, lhs, rhs, **params)
     data = same_dtype(*(multiply(x.data, x.scale / scale) for x in (lhs, rhs)))
     data = [lax.convert_element_type(d, dtypes.compute_dtype(d.dtype)) for d in data]
-    return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), scale)
+    return ctx.result(ctx.bind(*data, **params), scale, saturates=False)

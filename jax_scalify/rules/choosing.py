@@ -23,12 +23,12 @@ from jax_scalify.interpreter.rescaling import at_scale
 from jax_scalify.rules.shared.along_axes import scale_array
 from jax_scalify.rules.shared.joining import (
     align,
+    aligned,
     at_shared_scale,
     same_dtype,
     scale_for,
     shared_scale,
 )
-from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import NARROW_EXTENT, ONE, ZERO, Scale, sorted_factors
 from jax_scalify.scales.table import ScaleTable
@@ -54,13 +54,12 @@ def _extremum_rule(sign: int) -> Rule:
             scale = shared_scale(lhs, rhs)
         if (number := _own_number(ctx, args, scale, params)) is not None:
             return number
-        if ctx.holds_values:
-            return ctx.on_values(scale, lhs, rhs, **params)
-        out = ctx.bind(*same_dtype(*(align(x, scale) for x in args)), **params)
-        if bound is not None:  # it may have underflowed at the scale of the first half
+        out = ctx.bind(*aligned(scale, *args), **params)
+        if bound is not None and not ctx.holds_values:
+            # It may have underflowed at the scale of the first half.
             again = align_constant(bound, out.dtype, scale)
             out = lax.max(out, again) if sign < 0 else lax.min(out, again)
-        return rounded(ctx, out, scale)
+        return ctx.result(out, scale)
 
     rule.__doc__ = (
         "`scale = max(lhs.scale, rhs.scale)`, without a constant c in `max(x, c <= 0)` or "
@@ -99,7 +98,7 @@ def clamp_rule(
         return number
     args = [a.value if ctx.holds_values else align(a, scale) for a in operands]
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
-    return rounded(ctx, ctx.bind(*same_dtype(*args), **params), scale)
+    return ctx.result(ctx.bind(*same_dtype(*args), **params), scale)
 
 
 def _own_number(
@@ -178,8 +177,8 @@ def _chosen(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Operand |
     ]
     scale = common * _chosen_scale(ctx.table, which, within, common)
     data = same_dtype(*(ctx.array_of(x, x.scale) for x in cases))
-    data = [filled(d, aval) for d, aval in zip(data, ctx.in_avals[1:], strict=True)]
-    return rounded(ctx, ctx.bind(which, *data), scale)
+    data = [filled(d, ctx.out_avals[0]) for d in data]
+    return ctx.result(ctx.bind(which, *data), scale)
 
 
 def _apart(scales: Sequence[Scale]) -> tuple[Scale, list[Scale]]:
@@ -220,5 +219,5 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) 
             return chosen
     factor = _less(ctx, cases)
     scale = scale_for(cases, factor)
-    data = at_shared_scale(ctx, cases, ctx.in_avals[1:], scale, grows=not factor.is_one)
-    return rounded(ctx, ctx.bind(which, *data, **params), scale)
+    data = at_shared_scale(ctx, cases, scale, ctx.out_avals[0], grows=not factor.is_one)
+    return ctx.result(ctx.bind(which, *data, **params), scale)

@@ -14,12 +14,10 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes
-from jax_scalify.rules.shared.growth import Terms, finish, growth
-from jax_scalify.rules.shared.products import rounded
+from jax_scalify.rules.shared.growth import Terms, growth, summed
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.multiplying import multiply
@@ -66,7 +64,6 @@ def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple
 
     The scale is uniform over the axes along which the collective moves elements.
     """
-    x = x.moved(filled(x.source, ctx.in_avals[0]), x.scale)
     x = uniform_over(x, _mixed_axes(ctx, params))
     scale = _largest(ctx, x.scale, x.source, params)
     return ctx.array_of(x, scale), scale
@@ -104,12 +101,11 @@ def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
 def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = max` over all devices; scales along a gathered axis are gathered too."""
     if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
-        data = filled(x.source, ctx.in_avals[0])
-        scale = _collected(ctx, x.scale, data, params)
-        return x.moved(ctx.bind(data, **params), scale)
+        scale = _collected(ctx, x.scale, x.source, params)
+        return x.moved(ctx.bind(x.source, **params), scale)
     data, scale = _at_one_scale(ctx, x, params)
     out, scale = ctx.bind(dtypes.cast(data, ctx.out_dtype), **params), _moved(scale, params)
-    return rounded(ctx, out, scale)
+    return ctx.result(out, scale)
 
 
 @register_scale_rule(
@@ -134,19 +130,17 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     if sum_dtype == jnp.float8_e5m2 and not positional and _is_gradient(ctx, names):
         data = x.at_unit(scale)  # E5M2 needs data of unit size, not values
         total, scale = _summed_in_fp8(ctx, data, params, devices), _moved(scale, params)
-        result = finish(ctx, total, scale, factor, scale)
+        result = summed(ctx, total, scale * factor, scale)
         is_part = ctx.primitive.name == "reduce_scatter"
         return result if is_part else _gathered(ctx, result, params, devices)
-    if sum_dtype == jnp.float32 or positional or dtypes.is_fp8(out):
-        travels = dtypes.compute_dtype(out)
-    else:
-        travels = out
+    widens = sum_dtype == jnp.float32 or positional or dtypes.is_fp8(out)
+    travels = dtypes.compute_dtype(out) if widens else out
     if travels == jnp.float16:
         data = multiply(data, Scale(0) / factor)
         total = ctx.bind(dtypes.cast(data, travels), **params)
         return ScaledArray(total, _moved(scale, params) * factor)
     total, scale = ctx.bind(dtypes.cast(data, travels), **params), _moved(scale, params)
-    return finish(ctx, total, scale, factor)
+    return summed(ctx, total, scale * factor, ctx.unit(scale))
 
 
 def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:
@@ -204,10 +198,10 @@ def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: 
 @register_scale_rule("ppermute", elements="taken")
 def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """The scale moves with the data, unless all devices share it; missing data and scales are 0."""
-    data, scale = filled(ctx.array_of(x, x.scale), ctx.in_avals[0]), x.scale
+    data, scale = ctx.array_of(x, x.scale), x.scale
     if not _is_shared(ctx, scale, data, params):
         scale = _collected(ctx, scale, data, params)
-    return rounded(ctx, ctx.bind(data, **params), scale)
+    return ctx.result(ctx.bind(data, **params), scale)
 
 
 @register_scale_rule("ragged_all_to_all", elements="new", nonnegative="keeps")
@@ -217,8 +211,5 @@ def ragged_all_to_all_rule(
     """`scale = max` of the scales of operand and output buffer on all devices."""
     x, out = uniform_over(x), uniform_over(out)
     scale = _largest(ctx, algebra.join(x.scale, out.scale), x.source, params)
-    data = [
-        filled(ctx.array_of(a, scale, ctx.out_dtype), aval)
-        for a, aval in zip((x, out), ctx.in_avals, strict=False)
-    ]
-    return rounded(ctx, ctx.bind(*data, *sizes, **params), scale)
+    data = [ctx.array_of(a, scale, ctx.out_dtype) for a in (x, out)]
+    return ctx.result(ctx.bind(*data, *sizes, **params), scale)

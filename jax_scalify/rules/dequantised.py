@@ -8,7 +8,6 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import (
     RuleContext,
@@ -68,10 +67,7 @@ def scatter_mul_rule(
     """`scale = operand.scale`; the updates are dequantised."""
     if ctx.holds_values:
         return ctx.on_values(x.scale, x, indices, updates, **params)
-    compute = dtypes.compute_dtype(x.dtype)
-    plain = dtypes.cast(ctx.dequantise(updates), compute)
-    data = [dtypes.cast(x.data, compute), plain]
-    avals = ctx.in_avals[0], ctx.in_avals[2]
-    data = [filled(d, aval) for d, aval in zip(data, avals, strict=True)]
-    out = scatter(ctx, data[0], indices, data[1], params)
-    return ScaledArray(dtypes.cast(out, ctx.out_dtype), x.scale)
+    plain = ctx.dequantise(updates)
+    data = dtypes.cast(x.data, plain.dtype)
+    out = scatter(ctx.primitive, data, indices, plain, params)
+    return ctx.result(out, x.scale, saturates=False)

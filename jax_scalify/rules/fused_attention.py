@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.scales.algebra import ONE
@@ -25,7 +24,7 @@ def fused_attention_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Sc
     """`scale = value.scale`; the softmax statistics have the static scale 1."""
     value = uniform_over(args[_VALUE])
     arrays = [ctx.dequantise(x, x.dtype) for x in args]
-    arrays[_VALUE] = filled(value.data, ctx.in_avals[_VALUE])
+    arrays[_VALUE] = value.data
     out, *statistics = ctx.bind(*arrays, **params)
     return [ScaledArray(out, value.scale), *(ScaledArray(x, ONE) for x in statistics)]
 
@@ -37,10 +36,8 @@ def fused_attention_gradients_rule(
     """`scale = cotangent.scale * value.scale`; the value's gradient has `cotangent.scale`."""
     value, result, cotangent = (uniform_over(args[i]) for i in (_VALUE, _RESULT, _COTANGENT))
     arrays = [ctx.dequantise(x, x.dtype) for x in args]
-    aligned = result.at_unit(value.scale, result.dtype)
-    data = {_VALUE: value.data, _RESULT: aligned, _COTANGENT: cotangent.data}
-    for i, x in data.items():
-        arrays[i] = filled(x, ctx.in_avals[i])
+    arrays[_VALUE], arrays[_COTANGENT] = value.data, cotangent.data
+    arrays[_RESULT] = result.at_unit(value.scale, result.dtype)
     gradients = ctx.bind(*arrays, **params)
     scales = [cotangent.scale * value.scale] * len(gradients)
     scales[_VALUE] = cotangent.scale

@@ -11,33 +11,20 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
-from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ONE, Scale
+from jax_scalify.scales.algebra import ONE
 
-
-def _matrix(ctx: RuleContext, index: int, x: Operand) -> Operand:
-    x = uniform_over(x, (x.ndim - 2, x.ndim - 1)) if x.scale.ndim else x
-    return x.moved(filled(x.source, ctx.in_avals[index]), x.scale)
-
-
-def _on_values(ctx: RuleContext, scale: Scale, *operands: Operand, **params: Any) -> Operand:
-    """Apply the primitive to values; values of narrow dtypes are computed in float32."""
-    if ctx.holds_values:
-        return ctx.on_values(scale, *operands, **params)
-    values = [x.to_array(dtypes.compute_dtype(x.dtype)) for x in operands]
-    return rounded(ctx, ctx.bind(*values, **params), scale, ONE)
+_MATRIX = (-2, -1)  # the axes of a matrix; the others enumerate the matrices of a batch
 
 
 def _factor_rule(*degrees: int) -> Rule:
     """Return the rule of a factorisation, given the degree (0 or 1) of each of its results."""
 
     def rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
-        x = _matrix(ctx, 0, x)
+        x = uniform_over(x, _MATRIX)
         results = []
         for out, degree in zip(ctx.bind(x.value, **params), degrees, strict=False):
             if not dtypes.is_scalable(out.dtype):
@@ -62,16 +49,15 @@ register_scale_rule(lax.linalg.schur_p, elements="new")(_factor_rule(1, 0))
 @register_scale_rule(lax.linalg.cholesky_p, elements="new")
 def cholesky_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale**(1/2)`; for an odd exponent, one factor of two moves into the data."""
-    x = _matrix(ctx, 0, x)
-    return _on_values(ctx, x.scale.root(2)[0], x, **params)
+    x = uniform_over(x, _MATRIX)
+    return ctx.on_values(x.scale.root(2)[0], x, **params)
 
 
 @register_scale_rule("cholesky_update", elements="new")
 def cholesky_update_rule(ctx: RuleContext, r: Operand, w: Operand, **params: Any) -> ScaledArray:
     """`scale = max(r.scale, w.scale)`: the result has degree 1 in `(r, w)` together."""
     r, w = uniform_over(r), uniform_over(w)
-    data = [filled(x.value, aval) for x, aval in zip((r, w), ctx.in_avals, strict=True)]
-    return ctx.on_values(algebra.join(r.scale, w.scale), *data, **params)
+    return ctx.on_values(algebra.join(r.scale, w.scale), r, w, **params)
 
 
 @register_scale_rule(lax.linalg.triangular_solve_p, elements="new")
@@ -79,9 +65,9 @@ def triangular_solve_rule(
     ctx: RuleContext, a: Operand, b: Operand, *, unit_diagonal: bool, **params: Any
 ) -> ScaledArray:
     """`scale = b.scale / a.scale`; with a unit diagonal, `scale = b.scale`."""
-    a, b = _matrix(ctx, 0, a), _matrix(ctx, 1, b)
+    a, b = uniform_over(a, _MATRIX), uniform_over(b, _MATRIX)
     scale = b.scale if unit_diagonal else b.scale / a.scale
-    return _on_values(ctx, scale, a, b, unit_diagonal=unit_diagonal, **params)
+    return ctx.on_values(scale, a, b, unit_diagonal=unit_diagonal, **params)
 
 
 @register_scale_rule(lax.linalg.tridiagonal_solve_p, elements="new")
@@ -91,5 +77,4 @@ def tridiagonal_solve_rule(
     """`scale = b.scale / max(diagonals' scales)`."""
     *diagonals, b = (uniform_over(x) for x in diagonals_and_b)
     joined = algebra.join(*(x.scale for x in diagonals))
-    arrays = [filled(x.value, v) for x, v in zip((*diagonals, b), ctx.in_avals, strict=True)]
-    return ctx.on_values(b.scale / joined, *arrays, **params)
+    return ctx.on_values(b.scale / joined, *diagonals, b, **params)

@@ -14,7 +14,7 @@ from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.nonlinear import wide_rule
-from jax_scalify.rules.shared.products import bind_product, rounded, widened
+from jax_scalify.rules.shared.products import bind_product, widened
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
@@ -29,13 +29,6 @@ _LARGEST_POWER = 64
 _SPREAD = 3
 
 
-def _sign_of(x: Operand) -> int:
-    """Return 1 or -1 if the operand is a constant with this number as its data, else 0."""
-    if x.constant is None:
-        return 0
-    return int(x.data == 1) - int(x.data == -1)
-
-
 # The product of float32 data and a constant may leave the range of float32 if the constant is
 # larger than this, or smaller than its inverse.
 _LARGEST_FACTOR = 2.0**32
@@ -47,6 +40,14 @@ def _mantissa(x: Operand) -> float:
     if number.dtype.kind == "c" or not 1 / _LARGEST_FACTOR < abs(number) < _LARGEST_FACTOR:
         return 0.0
     return math.ldexp(float(number), -int(x.scale.exponent))
+
+
+def _by_sign(ctx: RuleContext, x: Operand, constant: Operand, scale: Scale) -> Operand | None:
+    """Return `x` times a constant with the data 1 or -1; None for any other operand."""
+    if ctx.holds_values or constant.constant is None or constant.data not in (1, -1):
+        return None
+    data = filled(x.data, ctx.out_avals[0])
+    return ctx.result(data if constant.data == 1 else lax.neg(data), scale)
 
 
 @register_scale_rule(
@@ -64,17 +65,13 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
     for x, other in ((rhs, lhs), (lhs, rhs)):
         if x.constant is None or ctx.out_dtype != other.dtype:
             continue
-        if ctx.holds_values:
-            mantissa = _mantissa(x)
-            if not mantissa:
-                return ctx.on_values(scale, lhs, rhs, **params)
+        if ctx.holds_values and (mantissa := _mantissa(x)):
             # The source keeps its unit, so that an argument's scale need not be multiplied into it.
             source, unit = other.at_scalar_unit
             out = ctx.bind(*(a.value if a is x else source for a in (lhs, rhs)), **params)
             return ctx.of_value(out, scale, unit).as_multiple(other, mantissa)
-        if sign := _sign_of(x):
-            data = filled(other.data, ctx.out_avals[0])
-            return rounded(ctx, data if sign > 0 else lax.neg(data), scale)
+        if (out := _by_sign(ctx, other, x, scale)) is not None:
+            return out
     return bind_product(ctx, (lhs, rhs), scale, params)
 
 
@@ -84,10 +81,8 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
 def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = lhs.scale / rhs.scale`; a constant power of two costs nothing."""
     scale = lhs.scale / rhs.scale
-    sign = 0 if ctx.holds_values else _sign_of(rhs)
-    if sign:
-        data = filled(lhs.data, ctx.out_avals[0])
-        return rounded(ctx, data if sign > 0 else lax.neg(data), scale)
+    if (out := _by_sign(ctx, lhs, rhs, scale)) is not None:
+        return out
     if ctx.holds_values and rhs.constant is not None and _mantissa(rhs):
         source, unit = lhs.at_scalar_unit
         return ctx.of_value(ctx.bind(source, rhs.value, **params), scale, unit)
@@ -111,13 +106,16 @@ def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> 
     return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, spread)
 
 
+def _base(ctx: RuleContext, x: Operand, rest: Scale) -> Any:
+    """Return the array that a power is computed of: data times the rest of a root, or values."""
+    return x.value if ctx.holds_values else widened(ctx, [multiply(x.data, rest)])[0]
+
+
 def _root_rule(degree: int, inverse: bool, moved: str) -> Rule:
     def rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
         root, rest = x.scale.root(degree)
         scale = root**-1 if inverse else root
-        if ctx.holds_values:
-            return ctx.on_values(scale, x, **params)
-        return rounded(ctx, ctx.bind(*widened(ctx, [multiply(x.data, rest)]), **params), scale)
+        return ctx.result(ctx.bind(_base(ctx, x, rest), **params), scale)
 
     rule.__doc__ = f"`scale = scale**({'-' * inverse}1/{degree})`; {moved} into the data."
     return rule
@@ -150,9 +148,6 @@ def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
         return wide_rule(ctx, x, y, **params)
     root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
     scale = root ** int(halves) if halves % 2 else root ** int(number)
-    if ctx.holds_values:
-        number = np.asarray(number).astype(ctx.in_avals[1].dtype)[()]
-        return ctx.of_value(ctx.bind(x.value, number, **params), scale)
-    (data,) = widened(ctx, [multiply(x.data, rest)])
-    exponent = np.asarray(number).astype(data.dtype if halves % 2 else ctx.in_avals[1].dtype)[()]
-    return rounded(ctx, ctx.bind(data, exponent, **params), scale)
+    base = _base(ctx, x, rest)
+    exponent = np.asarray(number).astype(base.dtype if halves % 2 else ctx.in_avals[1].dtype)[()]
+    return ctx.result(ctx.bind(base, exponent, **params), scale)

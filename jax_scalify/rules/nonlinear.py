@@ -8,18 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.shared.growth import finish
-from jax_scalify.rules.shared.products import rounded
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
 
-def evaluate_wide(ctx: RuleContext, args: tuple[Any, ...], params: dict[str, Any]) -> Any:
-    """Evaluate the primitive on plain values in at least float32."""
-    return ctx.bind(*(jnp.asarray(ctx.dequantise(x)) for x in args), **params)
+def _of_values(ctx: RuleContext, scale: Scale, *args: Any, **params: Any) -> Operand:
+    """Evaluate the primitive on plain values in at least float32. `scale` is the law's scale."""
+    out = ctx.bind(*(jnp.asarray(ctx.dequantise(x)) for x in args), **params)
+    return ctx.result(out, scale, ONE, saturates=False)
 
 
 @register_scale_rule(lax.exp_p, elements="new", elementwise=True, nonnegative="always")
@@ -54,7 +52,7 @@ def exp_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 )
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     """`scale = 1`, evaluated in at least float32."""
-    return rounded(ctx, evaluate_wide(ctx, args, params), ONE)
+    return _of_values(ctx, ONE, *args, **params)
 
 
 @register_scale_rule(
@@ -66,15 +64,13 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
 )
 def rounding_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = max(1, scale)`, evaluated on dequantised values."""
-    scale = algebra.join(ONE, x.scale)
-    return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
+    return _of_values(ctx, algebra.join(ONE, x.scale), x, **params)
 
 
 @register_scale_rule("one_minus_square", elements="new", elementwise=True)
 def one_minus_square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = max(1, scale**2)`, evaluated on dequantised values."""
-    scale = algebra.join(ONE, x.scale**2)
-    return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, scale)
+    return _of_values(ctx, algebra.join(ONE, x.scale**2), x, **params)
 
 
 @register_scale_rule("polynomial", elements="new")
@@ -86,12 +82,11 @@ def polynomial_rule(
     Evaluated on dequantised values. JAX approximates special functions by polynomials with constant
     coefficients, and the size of the terms says nothing about the size of such a function.
     """
-    values = evaluate_wide(ctx, (x, *coefficients), params)
-    narrow = dtypes.is_narrow(ctx.out_dtype)
-    if not narrow and all(c.constant is not None for c in coefficients):
-        return finish(ctx, values, ONE, ONE)
-    terms = [c.scale * x.scale**k for k, c in enumerate(coefficients)]
-    return finish(ctx, values, ONE, algebra.join(*terms, narrow=narrow))
+    scale, narrow = ONE, not ctx.holds_values
+    if narrow or any(c.constant is None for c in coefficients):
+        terms = [c.scale * x.scale**k for k, c in enumerate(coefficients)]
+        scale = algebra.join(*terms, narrow=narrow)
+    return _of_values(ctx, scale, x, *coefficients, **params)
 
 
 @register_scale_rule(lax.logistic_p, elements="new", elementwise=True, nonnegative="always")
@@ -101,8 +96,7 @@ def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     A scale of 1 would be twice the mean of the gate. In a chain of gates, as in a recurrent
     network, this error would double with each gate.
     """
-    half = Scale(-1)
-    return finish(ctx, evaluate_wide(ctx, (x,), params), ONE, half)
+    return _of_values(ctx, Scale(-1), x, **params)
 
 
 @register_scale_rule(
@@ -119,6 +113,4 @@ def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 @register_scale_rule(lax.bessel_i1e_p, elements="new")
 def through_zero_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = min(1, scale)`: for small `x`, `f(x)` is close to `x` and must not underflow."""
-    scale = algebra.meet(ONE, x.scale)
-    out = evaluate_wide(ctx, (x,), params)
-    return finish(ctx, out, ONE, scale)
+    return _of_values(ctx, algebra.meet(ONE, x.scale), x, **params)

@@ -12,7 +12,6 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.filling import filled
 from jax_scalify.base.statistics import statistic
 from jax_scalify.base.stochastic_rounding import keep_nonzero, round_stochastically
 from jax_scalify.blocks.dot import block_round_p
@@ -29,21 +28,16 @@ from jax_scalify.scales.algebra import Scale
 
 
 def _requested_scale(ctx: RuleContext, index: int) -> Scale:
-    """Read a scale operand: a known scale, a constant, or a traced number.
-
-    Numbers are rounded down to powers of two.
-    """
+    """Read a scale operand. A constant or a traced number is rounded down to a power of two."""
     value = ctx.inputs[index]
     if value.known_scale is not None:
         return value.known_scale
     if value.constant is not None:
-        number = float(value.constant)
-        limit = pow2.MAX_EXPONENT
-        return (
-            Scale(max(-limit, min(limit, pow2.floor_exponent(number)))) if number else algebra.ZERO
-        )
-    plain = ctx.dequantise(value) if isinstance(value, Operand) else value.whole()
-    plain = jnp.abs(plain).astype(ctx.table.dtype)
+        number, limit = float(value.constant), pow2.MAX_EXPONENT
+        if not number:
+            return algebra.ZERO
+        return Scale(max(-limit, min(limit, pow2.floor_exponent(number))))
+    plain = jnp.abs(ctx.dequantise(value)).astype(ctx.table.dtype)
     return ctx.table.atom(
         pow2.round_down(array_lib.align_scale(plain, len(ctx.out_avals[0].shape)))
     )
@@ -62,7 +56,6 @@ def match_scale_rule(ctx: RuleContext, x: Operand, like: Operand) -> ScaledArray
 
 
 def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
-    x = x.moved(filled(x.source, ctx.out_avals[0]), x.scale)
     if x.scale.is_zero:
         return Operand(x.source, scale)
     if not scale.is_nonzero:  # where the given scale is 0 ("any scale will do"), keep the value's
@@ -78,16 +71,15 @@ def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
 @register_scale_rule(primitives.cast_p, elements="cast")
 def cast_rule(ctx: RuleContext, x: Operand, *, dtype: Any) -> ScaledArray:
     """Cast the data, saturating; scale unchanged."""
-    return ScaledArray(dtypes.cast(filled(x.data, ctx.out_avals[0]), dtype), x.scale)
+    return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
 
 
 @register_scale_rule(block_round_p, elements="cast")
 def block_round_rule(ctx: RuleContext, x: Operand, *, quantiser: Any, **dims: Any) -> ScaledArray:
     """Round the data to a block format; scale unchanged."""
-    data = filled(x.data, ctx.out_avals[0])
     if ctx.inputs[0].is_scaled:  # its data has unit size
         quantiser = quantiser.of_unit_data(0)
-    return ScaledArray(block_round_p.bind(data, quantiser=quantiser, **dims), x.scale)
+    return ScaledArray(block_round_p.bind(x.data, quantiser=quantiser, **dims), x.scale)
 
 
 @register_scale_rule(straight_through_p, elements="same")
@@ -99,8 +91,7 @@ def straight_through_rule(ctx: RuleContext, x: Operand, *_: Any, **params: Any) 
 @register_scale_rule(primitives.stochastic_cast_p, elements="cast")
 def stochastic_cast_rule(ctx: RuleContext, x: Operand, bits: Any, *, dtype: Any) -> ScaledArray:
     """Round the data stochastically, saturating; scale unchanged."""
-    data = filled(x.data, ctx.out_avals[0])
-    return ScaledArray(round_stochastically(data, bits, dtype), x.scale)
+    return ScaledArray(round_stochastically(x.data, bits, dtype), x.scale)
 
 
 @register_scale_rule(primitives.rebalance_scale_p, elements="rescaled")
@@ -110,21 +101,19 @@ def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
     if not factor.is_nonzero:
         array = jnp.asarray(factor.array, ctx.table.dtype)
         factor = ctx.table.atom(jnp.where(array == 0, 1, array)) if factor.factors else algebra.ONE
-    x = x.moved(filled(x.source, ctx.out_avals[0]), x.scale)
     return x.with_scale(x.scale * factor)
 
 
 @register_value_rule(primitives.stop_scaling_p, elements="rescaled")
 def stop_scaling_rule(ctx: RuleContext, value: Value) -> list[Value]:
     """Return the plain values, `data * scale`."""
-    plain = ctx.dequantise(value, value.dtype) if isinstance(value, Operand) else value.whole()
-    return [Plain.of(plain, facts=value.facts)]
+    return [Plain.of(ctx.dequantise(value, value.dtype), facts=value.facts)]
 
 
 @register_scale_rule(primitives.get_data_and_scale_p, elements="new")
 def get_data_and_scale_rule(ctx: RuleContext, x: Operand, *, scale_dtype: Any) -> list[Value]:
     """Return data and scale as plain values."""
-    x = uniform_over(x.as_pair(filled(x.data, ctx.out_avals[0]), x.scale))
+    x = uniform_over(x.as_pair(x.data, x.scale))
     scale = jnp.asarray(x.scale.array, scale_dtype)
     return [
         Plain.of(jnp.asarray(x.data), facts=x.facts),
@@ -201,10 +190,7 @@ def delayed_rescale_rule(
 def _amax_exponent(
     ctx: RuleContext, x: Operand, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return for each scale the exponent of the largest value, and whether this value is finite.
-
-    Both results have the given shape, the shape of one entry of the history.
-    """
+    """Return each scale's largest exponent, and whether it is finite, as entries of the history."""
     shared = [d == 1 for d in shape] or [True] * x.ndim
     own = [d == 1 for d in x.scale.shape] or [True] * x.ndim
     axes = tuple(a for a in range(x.ndim) if shared[a] and own[a])

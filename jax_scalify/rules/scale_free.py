@@ -13,8 +13,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable
-from jax_scalify.rules.shared.joining import align, same_dtype, shared_scale
-from jax_scalify.rules.shared.products import rounded
+from jax_scalify.rules.shared.joining import aligned, same_dtype, shared_scale
 from jax_scalify.scales.algebra import ONE
 
 
@@ -41,14 +40,12 @@ def _can_be_infinite(x: Operand) -> bool:
 @register_scale_rule(lax.sign_p, elements="new", elementwise=True, nonnegative="keeps", degree=0)
 def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`out = sign(data)`, scale 1."""
-    return rounded(ctx, ctx.bind(x.source, **params), ONE)
+    return ctx.result(ctx.bind(x.source, **params), ONE)
 
 
-def _at_one_scale(lhs: Operand, rhs: Operand) -> list[Any]:
-    if not dtypes.is_narrow(lhs.dtype):
-        return [lhs.value, rhs.value]
-    scale = shared_scale(lhs, rhs, additive=True)
-    return same_dtype(align(lhs, scale), align(rhs, scale))
+def _together(lhs: Operand, rhs: Operand) -> list[Any]:
+    narrow = dtypes.is_narrow(lhs.dtype)
+    return aligned(shared_scale(lhs, rhs, additive=True) if narrow else ONE, lhs, rhs)
 
 
 @register_scale_rule(
@@ -63,15 +60,15 @@ def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any)
     if any(n is not None and not np.isfinite(np.complex128(n)) for n in numbers):
         wide = [ctx.dequantise(x) if _can_be_infinite(x) else x.source for x in (lhs, rhs)]
         return ctx.bind(*same_dtype(*wide), **params)
-    return ctx.bind(*_at_one_scale(lhs, rhs), **params)
+    return ctx.bind(*_together(lhs, rhs), **params)
 
 
 @register_scale_rule(lax.atan2_p, elements="new", elementwise=True)
 def atan2_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
     """`scale = 1`; the operands are aligned, and evaluated in at least float32."""
     compute = dtypes.compute_dtype(ctx.out_dtype)
-    data = (dtypes.cast(d, compute) for d in _at_one_scale(lhs, rhs))
-    return ScaledArray(dtypes.cast(ctx.bind(*data, **params), ctx.out_dtype), ONE)
+    data = (dtypes.cast(d, compute) for d in _together(lhs, rhs))
+    return ctx.result(ctx.bind(*data, **params), ONE)
 
 
 @register_scale_rule("and", "or", "not", "xor", elements="new", elementwise=True)

@@ -18,14 +18,11 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
-from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
-from jax_scalify.interpreter.rescaling import kept_wide, narrowed
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
-from jax_scalify.rules.shared.products import made, rounded
-from jax_scalify.scales import algebra
+from jax_scalify.rules.shared.products import with_room
 from jax_scalify.scales.algebra import ONE, Scale
 
 # A narrow scale leaves room for a constant among the elements if its exponent is at most this. A
@@ -60,8 +57,7 @@ def structural_rule(
                 scale = _scale(ctx, scale, ctx.out_avals[0])
         out = ctx.bind(x.source, *others, **params)
         if not ctx.primitive.multiple_results:
-            wide = ctx.stays_wide or x.is_widened
-            return rounded(ctx, out, scale) if wide else x.moved(out, scale)
+            return _moved(ctx, x, out, scale)
         scales = scale if isinstance(scale, list) else [scale] * len(out)
         return [
             x.moved(o, s) if dtypes.is_scalable(o.dtype) else o
@@ -70,6 +66,12 @@ def structural_rule(
 
     rule.__doc__ = "`out = f(data)`, scale unchanged."
     return rule
+
+
+def _moved(ctx: RuleContext, x: Operand, source: Any, scale: Scale) -> Operand:
+    """Return `x` with its source and scale moved, rounded if the source is widened."""
+    is_wide = ctx.stays_wide or x.is_widened
+    return ctx.result(source, scale) if is_wide else x.moved(source, scale)
 
 
 def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
@@ -87,38 +89,20 @@ def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
     return ()
 
 
-_elementwise_rule = structural_rule(no_axes)
-register_scale_rule(lax.neg_p, elements="negated", elementwise=True)(_elementwise_rule)
-register_scale_rule(lax.abs_p, elements="new", elementwise=True, nonnegative="always", degree=1)(
-    _elementwise_rule
+_same_axes_rule = structural_rule(no_axes)
+_SAME_AXES: tuple[tuple[Any, dict[str, Any]], ...] = (
+    ((lax.neg_p,), dict(elements="negated", elementwise=True)),
+    ((lax.abs_p,), dict(elements="new", elementwise=True, nonnegative="always", degree=1)),
+    ((lax.real_p,), dict(elements="new", elementwise=True, nonnegative="keeps", degree=1)),
+    ((lax.imag_p, lax.conj_p), dict(elements="new", elementwise=True)),
+    (("copy", "copy_p", "stop_gradient", "name"), dict(elements="same", elementwise=True)),
+    (
+        "on_backward sharding_constraint reshard layout_constraint relayout pvary".split(),
+        dict(elements="same"),
+    ),
 )
-register_scale_rule(lax.real_p, elements="new", elementwise=True, nonnegative="keeps", degree=1)(
-    _elementwise_rule
-)
-register_scale_rule(lax.imag_p, lax.conj_p, elements="new", elementwise=True)(_elementwise_rule)
-register_scale_rule("copy", "copy_p", "stop_gradient", "name", elements="same", elementwise=True)(
-    _elementwise_rule
-)
-register_scale_rule(
-    "on_backward",
-    "sharding_constraint",
-    "reshard",
-    "layout_constraint",
-    "relayout",
-    "pvary",
-    elements="same",
-)(_elementwise_rule)
-
-
-register_scale_rule(lax.transpose_p, elements="moved")(
-    structural_rule(no_axes, lambda s, *, permutation, **_: lax.transpose(s, permutation))
-)
-register_scale_rule(lax.squeeze_p, elements="moved")(
-    structural_rule(no_axes, lambda s, *, dimensions, **_: lax.squeeze(s, dimensions))
-)
-register_scale_rule(lax.rev_p, elements="moved")(
-    structural_rule(no_axes, lambda s, *, dimensions, **_: lax.rev(s, dimensions))
-)
+for _names, _traits in _SAME_AXES:
+    register_scale_rule(*_names, **_traits)(_same_axes_rule)
 
 
 def _broadcast_scale(
@@ -128,11 +112,6 @@ def _broadcast_scale(
     for size, dim in zip(scale.shape, broadcast_dimensions, strict=True):
         shape[dim] = size
     return lax.broadcast_in_dim(scale, shape, broadcast_dimensions)
-
-
-register_scale_rule(lax.broadcast_in_dim_p, elements="moved")(
-    structural_rule(no_axes, _broadcast_scale)
-)
 
 
 def _slice_scale(
@@ -168,13 +147,18 @@ def _tile_scale(scale: Any, *, reps: Any, **_: Any) -> Any:
     return jnp.tile(scale, [1 if n == 1 else r for n, r in zip(scale.shape, reps, strict=True)])
 
 
-register_scale_rule(lax.slice_p, elements="moved")(structural_rule(no_axes, _slice_scale))
-register_scale_rule(lax.dynamic_slice_p, elements="taken")(
-    structural_rule(no_axes, _dynamic_slice_scale)
-)
-register_scale_rule("split", elements="taken")(structural_rule(no_axes, _split_scale))
-register_scale_rule("unstack", elements="taken")(structural_rule(no_axes, _unstack_scale))
-register_scale_rule("tile", elements="taken")(structural_rule(no_axes, _tile_scale))
+for _primitive, _elements, _move in (
+    (lax.transpose_p, "moved", lambda s, *, permutation, **_: lax.transpose(s, permutation)),
+    (lax.squeeze_p, "moved", lambda s, *, dimensions, **_: lax.squeeze(s, dimensions)),
+    (lax.rev_p, "moved", lambda s, *, dimensions, **_: lax.rev(s, dimensions)),
+    (lax.broadcast_in_dim_p, "moved", _broadcast_scale),
+    (lax.slice_p, "moved", _slice_scale),
+    (lax.dynamic_slice_p, "taken", _dynamic_slice_scale),
+    ("split", "taken", _split_scale),
+    ("unstack", "taken", _unstack_scale),
+    ("tile", "taken", _tile_scale),
+):
+    register_scale_rule(_primitive, elements=_elements)(structural_rule(no_axes, _move))
 
 
 @register_scale_rule(lax.reshape_p, elements="moved")
@@ -199,19 +183,15 @@ def reshape_rule(
         every = math.prod(x.scale.shape) != size == x.size  # each element would get a scale
         if not x.size or every and not dtypes.is_narrow(x.dtype):
             x = uniform_over(x)
-    if not x.scale.ndim:
-        if ctx.stays_wide or x.is_widened:
-            return rounded(ctx, ctx.bind(x.data, **params), x.scale)
-        return x.moved(ctx.bind(x.source, **params), x.scale)
-    wide, shape = [1] * x.ndim, []
-    for (axes, sizes), v in zip(groups, varies):
-        for a in axes:
-            wide[a] = x.shape[a] if v else 1
-        shape += sizes if v else [1] * len(sizes)
-    scale = x.scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
-    if ctx.stays_wide or x.is_widened:
-        return rounded(ctx, ctx.bind(x.data, **params), scale)
-    return x.moved(ctx.bind(x.source, **params), scale)
+    scale = x.scale
+    if scale.ndim:
+        wide, shape = [1] * x.ndim, []
+        for (axes, sizes), v in zip(groups, varies):
+            for a in axes:
+                wide[a] = x.shape[a] if v else 1
+            shape += sizes if v else [1] * len(sizes)
+        scale = scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
+    return _moved(ctx, x, ctx.bind(x.source, **params), scale)
 
 
 def _reshaped_groups(
@@ -246,12 +226,8 @@ def _at_most(size: Any, other: Any) -> bool:
         return False
 
 
-def _reduced_scale(scale: Any, *, axes: Any, **_: Any) -> Any:
-    return lax.squeeze(scale, axes)
-
-
 register_scale_rule(lax.reduce_max_p, lax.reduce_min_p, elements="picked")(
-    structural_rule(lambda ctx, *, axes, **_: axes, _reduced_scale)
+    structural_rule(lambda ctx, *, axes, **_: axes, lambda s, *, axes, **_: lax.squeeze(s, axes))
 )
 register_scale_rule(lax.cummax_p, lax.cummin_p, elements="picked")(
     structural_rule(lambda ctx, *, axis, **_: (axis,))
@@ -279,10 +255,8 @@ def select_and_gather_add_rule(
     tangents = uniform_over(tangents, axes)
     if ctx.holds_values:
         return ctx.on_values(tangents.scale, tangents, operand, **params)
-    aval = ctx.in_avals[0]
-    data = [filled(x.data, aval) for x in (tangents, comparable(operand, axes))]
-    out = ctx.bind(*same_dtype(*data), **params)
-    return ScaledArray(dtypes.cast(out, ctx.out_dtype), tangents.scale)
+    data = same_dtype(tangents.data, comparable(operand, axes).data)
+    return ctx.result(ctx.bind(*data, **params), tangents.scale, saturates=False)
 
 
 @register_scale_rule(lax.reduce_precision_p, elements="cast", elementwise=True)
@@ -341,30 +315,18 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if not isinstance(x, Operand):  # integers and bools have scale 1
         return ScaledArray(ctx.bind(x, **params), ONE)
     if not dtypes.is_scalable(dtype):
-        if dtype == jnp.bool_:
-            return ctx.bind(x.source, **params)
-        return ctx.bind(ctx.dequantise(x), **params)
+        return ctx.bind(x.source if dtype == jnp.bool_ else ctx.dequantise(x), **params)
     if not dtypes.is_narrow(dtype):
-        return _as_wide(x, dtypes.cast(x.source, dtype))
+        source, unit = dtypes.cast(x.source, dtype), x.unit
+        if unit.ndim or unit.is_zero:
+            return ctx.result(source, x.scale, unit)
+        return ctx.of_value(source, x.scale, unit)  # a scalar unit is kept, not multiplied
     if dtypes.is_narrow(x.dtype):
         return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
     scale, constant = x.scale, x.facts.constant
     if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
-        scale = algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
+        scale = with_room(scale, constant, dtype)
     if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
         scale = scale.bounded()[0]  # the unbounded factor may be infinite, and 0 * inf is nan
-    if ctx.stays_wide and dtype == jnp.float16:
-        return kept_wide(x.at_unit(scale), scale, dtype)
-    if dtype == jnp.float16:
-        data = x.at_unit(scale, jnp.promote_types(x.dtype, jnp.float32))
-        data = lax.real(data) if jnp.iscomplexobj(data) else data
-        return ScaledArray(narrowed(data, scale, dtype), scale)
-    return ScaledArray(x.at_unit(scale, dtype), scale)
-
-
-def _as_wide(x: Operand, source: Any) -> Operand:
-    """Return `x` with its source cast to a wide dtype. A scalar unit is kept, not multiplied."""
-    unit = x.unit
-    if unit.ndim or unit.is_zero:
-        return made(source, unit, x.scale, source.dtype)
-    return Operand(source, x.scale, unit=unit)
+    source = lax.real(x.source) if jnp.iscomplexobj(x.source) else x.source
+    return ctx.result(source, scale, x.unit)

@@ -16,20 +16,13 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
-from jax_scalify.base.filling import filled
 from jax_scalify.blocks.dot import block_dot_p
-from jax_scalify.blocks.quantising import Quantiser
-from jax_scalify.interpreter.operand import Facts, Operand
+from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.interpreter.value import Value
-from jax_scalify.primitives.narrow_dot import (
-    SMALLEST_EXPONENT,
-    narrow_dot_general,
-    narrow_dot_p,
-)
+from jax_scalify.primitives.narrow_dot import SMALLEST_EXPONENT, narrow_dot_p
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
-from jax_scalify.rules.shared.growth import Terms, finish, growth
-from jax_scalify.rules.shared.products import for_constants, made
+from jax_scalify.rules.shared.growth import Terms, growth, summed
+from jax_scalify.rules.shared.products import for_constants
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -54,7 +47,7 @@ def _sum(
     total = ctx.bind(lax.convert_element_type(terms, dtypes.compute_dtype(x.dtype)), **params)
     if ctx.holds_values:
         return ctx.of_value(total, scale * factor, unit)
-    return finish(ctx, total, scale, factor)
+    return summed(ctx, total, scale * factor, unit)
 
 
 @register_scale_rule(lax.cumsum_p, elements="new", nonnegative="keeps", degree=1)
@@ -81,23 +74,16 @@ def fft_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     return ctx.on_values(x.scale * (factor**-1 if inverse else factor), x, **params)
 
 
-def _full(ctx: RuleContext, *operands: Any) -> list[Operand]:
-    """Return the operands in their full shapes. Integers and bools get scale 1."""
-    return [
-        _of_integers(ctx, x, value.facts)
-        if not isinstance(x, Operand)
-        else x
-        if x.shape == aval.shape
-        else x.moved(filled(x.source, aval), x.scale)
-        for x, aval, value in zip(operands, ctx.in_avals, ctx.inputs, strict=False)
-    ]
-
-
-def _of_integers(ctx: RuleContext, x: Any, facts: Facts) -> Operand:
-    """Cast integers to the floating dtype in which JAX multiplies them."""
-    few = x.dtype == np.bool_ or np.iinfo(x.dtype).bits <= 8
-    dtype = ctx.out_dtype if few else dtypes.compute_dtype(ctx.out_dtype)
-    return Operand(lax.convert_element_type(x, dtype), ONE, facts=facts)
+def _floating(ctx: RuleContext, *operands: Any) -> list[Operand]:
+    """Return the operands. Integers and bools get the scale 1, in the dtype of JAX's product."""
+    out = []
+    for x, value in zip(operands, ctx.inputs, strict=False):
+        if not isinstance(x, Operand):
+            few = x.dtype == np.bool_ or np.iinfo(x.dtype).bits <= 8
+            dtype = ctx.out_dtype if few else dtypes.compute_dtype(ctx.out_dtype)
+            x = Operand(lax.convert_element_type(x, dtype), ONE, facts=value.facts)
+        out.append(x)
+    return out
 
 
 def _operand_scale(x: Operand, contract: Any, batch: Any, before: int, after: int) -> Scale:
@@ -151,7 +137,26 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
     Scales along batch and free dims are carried to the result. Along contracted dims a scale is
     made uniform. If both scales differ there, their product is made uniform.
     """
-    return _product(ctx, lhs, rhs, params)
+    params.pop("preferred_element_type", None)
+    if params.get("precision") in _OF_FLOAT16:  # `preferred_element_type` works everywhere
+        params["precision"] = None
+    lhs, rhs, left, right, count = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
+    scale, unit = _of_sum(ctx, lhs, rhs, left, right, count)
+    kinds = {x.dtype for x in (lhs.source, rhs.source, ctx.out_avals[0])}
+    if ctx.config.sum_dtype != np.float32 and kinds == {np.dtype("float16")}:
+        corrected = scale * Scale(ctx.pending.exponent)
+        ratio, fits = ratio_of(unit, corrected), for_constants(ctx, scale) == scale
+        fits = fits and not _compat.is_partial_sum(ctx.out_avals[0])
+        if fits and SMALLEST_EXPONENT <= ratio.exponent <= 0:
+            ctx.pending.take()
+            exponent = int(ratio.exponent)
+            total = narrow_dot_p.bind(lhs.source, rhs.source, exponent=exponent, **params)
+            return Operand(total, corrected)
+    preferred = _preferred(ctx, kinds)
+    total = lax.dot_general_p.bind(
+        lhs.source, rhs.source, preferred_element_type=preferred, **params
+    )
+    return summed(ctx, total, scale, unit)
 
 
 @register_scale_rule(narrow_dot_p, elements="summed", degree="product")
@@ -159,34 +164,16 @@ def narrow_dot_rule(
     ctx: RuleContext, lhs: Operand, rhs: Operand, *, exponent: int, **params: Any
 ) -> ScaledArray:
     """The rule of `dot_general`, times `2**exponent`. A nested `scalify` binds this primitive."""
-    out = _product(ctx, lhs, rhs, params)
-    return made(out.source, out.unit * Scale(exponent), out.scale * Scale(exponent), out.dtype)
-
-
-def _product(ctx: RuleContext, lhs: Operand, rhs: Operand, params: dict[str, Any]) -> Operand:
-    lhs, rhs, scale, unit, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
-    data = [lhs.source, rhs.source]
-    params = {name: value for name, value in params.items() if name != "preferred_element_type"}
-    if params.get("precision") in _OF_FLOAT16:  # `preferred_element_type` works everywhere
-        params["precision"] = None
-    kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
-    by = -factor.exponent - ctx.pending.exponent
-    narrow = ctx.config.sum_dtype != np.float32 and kinds == {np.dtype("float16")}
-    narrow &= for_constants(ctx, scale * factor) == scale * factor
-    if narrow and SMALLEST_EXPONENT <= by <= 0 and not _compat.is_partial_sum(ctx.out_avals[0]):
-        scale = scale * factor * Scale(ctx.pending.take())
-        return Operand(narrow_dot_general(*data, exponent=int(by), **params), scale)
-    preferred = _preferred(ctx, kinds)
-    total = lax.dot_general_p.bind(*data, preferred_element_type=preferred, **params)
-    return finish(ctx, total, scale, factor, unit)
+    out = dot_general_rule(ctx, lhs, rhs, **params)
+    return out.moved(out.source, out.scale * Scale(exponent))
 
 
 def _of_product(
     ctx: RuleContext, lhs: Operand, rhs: Operand, dims: Any
-) -> tuple[Operand, Operand, Scale, Scale, Scale]:
-    """Return the operands to multiply, the scale of a term, its unit, and the sum's growth."""
+) -> tuple[Operand, Operand, Scale, Scale, int]:
+    """Return the operands to multiply, their moved scales, and the number of terms in a sum."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-    lhs, rhs = _full(ctx, lhs, rhs)
+    lhs, rhs = _floating(ctx, lhs, rhs)
     lhs, rhs = _factors_together(lhs, rhs, *dims)
     lhs, rhs = uniform_over(lhs, lhs_contract), uniform_over(rhs, rhs_contract)
     lhs_free = lhs.ndim - len(lhs_contract) - len(lhs_batch)
@@ -194,8 +181,15 @@ def _of_product(
     left = _operand_scale(lhs, lhs_contract, lhs_batch, 0, rhs_free)
     right = _operand_scale(rhs, rhs_contract, rhs_batch, lhs_free, 0)
     count = math.prod(ctx.in_avals[0].shape[a] for a in lhs_contract)
-    unit = lhs.unit_at(left) * rhs.unit_at(right)
-    return lhs, rhs, left * right, unit, growth(ctx, count, Terms.of(lhs, rhs))
+    return lhs, rhs, left, right, count
+
+
+def _of_sum(
+    ctx: RuleContext, lhs: Operand, rhs: Operand, left: Scale, right: Scale, count: int
+) -> tuple[Scale, Scale]:
+    """Return scale and unit of a sum of products, given the operands' moved scales."""
+    factor = growth(ctx, count, Terms.of(lhs, rhs))
+    return left * right * factor, lhs.unit_at(left) * rhs.unit_at(right)
 
 
 @register_scale_rule(block_dot_p, elements="summed", degree="product")
@@ -203,18 +197,13 @@ def block_dot_rule(
     ctx: RuleContext, lhs: Operand, rhs: Operand, *, quantisers: Any, **params: Any
 ) -> ScaledArray:
     """The rule of `dot_general`; the data chooses block scales, but not the array's scale."""
-    lhs, rhs, scale, unit, factor = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
+    lhs, rhs, left, right, count = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     data = [lhs.data, rhs.data]  # of unit size
-    params |= dict(
-        quantisers=tuple(map(of_data, quantisers, ctx.inputs)),
-        preferred_element_type=_preferred(ctx, {ctx.out_dtype}),
-    )
-    return finish(ctx, block_dot_p.bind(*data, **params), scale, factor, scale)
-
-
-def of_data(quantiser: Quantiser, value: Value) -> Quantiser:
-    """Return the quantiser of an operand. Data of a scaled operand has unit size."""
-    return quantiser.of_unit_data(0) if value.is_scaled else quantiser
+    of_unit_size = [q.of_unit_data(0) if v.is_scaled else q for q, v in zip(quantisers, ctx.inputs)]
+    preferred = _preferred(ctx, {ctx.out_dtype})
+    params |= dict(quantisers=tuple(of_unit_size), preferred_element_type=preferred)
+    scale, _ = _of_sum(ctx, lhs, rhs, left, right, count)
+    return summed(ctx, block_dot_p.bind(*data, **params), scale, left * right)
 
 
 def _preferred(ctx: RuleContext, kinds: set[Any]) -> Any:
@@ -254,7 +243,7 @@ def ragged_dot_general_rule(
     """
     dims = ragged_dot_dimension_numbers
     (contract, _), _ = dims.dot_dimension_numbers
-    lhs, rhs = _full(ctx, lhs, rhs)
+    lhs, rhs = _floating(ctx, lhs, rhs)
     lhs, ratio = uniform_over(lhs), ONE
     others = set(range(rhs.ndim)) - set(dims.rhs_group_dimensions)
     rhs = uniform_over(rhs, sorted(others))
@@ -273,9 +262,7 @@ def ragged_dot_general_rule(
     count = math.prod(lhs.shape[a] for a in contract)
     if set(contract) & set(dims.lhs_ragged_dimensions):
         count //= max(1, ctx.in_avals[2].shape[-1])
-    terms = Terms.of(lhs, rhs)
-    factor, unit = growth(ctx, count, terms), lhs.unit * rhs.unit
-    return finish(ctx, total, lhs.scale * rhs.scale, factor, unit)
+    return summed(ctx, total, *_of_sum(ctx, lhs, rhs, lhs.scale, rhs.scale, count))
 
 
 def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, low: int):
@@ -325,7 +312,7 @@ def conv_general_dilated_rule(
     """
     dims = params["dimension_numbers"]
     batched = params["batch_group_count"] > 1
-    lhs, rhs = _full(ctx, lhs, rhs)
+    lhs, rhs = _floating(ctx, lhs, rhs)
     if not batched and params["feature_group_count"] == 1:
         contract = ((dims.lhs_spec[1],), (dims.rhs_spec[1],))
         lhs, rhs = _factors_together(lhs, rhs, contract, ((), ()))
@@ -348,5 +335,5 @@ def conv_general_dilated_rule(
 
     left = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
     right = rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))
-    factor = growth(ctx, _convolved_terms(ctx, params), Terms.of(lhs, rhs))
-    return finish(ctx, total, left * right, factor, lhs.unit_at(left) * rhs.unit_at(right))
+    count = _convolved_terms(ctx, params)
+    return summed(ctx, total, *_of_sum(ctx, lhs, rhs, left, right, count))

@@ -10,7 +10,7 @@ import pytest
 import jax_scalify as jsa
 from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.primitives import narrow_dot
-from jax_scalify.primitives.narrow_dot import narrow_dot_general, narrow_dot_p
+from jax_scalify.primitives.narrow_dot import narrow_dot_p
 
 PARAMS = dict(dimension_numbers=(((1,), (0,)), ((), ())), precision=None, out_sharding=None)
 LOWERINGS = {"float32 sums": narrow_dot._wide, "float16 sums": narrow_dot._narrow}
@@ -140,7 +140,7 @@ def test_eager_and_with_batch_dims():
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.normal(size=(3, 8, 8)), jnp.float16) for _ in range(2))
     dims = (((2,), (1,)), ((0,), (0,)))
-    got = narrow_dot_general(a, b, -1, **{**PARAMS, "dimension_numbers": dims})
+    got = narrow_dot_p.bind(a, b, exponent=-1, **{**PARAMS, "dimension_numbers": dims})
     assert got.shape == (3, 8, 8) and got.dtype == jnp.float16
     np.testing.assert_allclose(got, jnp.matmul(a, b) / 2, rtol=2e-3, atol=1e-3)
 

@@ -33,7 +33,7 @@ def _constrain(value: Value, sharding: Any) -> Value:
 def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body in place; shardings become constraints on the data."""
     # Without floating operands and results, no scale passes: keep the call.
-    if not any(map(dtypes.is_scalable, (v.dtype for v in (*args, *ctx.out_avals)))):
+    if not any(map(_is_scalable, (*args, *ctx.out_avals))):
         return [Plain.of(x) for x in ctx.bind(*(v.whole() for v in args), jaxpr=jaxpr, **params)]
     inputs = [_constrain(v, s) for v, s in zip(args, params["in_shardings"], strict=True)]
     outputs = ctx.scale_jaxpr(jaxpr, inputs, wide=ctx.wide)
@@ -43,8 +43,7 @@ def jit_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[
 @register_value_rule(round_p)
 def round_rule(ctx: RuleContext, *args: Value, **params: Any) -> list[Value]:
     """Evaluate the primitive on plain values: it computes the scales of a nested `scalify`."""
-    plain = [ctx.dequantise(v) if isinstance(v, Operand) else v.whole() for v in args]
-    return [Plain.of(out) for out in ctx.bind(*plain, **params)]
+    return [Plain.of(out) for out in ctx.bind(*map(ctx.dequantise, args), **params)]
 
 
 @register_value_rule("custom_jvp_call", "custom_vjp_call", "closed_call", "call")
@@ -85,7 +84,7 @@ def call_in_place(ctx: RuleContext, closed: Any, args: list[Value]) -> list[Valu
     """
     if not any(v.is_scaled for v in args) or not _reads_wide_bits(closed.jaxpr):
         return ctx.scale_jaxpr(closed, args, wide=ctx.wide)
-    plain = [jnp.asarray(ctx.dequantise(v, v.dtype) if v.is_scaled else v.whole()) for v in args]
+    plain = [jnp.asarray(ctx.dequantise(v, v.dtype)) for v in args]
     results = jex_core.jaxpr_as_fun(closed)(*plain)
     return [value_of(ScaledArray(x, ONE) if _is_scalable(x) else x) for x in results]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,68 +19,57 @@ from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule, register_value_rule
 from jax_scalify.interpreter.value import Plain, Value
-from jax_scalify.rules.bodies.form import Body, Form, fixpoint, interpret, join, pack, unpack
+from jax_scalify.rules.bodies.form import (
+    Body,
+    Form,
+    fixpoint,
+    interpret,
+    join,
+    pack,
+    scales_of,
+    unpack,
+)
 from jax_scalify.rules.dequantised import own_dtype_rule
 from jax_scalify.rules.shared.products import made
 from jax_scalify.scales.algebra import LARGEST_EXTENT, ONE
 
 
-def _first_guess(values: list[Value], others: list[Value]) -> list[Form]:
-    """Return the forms of the carries from which the fixpoint iteration starts.
+def _loop(
+    ctx: RuleContext,
+    make: Callable[[list[Form]], Body],
+    init: list[Value],
+    others: Sequence[Value],
+) -> tuple[Body, list[Form], list[Any]]:
+    """Return a loop's body, the forms of its carries, and the arrays from which they start.
 
     In a loop over scaled values, an accumulator that starts from a constant ends up scaled, and
     computed scales end up with the largest extent. Starting from these forms saves interpreting the
     body once more.
     """
-    any_scaled = any(v.is_scaled for v in (*values, *others))
-    forms = [Form.of(v) for v in values]
-    forms = [
-        dataclasses.replace(f, extent=LARGEST_EXTENT, holds_data=dtypes.is_narrow(f.dtype))
-        if f.has_scale
-        else f
-        for f in forms
-    ]
-    return [
-        f.scaled()
-        if any_scaled and f.kind == "constant" and f.shape and dtypes.is_scalable(f.dtype)
-        else f
-        for f in forms
-    ]
+    any_scaled = any(v.is_scaled for v in (*init, *others))
+    guess = []
+    for form in map(Form.of, init):
+        is_scalable = any_scaled and dtypes.is_scalable(form.dtype)
+        if form.has_scale or (is_scalable and form.kind == "constant" and form.shape):
+            known = dict(extent=LARGEST_EXTENT, holds_data=dtypes.is_narrow(form.dtype))
+            form = dataclasses.replace(form, kind="scaled", constant=None, **known)
+        guess.append(form)
+    body, forms = fixpoint(make, guess)
+    start = []
+    for form, v in zip(forms, init, strict=True):
+        # A carry that keeps its scale must not start from the small scale of the constant `2**-20`.
+        if form.keeps_scale and v.constant is not None and 0 < abs(v.constant) < 1:
+            v = Operand(v.whole(), ONE, facts=v.facts)
+        start += form.pack(v, ctx.table)
+    return body, forms, start
 
 
-def _with_room(forms: list[Form], values: list[Value]) -> list[Value]:
-    """Give small constants the scale 1 if their carry keeps its scale.
-
-    A carry that starts from the constant `2**-20` would otherwise keep this scale in all steps.
-    """
-    return [
-        Operand(v.whole(), ONE, facts=v.facts)
-        if _keeps_scale(form) and v.constant is not None and 0 < abs(v.constant) < 1
-        else v
-        for form, v in zip(forms, values, strict=True)
-    ]
-
-
-def _keeps_scale(form: Form) -> bool:
-    """Return whether a carry keeps its scale from step to step: see `_hold`."""
-    is_array = form.has_scale and bool(form.shape) and not form.holds_data
-    return is_array and jnp.finfo(form.dtype).bits >= 32
-
-
-def _hold(forms: list[Form], before: Any, after: Any) -> list[Any]:
-    """Keep the nonzero scales of float32 carries from step to step.
-
-    A rule's scale is an estimate, and its error compounds over the steps. A scale that doubles in
-    each of 1,000 steps leaves the range of every dtype, even if the values do not grow. A 0-d carry
-    cannot drift, because its scale is its exponent. A carry of 16 bits takes the scale of each
-    step, because layers of small weights would make its data underflow at a constant scale.
-    """
-    old, new, out = iter(before), iter(after), []
-    for form in forms:
-        was, now = ([next(a) for _ in range(form.array_count)] for a in (old, new))
-        if _keeps_scale(form):
-            now = [now[0], jnp.where(was[1] == 0, now[1], was[1])]
-        out += now
+def _held(forms: list[Form], before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+    """Return the carries after a step, with the scales that they keep: see `Form.keeps_scale`."""
+    out = list(after)
+    for at, form in scales_of(forms).items():
+        if form.keeps_scale:
+            out[at] = jnp.where(before[at] == 0, after[at], before[at])
     return out
 
 
@@ -103,107 +93,78 @@ def scan_rule(
     def make(carry_forms: list[Form]) -> Body:
         return interpret(ctx, jaxpr, [*const_forms, *carry_forms, *steps])
 
-    body, carry_forms = fixpoint(make, _first_guess(init, [*consts, *xs]), num_carry)
-    y_forms = [  # a "uniform" result has one number per step
-        dataclasses.replace(f, kind="plain") if f.kind == "uniform" else f
-        for f in body.forms[num_carry:]
-    ]
     captured = pack(const_forms, consts, ctx.table)
-    start = pack(carry_forms, _with_room(carry_forms, init), ctx.table)
-    scanned, whole = [], []  # arrays that are sliced, and scales that all steps share
-    for form, value in zip(stacked, xs, strict=True):
-        arrays = form.pack(value, ctx.table)
-        if form.kind == "uniform":
-            whole.append(arrays)
-        elif form.has_scale and (not form.scale_shape or form.scale_shape[0] == 1):
-            scanned.append(arrays[0])
-            whole.append([None, arrays[1].reshape(form.slice().scale_shape)])
-        else:
-            scanned += arrays[:1]
-            scales = [a.reshape((length, *form.slice().scale_shape)) for a in arrays[1:]]
-            scanned += scales
-            whole.append([None] * len(arrays))
-
-    sliced = [a is None for arrays in whole for a in arrays]
-    shared = _shared_scales(body, y_forms, [False] * len(captured) + [True] * len(start) + sliced)
-    together = _scales_stacked_together(y_forms, shared)
+    body, carry_forms, start = _loop(ctx, make, init, [*consts, *xs])
+    y_forms = [form.as_array() for form in body.forms[num_carry:]]
+    given = [x for v, form in zip(xs, stacked, strict=True) for x in _scanned(ctx, v, form, length)]
+    scanned = [array for array, is_sliced in given if is_sliced]
+    varies = [False] * len(captured) + [True] * len(start) + [sliced for _, sliced in given]
+    y_count = sum(form.array_count for form in y_forms)
+    y_varies = depends(body.jaxpr, varies)[len(body.jaxpr.out_avals) - y_count :]
+    shared, together, alone = _stacked_scales(y_forms, y_varies)
 
     def step(carry: Any, sliced: Any) -> Any:
         rest, (before, _) = iter(sliced), carry
-        x_arrays = [next(rest) if a is None else a for arrays in whole for a in arrays]
-        out = body([*captured, *before, *x_arrays], [*carry_forms, *y_forms], ctx.table.dtype)
-        after = _hold(carry_forms, before, out[: len(before)])
-        ys = _grouped(y_forms, out[len(before) :])
-        scales = [y[1] for y, is_shared in zip(ys, shared, strict=True) if is_shared]
-        tables = [jnp.stack([ys[i][1] for i in which]) for which in together]
-        alone = {i for which in together for i in which}
-        own = [
-            y[:1] if is_shared or i in alone else y
-            for i, (y, is_shared) in enumerate(zip(ys, shared, strict=True))
-        ]
-        return (after, scales), (own, tables)
+        x_arrays = [next(rest) if is_sliced else array for array, is_sliced in given]
+        out = body([*captured, *before, *x_arrays], [*carry_forms, *y_forms])
+        after, ys = _held(carry_forms, before, out[: len(before)]), out[len(before) :]
+        tables = [jnp.stack([ys[at] for at in which]) for which in together]
+        return (after, [ys[at] for at in shared]), ([ys[at] for at in alone], tables)
 
-    like = [f for f, is_shared in zip(y_forms, shared, strict=True) if is_shared]
-    scales = [
-        _compat.as_varying(jnp.zeros(f.scale_shape, ctx.table.dtype), f.varying) for f in like
+    zeros = [
+        _compat.as_varying(jnp.zeros(f.scale_shape, ctx.table.dtype), f.varying)
+        for f in shared.values()
     ]
-    given = None if scanned else length  # `lax.scan` takes a symbolic length from arrays only
-    carry, (ys, tables) = lax.scan(
-        step, (start, scales), scanned, given, reverse=reverse, unroll=unroll
+    given_length = None if scanned else length  # a symbolic length comes from arrays only
+    carry, (own, tables) = lax.scan(
+        step, (start, zeros), scanned, given_length, reverse=reverse, unroll=unroll
     )
+    ys = dict(zip([*alone, *shared], [*own, *carry[1]], strict=True))
     for which, table in zip(together, tables, strict=True):
-        for column, i in enumerate(which):
-            ys[i] = [*ys[i], table[:, column]]
+        ys |= {at: table[:, column] for column, at in enumerate(which)}
+    for at, form in scales_of(y_forms).items():
+        shape = form.scale_shape or (1,) * len(form.shape)
+        if at not in shared:
+            ys[at] = jnp.reshape(ys[at], (length, *shape))
+        elif form.scale_shape:
+            ys[at] = ys[at].reshape((1, *shape))
+    forms = [dataclasses.replace(f, shape=(length, *f.shape)) for f in y_forms]
     values = unpack(carry_forms, carry[0], ctx.table)
-    return [*values, *_stacked(ctx, y_forms, ys, carry[1], length)]
+    return [*values, *unpack(forms, [ys[at] for at in sorted(ys)], ctx.table)]
 
 
-def _grouped(forms: list[Form], arrays: list[Any]) -> list[list[Any]]:
-    """Divide a sequence of arrays among the forms that they belong to."""
-    rest = iter(arrays)
-    return [[next(rest) for _ in range(form.array_count)] for form in forms]
+def _stacked_scales(
+    forms: list[Form], varies: list[bool]
+) -> tuple[dict[int, Form], list[list[int]], list[int]]:
+    """Divide the arrays of stacked results, of which those that `varies` marks differ in each step.
 
-
-def _shared_scales(body: Body, forms: list[Form], varies: list[bool]) -> list[bool]:
-    """Return for each stacked result whether all steps share its scale.
-
-    They do if the scale depends neither on the carry nor on scanned arrays. Without this, each
-    block of a `lax.map` with `batch_size` would have its own scale. Reshaping the blocks to one
-    axis would then give each element of this axis a scale.
+    Scales that all steps share are carried. Without this, each block of a `lax.map` with
+    `batch_size` would have its own scale. Reshaping the blocks to one axis would then give each
+    element of this axis a scale. Other scalar scales are stacked together as one array, because XLA
+    launches one kernel on a GPU for each array that a step writes.
     """
-    arrays = sum(form.array_count for form in forms)
-    found = _grouped(forms, depends(body.jaxpr, varies)[-arrays or len(varies) :])
-    return [form.has_scale and not of_arrays[1] for form, of_arrays in zip(forms, found)]
-
-
-def _scales_stacked_together(forms: list[Form], shared: list[bool]) -> list[list[int]]:
-    """Return groups of stacked results whose scales are stacked as one array.
-
-    On a GPU, XLA launches one kernel for each array that a step writes. One array for all scales of
-    a group saves launches.
-    """
+    scales = scales_of(forms)
+    shared = {at: form for at, form in scales.items() if not varies[at]}
     groups: dict[frozenset[Any], list[int]] = {}
-    for i, (form, is_shared) in enumerate(zip(forms, shared, strict=True)):
-        if form.has_scale and not is_shared and not form.scale_shape:
-            groups.setdefault(form.varying, []).append(i)
-    return list(groups.values())
+    for at, form in scales.items():
+        if at not in shared and not form.scale_shape:
+            groups.setdefault(form.varying, []).append(at)
+    together = list(groups.values())
+    return shared, together, sorted(set(range(len(varies))).difference(shared, *together))
 
 
-def _stacked(
-    ctx: RuleContext, forms: list[Form], ys: list[Any], shared: list[Any], length: int
-) -> list[Value]:
-    """Return the values of stacked results, with one scale per step unless all steps share it."""
-    rest, values = iter(shared), []
-    for form, own in zip(forms, ys, strict=True):
-        form = dataclasses.replace(form, shape=(length, *form.shape))
-        if form.has_scale and len(own) == 1:
-            scale = next(rest)
-            own = [*own, scale.reshape((1, *scale.shape)) if scale.ndim else scale]
-        elif form.has_scale:
-            shape = form.scale_shape or (1,) * (len(form.shape) - 1)
-            own = [own[0], jnp.reshape(own[1], (length, *shape))]
-        values.append(form.unpack(own, ctx.table))
-    return values
+def _scanned(ctx: RuleContext, x: Value, form: Form, length: int) -> list[tuple[Any, bool]]:
+    """Return the arrays of a scanned value, and whether the scan slices them.
+
+    It slices data, and scales that differ along the scanned axis.
+    """
+    arrays = form.pack(x, ctx.table)
+    if form.kind == "uniform":
+        return [(arrays[0], False)]
+    shape = form.slice().scale_shape
+    differs = bool(form.scale_shape) and form.scale_shape[0] != 1
+    scales = [(a.reshape((length, *shape) if differs else shape), differs) for a in arrays[1:]]
+    return [*((a, True) for a in arrays[:1]), *scales]
 
 
 @register_value_rule("while")
@@ -228,15 +189,15 @@ def while_rule(
     def make(carry_forms: list[Form]) -> Body:
         return interpret(ctx, body_jaxpr, [*body_forms, *carry_forms])
 
-    body, forms = fixpoint(make, _first_guess(init, list(body_consts)), len(init))
+    body, forms, start = _loop(ctx, make, init, body_consts)
     test = interpret(ctx, cond_jaxpr, [*cond_forms, *forms])
     # `lax.while_loop` needs the condition as an array, even if it is constant.
     plain = [dataclasses.replace(f, kind="plain", constant=None) for f in test.forms]
     captured = pack(cond_forms, cond_consts, ctx.table), pack(body_forms, body_consts, ctx.table)
     out = lax.while_loop(
-        lambda carry: test([*captured[0], *carry], plain, ctx.table.dtype)[0],
-        lambda carry: _hold(forms, carry, body([*captured[1], *carry], forms, ctx.table.dtype)),
-        pack(forms, _with_room(forms, init), ctx.table),
+        lambda carry: test([*captured[0], *carry], plain)[0],
+        lambda carry: _held(forms, carry, body([*captured[1], *carry], forms)),
+        start,
     )
     return unpack(forms, out, ctx.table)
 
@@ -246,27 +207,25 @@ def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple
 
     The new loop runs while any example runs. A step leaves finished examples unchanged.
     """
-    carry = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in body.in_avals[body_count:]]
-    cond_consts, body_consts = (
-        [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.in_avals[:count]]
-        for jaxpr, count in ((cond, cond_count), (body, body_count))
-    )
+    goes_on, step = jex_core.jaxpr_as_fun(cond), jex_core.jaxpr_as_fun(body)
+    avals = [*cond.in_avals[:cond_count], *body.in_avals]
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
-    def goes_on(*args: Any) -> Any:
-        return jex_core.jaxpr_as_fun(cond)(*args)[0]
+    def some_run(*args: Any) -> Any:
+        return jnp.any(goes_on(*args)[0])
 
-    def step(*args: Any) -> list[Any]:
+    def step_of_running(*args: Any) -> list[Any]:
         before = args[cond_count + body_count :]
-        running = goes_on(*args[:cond_count], *before)
-        after = jex_core.jaxpr_as_fun(body)(*args[cond_count:])
+        (running,) = goes_on(*args[:cond_count], *before)
         return [
             jnp.where(running.reshape(running.shape + (1,) * (a.ndim - running.ndim)), a, b)
-            for a, b in zip(after, before, strict=True)
+            for a, b in zip(step(*args[cond_count:]), before, strict=True)
         ]
 
+    carry = avals[cond_count + body_count :]
     return (
-        jax.make_jaxpr(lambda *args: jnp.any(goes_on(*args)))(*cond_consts, *carry),
-        jax.make_jaxpr(step)(*cond_consts, *body_consts, *carry),
+        jax.make_jaxpr(some_run)(*avals[:cond_count], *carry),
+        jax.make_jaxpr(step_of_running)(*avals),
     )
 
 
@@ -285,7 +244,7 @@ def cond_rule(
     joined = bodies[0].forms
     for body in bodies[1:]:
         joined = [join(a, b) for a, b in zip(joined, body.forms, strict=True)]
-    calls = [lambda *arrays, body=body: body(arrays, joined, ctx.table.dtype) for body in bodies]
+    calls = [lambda *arrays, body=body: body(arrays, joined) for body in bodies]
     operands = pack(forms, args, ctx.table)
     if branches_platforms is None:
         out = lax.switch(index.whole(), calls, *operands)
@@ -321,7 +280,7 @@ def custom_linear_solve_rule(
     names = {e.primitive.name for e in all_equations(jaxprs.solve.jaxpr)}
     if names.isdisjoint(("while", "scan")):
         return ctx.scale_jaxpr(jaxprs.solve, [*consts["solve"], *rest])
-    plain = [ctx.dequantise(v, v.dtype) if isinstance(v, Operand) else v.whole() for v in args]
+    plain = [ctx.dequantise(v, v.dtype) for v in args]
     out = ctx.bind(*plain, const_lengths=const_lengths, jaxprs=jaxprs, **params)
     scales = [promote(v, ctx.table, full=True).scale for v in rest if v.is_scalable]
     if len(scales) != len(out):  # the solver has auxiliary results, such as an iteration count

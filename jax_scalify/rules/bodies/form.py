@@ -13,6 +13,7 @@ forms are joined and the body is interpreted again (`fixpoint`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,35 +75,25 @@ class Form:
     @classmethod
     def of(cls, value: Value) -> Form:
         """Return the least form of a value."""
-        types: dict[str, Any] = dict(
-            sharding=_compat.explicit_sharding(value), varying=_varying_axes(value)
+        is_operand = isinstance(value, Operand)
+        array = value.source if is_operand else value.array
+        known: dict[str, Any] = dict(
+            facts=value.facts,
+            sharding=_compat.explicit_sharding(value),
+            varying=_compat.varying_axes(value.number if array is None else array),
         )
-        if isinstance(value, Operand):
+        if is_operand:
             value = at_home(value)
             scale = value.scale
-            known: dict[str, Any] = (
-                {"scale": scale}
-                if scale.is_static
-                else {"scale_shape": scale.shape, "extent": min(LARGEST_EXTENT, int(scale.span))}
-            )
-            known |= {"facts": value.facts, "is_home": value.home == scale} | types
-            known["holds_data"] = value.holds_data
+            if scale.is_static:
+                known["scale"] = scale
+            else:
+                known |= dict(scale_shape=scale.shape, extent=min(LARGEST_EXTENT, int(scale.span)))
+            known |= dict(holds_data=value.holds_data, is_home=value.home == scale)
             return cls(value.shape, value.dtype, "scaled", **known)
-        kind = "plain"
-        if value.constant is not None:
-            kind = "constant"
-        elif value.number is not None and value.array is None:
-            kind = "uniform"
-        rest: dict[str, Any] = dict(constant=value.constant, facts=value.facts) | types
-        return cls(value.shape, value.dtype, kind, **rest)
-
-    def scaled(self) -> Form:
-        """Return the form of the same value with a dynamic scalar scale."""
-        known: dict[str, Any] = dict(
-            extent=LARGEST_EXTENT, facts=self.facts, sharding=self.sharding, varying=self.varying
-        )
-        known["holds_data"] = dtypes.is_narrow(self.dtype)
-        return Form(self.shape, self.dtype, "scaled", **known)
+        kind = "uniform" if array is None else "plain"
+        kind = "constant" if value.constant is not None else kind
+        return cls(value.shape, value.dtype, kind, constant=value.constant, **known)
 
     def slice(self) -> Form:
         """Return the form of one step of a scanned value."""
@@ -115,16 +106,18 @@ class Form:
             )
         return dataclasses.replace(self, shape=self.shape[1:], scale_shape=rest, sharding=sharding)
 
-    def avals(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the type of the value's array, in a list; `[]` for a constant, which has no array.
+    def as_array(self) -> Form:
+        """Return a form in which a "uniform" value is an array: its numbers may differ."""
+        return dataclasses.replace(self, kind="plain") if self.kind == "uniform" else self
 
-        The array of the scale is not included.
-        """
+    def avals(self, scale_dtype: Any) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of the arrays that stand for a value; `[]` for a constant."""
         if self.kind == "constant":
             return []
-        if self.kind == "uniform":
-            return [_compat.varying_struct((), self.dtype, None, self.varying)]
-        return [_compat.varying_struct(self.shape, self.dtype, self.sharding, self.varying)]
+        shape, sharding = ((), None) if self.kind == "uniform" else (self.shape, self.sharding)
+        arrays = [(shape, self.dtype, sharding)]
+        arrays += [(self.scale_shape, scale_dtype, None)] if self.has_scale else []
+        return [_compat.varying_struct(*array, self.varying) for array in arrays]
 
     @property
     def has_scale(self) -> bool:
@@ -132,13 +125,26 @@ class Form:
         return self.kind == "scaled" and self.scale is None
 
     @property
+    def keeps_scale(self) -> bool:
+        """Whether a loop's carry keeps its nonzero scale from step to step.
+
+        A rule's scale is an estimate, and its error compounds over the steps. A scale that doubles
+        in each of 1,000 steps leaves the range of every dtype, even if the values do not grow. A
+        0-d carry cannot drift, because its scale is its exponent. A carry of 16 bits takes the
+        scale of each step, because layers of small weights would make its data underflow at a
+        constant scale.
+        """
+        is_array = self.has_scale and bool(self.shape) and not self.holds_data
+        return is_array and jnp.finfo(self.dtype).bits >= 32
+
+    @property
     def _is_number(self) -> bool:
         return not self.shape and not jnp.issubdtype(self.dtype, jnp.complexfloating)
 
     @property
     def array_count(self) -> int:
-        """Number of arrays that stand for a value."""
-        return len(self.avals()) + self.has_scale
+        """Number of arrays that stand for a value. The array of a scale is the last."""
+        return (self.kind != "constant") + self.has_scale
 
     def pack(self, value: Value, table: ScaleTable) -> list[Any]:
         """Return the arrays that stand for a value in this form."""
@@ -184,54 +190,39 @@ class Form:
         return x.known(facts=self.facts, home=home)
 
 
-def _varying_axes(value: Value) -> frozenset[Any]:
-    if isinstance(value, Operand):
-        return _compat.varying_axes(value.source)
-    array = value.number if value.array is None else value.array
-    return _compat.varying_axes(array)
-
-
 def join(a: Form, b: Form) -> Form:
     """Return the least form that can hold a value of either form."""
-    facts = a.facts.join(b.facts)
-    types: dict[str, Any] = dict(sharding=a.sharding, varying=a.varying | b.varying)
-    if a.kind == b.kind == "constant":
-        same = np.array_equal(a.constant, b.constant, equal_nan=dtypes.is_scalable(a.dtype))
-        if same:
-            return dataclasses.replace(a, varying=a.varying | b.varying)
+    kinds, varying = {a.kind, b.kind}, a.varying | b.varying
+    known: dict[str, Any] = {}
+    if "scaled" in kinds:
+        kind, known = "scaled", _joined_scales(a, b)
+    elif kinds == {"constant"}:
+        if np.array_equal(a.constant, b.constant, equal_nan=dtypes.is_scalable(a.dtype)):
+            return dataclasses.replace(a, varying=varying)
         # Different constants join to a scaled value. A 0-d value stays plain: it is split later.
         kind = "scaled" if a.shape and dtypes.is_scalable(a.dtype) else "plain"
-        return Form(a.shape, a.dtype, kind, facts=facts, **types)
-    if "scaled" in (a.kind, b.kind):
-        return _join_scaled(a, b, dict(facts=facts, **types))
-    kind = "plain" if "plain" in (a.kind, b.kind) or not a.shape else "uniform"
-    return Form(a.shape, a.dtype, kind, facts=facts, **types)
+    else:
+        kind = "plain" if "plain" in kinds or not a.shape else "uniform"
+    known |= dict(facts=a.facts.join(b.facts), sharding=a.sharding, varying=varying)
+    return Form(a.shape, a.dtype, kind, **known)
 
 
-def _join_scaled(a: Form, b: Form, known_of_both: dict[str, Any]) -> Form:
-    known = [f.scale for f in (a, b) if f.kind == "scaled"]
-    others = [f for f in (a, b) if f.kind != "scaled"]
+def _joined_scales(a: Form, b: Form) -> dict[str, Any]:
+    scaled = [f for f in (a, b) if f.kind == "scaled"]
     # The constant 0 fits any scale, so a static scale stays static.
-    zero = all(f.kind == "constant" and f.constant == 0 for f in others)
-    holds_data = all(f.holds_data for f in (a, b) if f.kind == "scaled")
-    known_of_both = dict(known_of_both, holds_data=holds_data)
-    if zero and None not in known and len(set(known)) == 1:
-        at_home = a.is_home and b.is_home and not others
-        return Form(a.shape, a.dtype, "scaled", scale=known[0], is_home=at_home, **known_of_both)
+    zero = all(f.kind == "scaled" or f.kind == "constant" and f.constant == 0 for f in (a, b))
+    known: dict[str, Any] = dict(holds_data=all(f.holds_data for f in scaled))
+    scales = {f.scale for f in scaled}
+    if zero and None not in scales and len(scales) == 1:
+        return known | dict(scale=scaled[0].scale, is_home=a.is_home and b.is_home)
     shape = jnp.broadcast_shapes(a.scale_shape, b.scale_shape)
-    extent = max(a.extent, b.extent)
-    return Form(a.shape, a.dtype, "scaled", scale_shape=shape, extent=extent, **known_of_both)
+    return known | dict(scale_shape=shape, extent=max(a.extent, b.extent))
 
 
-def avals(forms: Sequence[Form], table: ScaleTable) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of all arrays of the forms."""
-    out = []
-    for form in forms:
-        out += form.avals()
-        if form.has_scale:
-            scale = _compat.varying_struct(form.scale_shape, table.dtype, None, form.varying)
-            out.append(scale)
-    return out
+def scales_of(forms: Sequence[Form]) -> dict[int, Form]:
+    """Return the position of each scale among the arrays of all forms, with its form."""
+    ends = itertools.accumulate(form.array_count for form in forms)
+    return {end - 1: form for form, end in zip(forms, ends, strict=True) if form.has_scale}
 
 
 def pack(forms: Sequence[Form], values: Sequence[Value], table: ScaleTable) -> list[Any]:
@@ -251,13 +242,14 @@ class Body:
 
     jaxpr: Any
     forms: list[Form]
+    table_dtype: Any
 
-    def __call__(self, arrays: Sequence[Any], forms: Sequence[Form], table_dtype: Any) -> list[Any]:
+    def __call__(self, arrays: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
         """Call the body, and convert its results to `forms`, which must be able to hold them."""
         results = _compat.inlined(self.jaxpr, arrays)
         if list(forms) == self.forms:
             return results
-        table = ScaleTable(table_dtype)
+        table = ScaleTable(self.table_dtype)
         return pack(forms, unpack(self.forms, results, table), table)
 
 
@@ -270,17 +262,15 @@ def interpret(ctx: RuleContext, closed: Any, forms: Sequence[Form]) -> Body:
         out_forms[:] = map(Form.of, outputs)
         return pack(out_forms, outputs, table)
 
-    return Body(ctx.trace(flat, avals(forms, ctx.table)), out_forms)
+    avals = [aval for form in forms for aval in form.avals(ctx.table.dtype)]
+    return Body(ctx.trace(flat, avals), out_forms, ctx.table.dtype)
 
 
-def fixpoint(
-    make: Callable[[list[Form]], Body], start: list[Form], count: int
-) -> tuple[Body, list[Form]]:
-    """Return the body, and the least forms of its `count` carries that the body preserves."""
-    forms = start
+def fixpoint(make: Callable[[list[Form]], Body], forms: list[Form]) -> tuple[Body, list[Form]]:
+    """Return the body, and the least forms of its carries, from `forms` on, that it preserves."""
     while True:
         body = make(forms)
-        joined = [_carried(a, b) for a, b in zip(forms, body.forms[:count], strict=True)]
+        joined = [_carried(a, b) for a, b in zip(forms, body.forms[: len(forms)], strict=True)]
         if joined == forms:
             return body, forms
         forms = joined

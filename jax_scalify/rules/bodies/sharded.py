@@ -21,7 +21,7 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import align_scale, rescale_data
 from jax_scalify.interpreter.registry import RuleContext, register_value_rule
 from jax_scalify.interpreter.value import Value
-from jax_scalify.rules.bodies.form import Form, pack, unpack
+from jax_scalify.rules.bodies.form import Form, pack, scales_of, unpack
 from jax_scalify.scales.table import ScaleTable
 
 _SMALLEST_RATIO = 2.0**-126
@@ -33,7 +33,7 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
     in_specs, out_specs = params["in_specs"], params["out_specs"]
     forms = [Form.of(value) for value in args]
     inner = [_part(f, var.aval) for f, var in zip(forms, jaxpr.invars, strict=True)]
-    specs = [s for f, spec in zip(forms, in_specs, strict=True) for s in _specs(f, spec)]
+    specs = _specs(forms, in_specs)
     arrays = [
         _compat.resharded(a, params["mesh"], spec)
         for a, spec in zip(pack(forms, args, ctx.table), specs, strict=True)
@@ -45,11 +45,11 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
     def body(*arrays: Any) -> list[Any]:
         def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
             outputs = ctx.scale_jaxpr(closed, unpack(inner, arrays, table), table)
-            found[:] = [_as_array(Form.of(value)) for value in outputs]
+            found[:] = [Form.of(value).as_array() for value in outputs]
             return pack(found, outputs, table)
 
         results = _compat.inlined(ctx.trace(flat, arrays), arrays)
-        specs = [_specs(f, s) for f, s in zip(found, out_specs, strict=True)]
+        specs = _specs(found, out_specs)
         checked = names if not params["check_vma"] else None
         return _at_common_scales(found, results, specs, names, checked)
 
@@ -68,8 +68,8 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
         return ()
 
     jax.eval_shape(sharded(probe, ()), *arrays)  # finds the forms, which determine `out_specs`
-    out = [_specs(f, spec) for f, spec in zip(found, out_specs, strict=True)]
-    results = sharded(lambda *xs: tuple(body(*xs)), tuple(s for ss in out for s in ss))(*arrays)
+    out = tuple(_specs(found, out_specs))
+    results = sharded(lambda *xs: tuple(body(*xs)), out)(*arrays)
     whole = [_part(f, aval) for f, aval in zip(found, ctx.out_avals, strict=True)]
     return unpack(whole, results, ctx.table)
 
@@ -89,28 +89,23 @@ def _part(form: Form, aval: Any) -> Form:
     )
 
 
-def _as_array(form: Form) -> Form:
-    """Return a form in which a "uniform" value is an array: devices may have different numbers."""
-    return dataclasses.replace(form, kind="plain") if form.kind == "uniform" else form
-
-
-def _specs(form: Form, spec: Any) -> list[Any]:
+def _specs(forms: Sequence[Form], specs: Sequence[Any]) -> list[Any]:
     """Return the spec of each array. A scale has its data's spec, except along axes of length 1."""
-    if form.kind == "constant":
-        return []
-    if form.kind == "uniform":
-        return [P()]
-    if not form.has_scale:
-        return [spec]
-    axes = [*spec, *[None] * (len(form.shape) - len(spec))]
-    own = [a if n == m else None for a, n, m in zip(axes, form.scale_shape, form.shape)]
-    return [spec, P(*own)]
+    out = []
+    for form, spec in zip(forms, specs, strict=True):
+        if form.kind != "constant":
+            out.append(P() if form.kind == "uniform" else spec)
+        if form.has_scale:
+            axes = [*spec, *[None] * (len(form.shape) - len(spec))]
+            own = [a if n == m else None for a, n, m in zip(axes, form.scale_shape, form.shape)]
+            out.append(P(*own))
+    return out
 
 
 def _at_common_scales(
     forms: Sequence[Form],
     arrays: list[Any],
-    specs: Sequence[Sequence[Any]],
+    specs: Sequence[Any],
     names: Sequence[Any],
     may_differ: Sequence[Any] | None,
 ) -> list[Any]:
@@ -119,27 +114,23 @@ def _at_common_scales(
     `may_differ` names the mesh axes along which scales may differ. If it is None, the types of the
     scales name these axes.
     """
-    positions, axes, at = [], [], 0
-    for form, of_form in zip(forms, specs, strict=True):
-        if form.has_scale:
-            cut = {n for entry in of_form[1] for n in _entry_names(entry)}
-            differs = _compat.varying_axes(arrays[at + 1]) if may_differ is None else may_differ
-            positions.append(at)
-            axes.append(tuple(n for n in names if n in differs and n not in cut))
-        at += form.array_count
+    axes = {}
+    for at in scales_of(forms):
+        cut = {n for entry in specs[at] for n in _entry_names(entry)}
+        differs = _compat.varying_axes(arrays[at]) if may_differ is None else may_differ
+        axes[at] = tuple(n for n in names if n in differs and n not in cut)
     out = list(arrays)
-    for group in dict.fromkeys(a for a in axes if a):
-        members = [p for p, a in zip(positions, axes, strict=True) if a == group]
-        own = [arrays[p + 1] for p in members]
-        largest = lax.pmax(jnp.concatenate([s.reshape(-1) for s in own]), group)
+    for group in dict.fromkeys(filter(None, axes.values())):
+        members = [at for at, own in axes.items() if own == group]
+        largest = lax.pmax(jnp.concatenate([arrays[at].reshape(-1) for at in members]), group)
         start = 0
-        for p, scale in zip(members, own, strict=True):
+        for at in members:
+            data, scale = arrays[at - 1 : at + 1]
             common = largest[start : start + scale.size].reshape(scale.shape)
             start += scale.size
             # A ratio of 0 would turn infinite data into nan.
             ratio = jnp.maximum(scale / jnp.where(common == 0, 1, common), _SMALLEST_RATIO)
-            ratio = align_scale(ratio, arrays[p].ndim)
-            out[p : p + 2] = rescale_data(arrays[p], ratio), common
+            out[at - 1 : at + 1] = rescale_data(data, align_scale(ratio, data.ndim)), common
     return out
 
 

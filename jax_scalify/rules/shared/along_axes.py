@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,13 @@ def scale_array(table: ScaleTable, scale: Scale, shape: Sequence[int] | None = N
     """Return the array of a scale, broadcast to `shape` if given."""
     value = np.asarray(scale.value, table.dtype) if scale.is_static else scale.array
     return jnp.asarray(value) if shape is None else jnp.broadcast_to(value, tuple(shape))
+
+
+def scale_along(
+    table: ScaleTable, scale: Scale, axes: Container[int], shape: Sequence[int]
+) -> jax.Array:
+    """Return the array of a scale, broadcast along some axes of an array of this shape."""
+    return scale_array(table, scale, [n if a in axes else 1 for a, n in enumerate(shape)])
 
 
 def largest(scale: Scale) -> Scale:
@@ -99,42 +106,41 @@ class Windows:
     """The windows that a gather reads or a scatter writes, as one array of windows.
 
     For `x[rows]` with `x` of shape `(1000, 64)` and 8 rows, the windows array has shape `(8, 64)`:
-    `sizes = (1, 64)`, `dims = (1,)`, `axes = (1,)` and `starts = (0,)`.
+    `sizes = (1, 64)` and `inside = {1: 1}`.
 
     Attributes:
+        dims: the dimension numbers of the gather; for a scatter, of the gather of its windows.
         sizes: the size of a window along each axis of the operand.
-        dims: the axes of the windows array that run inside a window. The other axes enumerate the
-            windows.
-        axes: the operand axis of each of `dims`.
-        starts: the operand axis that each column of the indices refers to.
-        batch: pairs of a batch axis of the operand and the matching axis of the indices.
     """
 
+    dims: lax.GatherDimensionNumbers
     sizes: tuple[int, ...]
-    dims: tuple[int, ...]
-    axes: tuple[int, ...]
-    starts: tuple[int, ...]
-    batch: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def gathered(cls, dims: Any, slice_sizes: Sequence[int]) -> Windows:
-        """Return the windows of a gather."""
-        batch = tuple(zip(dims.operand_batching_dims, dims.start_indices_batching_dims))
-        left_out = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
-        axes = tuple(a for a in range(len(slice_sizes)) if a not in left_out)
-        return cls(tuple(slice_sizes), dims.offset_dims, axes, dims.start_index_map, batch)
 
     @classmethod
     def scattered(cls, dims: Any, rank: int, updates: tuple[int, ...]) -> Windows:
         """Return the windows of a scatter, given the operand's rank and the updates' shape."""
-        batch = tuple(zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims))
-        left_out = {*dims.inserted_window_dims, *dims.operand_batching_dims}
-        axes = tuple(a for a in range(rank) if a not in left_out)
+        # The fields of `ScatterDimensionNumbers` are the same, in the same order.
+        windows = cls(lax.GatherDimensionNumbers(*dims), (1,) * rank)
         sizes = [1] * rank
-        for a, dim in zip(axes, dims.update_window_dims, strict=True):
-            sizes[a] = updates[dim]
-        starts = dims.scatter_dims_to_operand_dims
-        return cls(tuple(sizes), dims.update_window_dims, axes, starts, batch)
+        for d, a in windows.inside.items():
+            sizes[a] = updates[d]
+        return dataclasses.replace(windows, sizes=tuple(sizes))
+
+    @property
+    def inside(self) -> dict[int, int]:
+        """The axes of the windows array that run inside a window, and their axes of the operand.
+
+        The other axes of the windows array enumerate the windows.
+        """
+        left_out = {*self.dims.collapsed_slice_dims, *self.dims.operand_batching_dims}
+        axes = [a for a in range(len(self.sizes)) if a not in left_out]
+        return dict(zip(self.dims.offset_dims, axes, strict=True))
+
+    @property
+    def batch(self) -> dict[int, int]:
+        """The batch axes of the operand, and their axes of the indices."""
+        dims = self.dims
+        return dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True))
 
     def partial_axes(self, shape: Sequence[int]) -> set[int]:
         """Return the axes of an operand of this shape that a window covers only in part."""
@@ -143,42 +149,29 @@ class Windows:
     def along(self, axes: Sequence[int], indices: jax.Array) -> tuple[Windows, jax.Array]:
         """Return the windows and indices for an operand whose length is 1 except along `axes`."""
         sizes = tuple(n if a in axes else 1 for a, n in enumerate(self.sizes))
-        batch = tuple(pair for pair in self.batch if pair[0] in axes)
+        batch = {a: b for a, b in self.batch.items() if a in axes}
+        apart = {*self.inside.values(), *batch}
+        dims = self.dims._replace(
+            collapsed_slice_dims=tuple(a for a in range(len(sizes)) if a not in apart),
+            operand_batching_dims=tuple(batch),
+            start_indices_batching_dims=tuple(batch.values()),
+        )
         # The only index of an axis of length 1 is 0.
-        columns = np.array([a in axes for a in self.starts], indices.dtype)
-        indices = indices if columns.all() else indices * columns
-        return dataclasses.replace(self, sizes=sizes, batch=batch), indices
+        columns = np.array([a in axes for a in dims.start_index_map], indices.dtype)
+        return Windows(dims, sizes), indices if columns.all() else indices * columns
 
     def shape_along(self, axes: Sequence[int], shape: Sequence[int]) -> list[int]:
         """Return the shape of the windows array of `along(axes)`, given the full array's shape."""
-        whole = {d for d, a in zip(self.dims, self.axes, strict=True) if a not in axes}
+        whole = {d for d, a in self.inside.items() if a not in axes}
         return [1 if d in whole else n for d, n in enumerate(shape)]
-
-    @property
-    def _left_out(self) -> tuple[int, ...]:
-        batch = [a for a, _ in self.batch]
-        return tuple(a for a in range(len(self.sizes)) if a not in (*self.axes, *batch))
 
     def take(self, array: jax.Array, indices: jax.Array) -> jax.Array:
         """Gather the windows of an array. Windows that reach outside are moved inside."""
-        dims = lax.GatherDimensionNumbers(
-            offset_dims=self.dims,
-            collapsed_slice_dims=self._left_out,
-            start_index_map=self.starts,
-            operand_batching_dims=tuple(a for a, _ in self.batch),
-            start_indices_batching_dims=tuple(b for _, b in self.batch),
-        )
-        return lax.gather(array, indices, dims, self.sizes, mode="clip")
+        return lax.gather(array, indices, self.dims, self.sizes, mode="clip")
 
     def write(self, scatter: Any, array: Any, indices: Any, updates: Any, mode: Any) -> jax.Array:
         """Scatter updates into the windows of an array."""
-        dims = lax.ScatterDimensionNumbers(
-            update_window_dims=self.dims,
-            inserted_window_dims=self._left_out,
-            scatter_dims_to_operand_dims=self.starts,
-            operand_batching_dims=tuple(a for a, _ in self.batch),
-            scatter_indices_batching_dims=tuple(b for _, b in self.batch),
-        )
+        dims = lax.ScatterDimensionNumbers(*self.dims)
         return scatter(array, indices, updates, dims, mode=mode)
 
     def on_windows(self, array: jax.Array, rank: int) -> jax.Array:
@@ -186,17 +179,13 @@ class Windows:
 
         The array has length 1 along the partial axes.
         """
-        shape = [1] * rank
-        for d, a in zip(self.dims, self.axes, strict=True):
-            shape[d] = array.shape[a]
-        return lax.reshape(array, shape)
+        sizes = {d: array.shape[a] for d, a in self.inside.items()}
+        return lax.reshape(array, [sizes.get(d, 1) for d in range(rank)])
 
     def on_operand(self, array: jax.Array) -> jax.Array:
         """Invert `on_windows`."""
-        shape = [1] * len(self.sizes)
-        for d, a in zip(self.dims, self.axes, strict=True):
-            shape[a] = array.shape[d]
-        return lax.reshape(array, shape)
+        sizes = {a: array.shape[d] for d, a in self.inside.items()}
+        return lax.reshape(array, [sizes.get(a, 1) for a in range(len(self.sizes))])
 
 
 def gathered_scale(ctx: RuleContext, scale: Scale, indices: Any, windows: Windows) -> Scale:

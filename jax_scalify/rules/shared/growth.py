@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.rescaling import kept_wide
-from jax_scalify.rules.shared.products import for_constants, ratio_of
+from jax_scalify.rules.shared.products import for_constants
 from jax_scalify.scales.algebra import Scale
-from jax_scalify.scales.multiplying import multiply
 
 # A sum of n non-negative terms grows like n. For dtypes of at most 16 bits, the factor is at most
 # 2**10. Example: in a softmax over 128,256 classes with one confident logit, the sum is 1. With a
@@ -77,31 +75,6 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
     return Scale(exponent)
 
 
-def finish(
-    ctx: RuleContext, total: Any, scale: Scale, factor: Scale, unit: Scale | None = None
-) -> Operand:
-    """Return the result of a sum: values `total * unit` at the scale `scale * factor`.
-
-    A pending correction of a calibration multiplies `factor`. The result is rounded to its dtype
-    once, after both.
-
-    Args:
-        ctx: the context of the rule.
-        total: the sum, in at least float32.
-        scale: the scale of a term.
-        factor: the growth of the sum.
-        unit: the unit of `total`. By default `total` is data at `scale` for narrow dtypes, and
-            values for wide dtypes.
-    """
-    unit = ctx.unit(scale) if unit is None else unit
-    if ctx.holds_values:
-        return ctx.of_value(multiply(total, unit), scale * factor)
-    if ctx.pending.exponent:
-        factor = factor * Scale(ctx.pending.take())
-    scale = scale * factor
-    ratio = ratio_of(unit, scale) if not scale.is_zero else factor**-1
-    if ctx.stays_wide:
-        return kept_wide(multiply(total, ratio), scale, ctx.out_dtype)
-    holds = for_constants(ctx, scale)
-    ratio = ratio if holds is scale else ratio * scale / holds
-    return Operand(multiply(total, ratio, ctx.out_dtype), holds)
+def summed(ctx: RuleContext, total: Any, scale: Scale, unit: Scale) -> Operand:
+    """Return the result of a sum: values `total * unit` at `scale`, the grown scale of a term."""
+    return ctx.result(total, for_constants(ctx, scale), unit, saturates=False)

@@ -34,12 +34,23 @@ def at_its_home(out: Operand, home: Scale | None, *terms: Operand) -> Operand:
     return out.with_home(out.scale if out.scale.is_static and out.scale in homes else None)
 
 
-def home_of_sum(ctx: RuleContext, *terms: Operand, negate_rhs: bool = False) -> Scale | None:
+def home_of_sum(
+    ctx: RuleContext, lhs: Operand, rhs: Operand, *, negate_rhs: bool = False
+) -> Scale | None:
     """Return the home of the leaf that a sum replaces; None if there is no such leaf."""
-    keeper = keeper_of(ctx, *terms)
-    if keeper is None:
+    aval = ctx.out_avals[0]
+    if ctx.primitive.name == "add_any" or not is_wide(aval.dtype):
         return None
-    return held_scale(terms[keeper], terms[1 - keeper], keeper == 0 or not negate_rhs)
+    if lhs.number is not None or rhs.number is not None:
+        return None
+    found = [x for x in (lhs, rhs) if _may_keep(x, aval)]
+    if len(found) > 1:  # in `w + 0.9 * v`, only `w` has no factor
+        found = [x for x in found if x.mantissa == 1 and x.scale == x.home]
+    if len(found) != 1:
+        return None
+    keeper = found[0]
+    other = rhs if keeper is lhs else lhs
+    return held_scale(keeper, other, keeper is lhs or not negate_rhs)
 
 
 def in_unit(x: Operand, unit: Scale) -> Any:
@@ -52,19 +63,6 @@ def in_unit(x: Operand, unit: Scale) -> Any:
     if unit.is_one:
         return x.value
     return x.at_unit(x.home if x.home is not None and _holds(unit, x.home) else unit)
-
-
-def keeper_of(ctx: RuleContext, *terms: Operand) -> int | None:
-    """Return the position of the term whose leaf the sum replaces; None if it is not unique."""
-    aval = ctx.out_avals[0]
-    if ctx.primitive.name == "add_any" or not is_wide(aval.dtype):
-        return None
-    if any(x.number is not None for x in terms):
-        return None
-    found = [i for i, x in enumerate(terms) if _may_keep(x, aval)]
-    if len(found) > 1:  # in `w + 0.9 * v`, only `w` has no factor
-        found = [i for i in found if terms[i].mantissa == 1 and terms[i].scale == terms[i].home]
-    return found[0] if len(found) == 1 else None
 
 
 def _may_keep(x: Operand, aval: Any) -> bool:
@@ -99,7 +97,9 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
         grown = largest(grown)
     limit = 2 * LARGEST_HOME if other.facts.nonneg else LARGEST_HOME
     table = home.factors[0][0].table
-    if home.is_nonzero or grown.is_zero or (not table.narrow and _vanishes_with(grown, home)):
+    # In `x + x @ w` the other term is 0 wherever the home is.
+    vanishes = any(power > 0 and atom in grown.vanishes for atom, power in home.factors)
+    if home.is_nonzero or grown.is_zero or (not table.narrow and vanishes):
         return home
     return table.held(home, grown, limit)
 
@@ -110,11 +110,6 @@ def _holds(scale: Scale, home: Scale) -> bool:
         return scale == home
     (atom, power), *others = scale.factors
     return not others and power == 1 and scale.exponent == 0 and atom.holds == home
-
-
-def _vanishes_with(scale: Scale, home: Scale) -> bool:
-    """Return whether a scale is 0 wherever a home is, as in `x + x @ w`."""
-    return any(power > 0 and atom in scale.vanishes for atom, power in home.factors)
 
 
 def _growth(keeper: Operand, other: Operand, is_sum: bool) -> Scale:

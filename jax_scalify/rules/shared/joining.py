@@ -116,22 +116,32 @@ def same_dtype(*arrays: Any) -> list[Any]:
     return [lax.convert_element_type(a, wide) for a in arrays]
 
 
+def aligned(scale: Scale, *operands: Operand, dtype: Any = None) -> list[Any]:
+    """Return the operands' arrays in one dtype: data at `scale`, or values if they are wide."""
+    if not dtypes.is_narrow(operands[0].dtype):
+        return [x.value for x in operands]
+    return same_dtype(*(align(x, scale, dtype) for x in operands))
+
+
 def at_shared_scale(
     ctx: RuleContext,
     operands: Sequence[Operand],
-    avals: Sequence[Any],
     scale: Scale,
+    like: Any = None,
     grows: bool = False,
 ) -> list[Any]:
-    """Return the operands' arrays, filled to `avals`: data at `scale`, or values if wide.
+    """Return the operands' arrays in the shape of `like`: data at `scale`, or values if wide.
+
+    By default operands keep their shapes; the data of a constant is filled.
 
     If `grows`, `scale` is below the largest vote. Data is then larger, and is returned in float32.
     """
+    likes = operands if like is None else [like] * len(operands)
     if ctx.holds_values:
-        return [filled(x.value, aval) for x, aval in zip(operands, avals, strict=True)]
+        return [filled(x.value, like) for x, like in zip(operands, likes, strict=True)]
     keeps = grows or ctx.stays_wide or any(x.is_widened for x in operands)
-    data = [align(x, scale, None if keeps else ctx.out_dtype) for x in operands]
-    return [filled(d, aval) for d, aval in zip(same_dtype(*data), avals, strict=True)]
+    data = aligned(scale, *operands, dtype=None if keeps else ctx.out_dtype)
+    return [filled(d, like) for d, like in zip(data, likes, strict=True)]
 
 
 def scale_for(operands: Sequence[Operand], factor: Scale = ONE) -> Scale:

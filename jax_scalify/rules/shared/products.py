@@ -11,17 +11,11 @@ from jax import lax
 
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.constants import room
-from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.interpreter.rescaling import kept_wide, narrowed
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
-
-
-def ratio_of(unit: Scale, scale: Scale) -> Scale:
-    """Return `unit / scale`, which turns an array of this unit into data; 1 if `unit` is 0."""
-    return ONE if unit is scale or unit.is_zero or unit == scale else unit / scale
 
 
 def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
@@ -31,22 +25,9 @@ def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
     return Operand.of_value(multiply(raw, unit, dtype), scale)
 
 
-def rounded(ctx: RuleContext, raw: Any, scale: Scale, unit: Scale | None = None) -> Operand:
-    """Return the result of values `raw * unit`, rounded once.
-
-    By default `raw` is data at `scale` for narrow dtypes, and values for wide dtypes. A pending
-    correction is applied before rounding, so that corrected data does not overflow on the way.
-    """
-    unit = ctx.unit(scale) if unit is None else unit
-    if ctx.holds_values:
-        return ctx.of_value(multiply(raw, unit), scale)
-    scale = scale * Scale(ctx.pending.take())
-    raw = multiply(raw, ratio_of(unit, scale))
-    if raw.dtype == ctx.out_dtype:  # it was not computed in float32: nothing to round
-        return Operand(raw, scale)
-    if ctx.stays_wide:
-        return kept_wide(raw, scale, ctx.out_dtype)
-    return Operand(narrowed(raw, scale, ctx.out_dtype), scale)
+def with_room(scale: Scale, constant: float, dtype: Any) -> Scale:
+    """Return `scale`, raised so that narrow data holds `2**constant`: see `room`."""
+    return algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
 
 
 def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
@@ -56,11 +37,12 @@ def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
     A constant that the dtype does not hold is ignored. It comes from a mask, and may no longer be
     among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
     """
-    constant = ctx.facts.constant
-    is_narrow = dtypes.is_narrow(ctx.out_dtype)
-    if not is_narrow or constant is None or constant >= jnp.finfo(ctx.out_dtype).maxexp:
+    if ctx.holds_values or ctx.stays_wide:
         return scale
-    return algebra.join(scale, Scale(math.floor(constant)) * room(ctx.out_dtype), narrow=True)
+    constant = ctx.facts.constant
+    if constant is None or constant >= jnp.finfo(ctx.out_dtype).maxexp:
+        return scale
+    return with_room(scale, constant, ctx.out_dtype)
 
 
 def widened(ctx: RuleContext, data: Sequence[Any], scale: Scale = ONE) -> list[Any]:
@@ -72,13 +54,10 @@ def widened(ctx: RuleContext, data: Sequence[Any], scale: Scale = ONE) -> list[A
     """
     compute = dtypes.compute_dtype(ctx.out_dtype)
     is_wide = ctx.pending.exponent or ctx.stays_wide or any(x.dtype == compute for x in data)
-    if not is_wide and not (dtypes.is_narrow(ctx.out_dtype) and _may_be_below_one(scale)):
+    may_be_below_one = not scale.is_static or scale.exponent < 0
+    if not is_wide and not (dtypes.is_narrow(ctx.out_dtype) and may_be_below_one):
         return list(data)
     return [lax.convert_element_type(x, compute) for x in data]
-
-
-def _may_be_below_one(scale: Scale) -> bool:
-    return not scale.is_static or scale.exponent < 0
 
 
 def bind_product(
@@ -93,6 +72,7 @@ def bind_product(
         return ctx.on_values(scale * spread, *operands, **params)
     data = [x.data for x in operands]
     raw = ctx.bind(*widened(ctx, data, scale), **params)
-    if raw.dtype == ctx.out_dtype or ctx.stays_wide:
-        return rounded(ctx, raw, scale * spread, scale)
-    return rounded(ctx, raw, for_constants(ctx, scale * spread), scale)
+    own = scale * spread
+    # Raw data of a narrow dtype is already rounded: a larger scale would be too late.
+    own = own if raw.dtype == ctx.out_dtype else for_constants(ctx, own)
+    return ctx.result(raw, own, scale)
