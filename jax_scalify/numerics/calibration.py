@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import _compat
-from jax_scalify.arrays.freezing import largest_finite, times_power
-from jax_scalify.arrays.nnx_objects import shares_scaled
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.conversions.freezing import largest_finite, times_power
+from jax_scalify.conversions.nnx_objects import shares_scaled
 from jax_scalify.interpreter.corrections import Corrections
 from jax_scalify.interpreter.observing import is_observing
 from jax_scalify.interpreter.tracing import argument_name

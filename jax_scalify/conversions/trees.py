@@ -13,9 +13,6 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
-from jax_scalify.arrays.freezing import with_static_scale
-from jax_scalify.arrays.leaf_rules import Options
-from jax_scalify.arrays.nnx_objects import map_leaves
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
     align_scale,
@@ -34,6 +31,9 @@ from jax_scalify.blocks.array import (
     is_array_of_ours,
     is_block_scaled,
 )
+from jax_scalify.conversions.freezing import with_static_scale
+from jax_scalify.conversions.leaf_rules import Options
+from jax_scalify.conversions.nnx_objects import map_leaves
 from jax_scalify.storage.names import is_key
 
 # The static scale of a leaf of zeros, such as a bias before the first step. Float16 data then holds

@@ -13,11 +13,11 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
-from jax_scalify.arrays.nnx_objects import map_leaves
 from jax_scalify.arrays.scaled_array import ScaledArray, check_scaled, is_scaled
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.stochastic_rounding import keep_nonzero
 from jax_scalify.blocks.array import is_array_of_ours
+from jax_scalify.conversions.nnx_objects import map_leaves
 
 # The octaves of room above the largest element of a frozen leaf, for dtypes of 8 and 16 bits. A
 # second moment is a hundred times as large after a thousand steps as after ten.
