@@ -87,12 +87,8 @@ def _slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> li
     return [lax.dynamic_slice(array, (i, *rest_starts), (size, *rest)) for i, size in pairs]
 
 
+@functools.partial(jax.jit, inline=True)
 def elements(array: jax.Array) -> list[jax.Array]:
     """Return the elements along the first axis, as `slices` does."""
-    return _elements(array)
-
-
-@functools.partial(jax.jit, inline=True)
-def _elements(array: jax.Array) -> list[jax.Array]:
     size = array.shape[0]
     return [lax.squeeze(x, (0,)) for x in slices(array, range(size), [1] * size)]
