@@ -84,7 +84,7 @@ def _with_room(leaf: ScaledArray, scale: float) -> ScaledArray:
     """Return a leaf with a static scale at which its data has room to grow."""
     if _compat.is_traced(leaf.data):
         return ScaledArray(leaf.data, scale)
-    largest = largest_finite(leaf.data)
+    largest = float(largest_finite(leaf.data))
     above = octaves_too_high(math.log2(largest), leaf.dtype) if largest else -math.inf
     above = min(above, pow2.MAX_EXPONENT - pow2.floor_exponent(scale))
     if above <= 0:
@@ -94,14 +94,10 @@ def _with_room(leaf: ScaledArray, scale: float) -> ScaledArray:
 
 
 @jax.jit
-def _largest(data: jax.Array) -> jax.Array:
+def largest_finite(data: jax.Array) -> jax.Array:
+    """Return the largest absolute value of finite elements; 0 if there is no finite element."""
     size = jnp.abs(data.astype(dtypes.compute_dtype(data.dtype)))
     return jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0)
-
-
-def largest_finite(data: jax.Array) -> float:
-    """Return the largest absolute value of finite elements; 0 if there is no finite element."""
-    return float(_largest(data))
 
 
 def times_power(data: jax.Array, exponent: int) -> jax.Array:

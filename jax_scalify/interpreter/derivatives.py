@@ -205,12 +205,13 @@ def _with_vjp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
             of_floating, xs = _of_floating(plain, values, floating)
             return jax.vjp(of_floating, *xs)[1](list(slopes))
 
-        results = _scalify_plain(scale_call, plain_vjp, [*primals, *slopes])
-        gradients: list[Any] = [None] * len(primals)
-        for i, gradient in zip(floating, results, strict=True):
-            data = _in_units_of(gradient, primals[i], inverse=True)
-            gradients[i] = _as_tangent(data, primals[i])
-        return tuple(gradients)
+        results = iter(_scalify_plain(scale_call, plain_vjp, [*primals, *slopes]))
+        return tuple(
+            _as_tangent(_in_units_of(next(results), p, inverse=True), p)
+            if _is_floating(p)
+            else None
+            for p in primals
+        )
 
     call.defvjp(forward, backward)
     return call

@@ -340,7 +340,7 @@ def _frozen(leaf: ScaledArray, m: Measured, name: str) -> ScaledArray:
     factor = round(math.log2(own)) - exponent
     if not factor:
         return ScaledArray(leaf.data, own)
-    if math.ldexp(largest_finite(leaf.data), factor) > float(jnp.finfo(leaf.dtype).max):
+    if math.ldexp(float(largest_finite(leaf.data)), factor) > float(jnp.finfo(leaf.dtype).max):
         raise ValueError(
             f"`state`: {name} has grown beyond the scale 2^{exponent} that it was calibrated with: "
             "`jsa.calibrate` the step with this state."

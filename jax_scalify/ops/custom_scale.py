@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -153,10 +152,10 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
             return fun(*operands)
         rule = None if self._rule is None else functools.partial(self._rule, **static)
         out = None if self._result_types is None else self._result_types(*operands, **static)
-        call, arrays = _traced(self._name, fun, rule, operands, out, keeps_plain=self._keeps_plain)
+        traced = _traced(self._name, fun, rule, operands, out, keeps_plain=self._keeps_plain)
         if self._vjp_rule is None:
-            return call(arrays)
-        return _with_vjp(call, functools.partial(self._vjp_rule, **static), arrays)
+            return _call(*traced)
+        return _call_with_vjp(functools.partial(self._vjp_rule, **static), *traced)
 
     def _in_order(
         self, arguments: dict[str, Any], static: dict[str, Any], given: set[str]
@@ -187,16 +186,10 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         return fun, tuple(operands)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
-    """A traced function with a rule. Its arguments are flat, after the arrays it closes over."""
-
-    jaxpr: Any
-    applied: AppliedRule
-
-    def __call__(self, arrays: Sequence[Any]) -> Any:
-        out = custom_scale_p.bind(*arrays, jaxpr=self.jaxpr, applied=self.applied)
-        return jax.tree.unflatten(self.applied.out_tree, out)
+def _call(jaxpr: Any, applied: AppliedRule, arrays: Sequence[Any]) -> Any:
+    """Call a traced function with a rule on flat arguments."""
+    out = custom_scale_p.bind(*arrays, jaxpr=jaxpr, applied=applied)
+    return jax.tree.unflatten(applied.out_tree, out)
 
 
 def _traced(
@@ -207,10 +200,11 @@ def _traced(
     results: Any = None,
     consts: Sequence[Any] = (),
     **options: Any,
-) -> tuple[_Call, list[Any]]:
-    """Return the call of a function of `(*consts, *operands)`, and the arrays that it takes.
+) -> tuple[Any, AppliedRule, list[Any]]:
+    """Return a function of `(*consts, *operands)` as a jaxpr, its rule, and its flat arguments.
 
-    If `results` gives the types of its results, the function is traced when it is needed.
+    The arrays that it closes over are its first arguments. If `results` gives the types of its
+    results, the function is traced when it is needed.
     """
     arrays, tree = jax.tree.flatten(operands)
     types, result_tree = jax.tree.flatten(results)
@@ -232,7 +226,7 @@ def _traced(
         closed = jax.make_jaxpr(flat)(*arrays)
         jaxpr = _compat.close_jaxpr(_compat.open_jaxpr(closed), ())
         arrays, count = [*closed.consts, *arrays], count + len(closed.consts)
-    return _Call(jaxpr, AppliedRule(name, rule, tree, out_tree, count, **options)), arrays
+    return jaxpr, AppliedRule(name, rule, tree, out_tree, count, **options), arrays
 
 
 def _types(arrays: Sequence[Any]) -> list[str]:
@@ -245,24 +239,24 @@ def _has_special_type(x: jax.Array) -> bool:
     return bool(kind.weak_type or _compat.explicit_sharding(kind) or _compat.varying_axes(kind))
 
 
-def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
-    """Apply `call` with a `custom_vjp` whose backward pass has the scale rule of the cotangents.
+def _call_with_vjp(vjp_rule: Callable, jaxpr: Any, applied: AppliedRule, arrays: list[Any]) -> Any:
+    """Call a function as a `custom_vjp` whose backward pass has the scale rule of the cotangents.
 
     The backward pass computes the plain derivative. With respect to arrays that the function closes
     over, it has no scale rule.
     """
-    function = jax.custom_vjp(call)
-    count, tree = call.applied.num_consts, call.applied.in_tree
+    function = jax.custom_vjp(functools.partial(_call, jaxpr, applied))
+    count, tree = applied.num_consts, applied.in_tree
     floating = [i for i, a in enumerate(arrays) if dtypes.is_scalable(a.dtype)]
     moving = [i for i in floating if i < count and _compat.is_traced(arrays[i])]
 
     def slopes(arrays: Sequence[Any], some: list[int], cotangents: Any) -> dict[int, Any]:
         xs = [arrays[i] for i in some]
-        pull = jax.vjp(of_some(as_function(call.jaxpr), arrays, some), *xs)[1]
+        pull = jax.vjp(of_some(as_function(jaxpr), arrays, some), *xs)[1]
         return dict(zip(some, pull(jax.tree.leaves(cotangents)), strict=True))
 
     def forward(arrays: list[Any]) -> Any:
-        return call(arrays), arrays
+        return _call(jaxpr, applied, arrays), arrays
 
     def backward(arrays: list[Any], cotangents: Any) -> tuple[list[Any]]:
         consts, args = arrays[:count], arrays[count:]
@@ -274,9 +268,9 @@ def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
             return jax.tree.unflatten(tree, [out.get(i + count) for i in range(tree.num_leaves)])
 
         like = [x if dtypes.is_scalable(x.dtype) else None for x in arrays[count:]]
-        types = None if call.jaxpr.effects else jax.tree.unflatten(tree, like)
-        pulled, operands = _traced(
-            f"{call.applied.name}, cotangents",
+        types = None if jaxpr.effects else jax.tree.unflatten(tree, like)
+        pulled = _traced(
+            f"{applied.name}, cotangents",
             gradients,
             vjp_rule,
             (*jax.tree.unflatten(tree, args), cotangents),
@@ -285,7 +279,7 @@ def _with_vjp(call: _Call, vjp_rule: Callable, arrays: list[Any]) -> Any:
             num_cotangents=len(jax.tree.leaves(cotangents)),
         )
         out = slopes(arrays, moving, cotangents) if moving else {}
-        out.update(zip(some, jax.tree.leaves(pulled(operands)), strict=True))
+        out.update(zip(some, jax.tree.leaves(_call(*pulled)), strict=True))
         return ([out.get(i) for i in range(len(arrays))],)
 
     function.defvjp(forward, backward)

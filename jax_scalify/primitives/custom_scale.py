@@ -13,6 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import as_function, of_some
+from jax_scalify.primitives.definitions import jvp_of_moved
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,10 +60,8 @@ mlir.register_lowering(custom_scale_p, mlir.lower_fun(_impl, multiple_results=Tr
 
 def _jvp(primals: Any, tangents: Any, *, jaxpr: Any, applied: AppliedRule) -> Any:
     """Differentiate the plain function. The equations of the derivative have their own rules."""
-    moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    of_moved = of_some(as_function(jaxpr), primals, moved)
     outputs = custom_scale_p.bind(*primals, jaxpr=jaxpr, applied=applied)
-    slopes = jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
+    slopes = jvp_of_moved(as_function(jaxpr), primals, tangents)[1]
     slopes = [
         s if dtypes.is_scalable(aval.dtype) else ad.Zero(aval.to_tangent_aval())
         for s, aval in zip(slopes, jaxpr.out_avals, strict=True)

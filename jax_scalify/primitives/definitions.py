@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import of_some
 from jax_scalify.base.stochastic_rounding import round_stochastically
 
 NOTHING_SEEN = -(2**30)
@@ -65,6 +66,13 @@ def define(
 def first(x: Any, *_: Any, **__: Any) -> Any:
     """Return the first operand."""
     return x
+
+
+def jvp_of_moved(fun: Callable, primals: Any, tangents: Any) -> Any:
+    """Differentiate a function with respect to the operands that have a tangent."""
+    moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    some = of_some(fun, primals, moved)
+    return jax.jvp(some, [primals[i] for i in moved], [tangents[i] for i in moved])
 
 
 def jvp_of_first(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:

@@ -17,8 +17,7 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
-from jax_scalify.base.jaxprs import of_some
-from jax_scalify.primitives.definitions import batch_function, define, first
+from jax_scalify.primitives.definitions import batch_function, define, first, jvp_of_moved
 
 
 def straight_through(value: jax.Array, function: Callable | None = None, *operands: Any) -> Any:
@@ -39,13 +38,10 @@ def straight_through(value: jax.Array, function: Callable | None = None, *operan
 
 
 def _jvp(primitive: Any, primals: Any, tangents: Any, *, function: Callable | None) -> Any:
-    operands = primals[1:]
-    moved = [i for i, t in enumerate(tangents[1:]) if type(t) is not ad.Zero]
     out = primitive.bind(*primals, function=function)
-    if function is None or not moved:
+    if function is None or all(type(t) is ad.Zero for t in tangents[1:]):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    xs, slopes = [operands[i] for i in moved], [tangents[1 + i] for i in moved]
-    return out, jax.jvp(of_some(function, operands, moved), xs, slopes)[1]
+    return out, jvp_of_moved(function, primals[1:], tangents[1:])[1]
 
 
 straight_through_p = define("straight_through", first, first, jvp=_jvp, batch=batch_function)
