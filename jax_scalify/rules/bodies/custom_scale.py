@@ -126,13 +126,8 @@ def _map(
     Examples have different scales if the operands' scales differ between examples, or if the rule
     computes a scale from data. Otherwise all examples share one scale.
 
-    Args:
-        rule: takes and returns flat lists, for one example.
-        batched: for each operand, whether its first axis is the axis of examples.
-        size: the number of examples.
-        name: the name of the axis.
-        dtype: the dtype of scales.
-        *operands: the operands of all examples.
+    `batched` says for each operand whether its first axis is the axis of examples, and `dtype` is
+    the dtype of scales.
     """
     data = [x.data if is_scaled(x) else x for x in operands]
     pairs = [_scale_and_axis(x, b, size) for x, b in zip(operands, batched, strict=True)]
