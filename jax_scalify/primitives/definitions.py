@@ -88,10 +88,6 @@ def _jvp_of_cast(primitive: Primitive, primals: Any, tangents: Any, *, dtype: An
     return primitive.bind(*primals, dtype=dtype), cast_p.bind(tangents[0], dtype=dtype)
 
 
-def _transpose_of_cast(cotangent: Any, x: Any, *_: Any, dtype: Any) -> Any:
-    return cast_p.bind(cotangent, dtype=x.aval.dtype)
-
-
 def _jvp_on_backward(primitive: Primitive, primals: Any, tangents: Any, *, function: Any) -> Any:
     """Send the tangent through the primitive, not the primal, so that it is transposed."""
     return primals[0], primitive.bind(tangents[0], *primals[1:], function=function)
@@ -184,7 +180,7 @@ _define_cast = functools.partial(
     define,
     aval=lambda x, *_, dtype: x.update(dtype=dtype, weak_type=False),
     jvp=_jvp_of_cast,
-    transpose=_transpose_of_cast,
+    transpose=lambda cotangent, x, *_, dtype: cast_p.bind(cotangent, dtype=x.aval.dtype),
 )
 
 set_scaling_p = _define_identity("set_scaling", transpose=first, batch=_batch_first)
