@@ -29,7 +29,7 @@ from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.interpreter import observing
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.corrections import Calibrated
-from jax_scalify.interpreter.derivatives import constant_scale, with_user_derivatives
+from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.interpreter.evaluation import evaluate
 from jax_scalify.interpreter.homes import leaf_home
 from jax_scalify.interpreter.operand import Operand
@@ -142,7 +142,7 @@ def scalify(
                 own = calibration if jaxpr.jaxpr.eqns is closed.jaxpr.eqns else None
                 return _scale_call(jaxpr, operands, active, own, names)
 
-            out = with_user_derivatives(call, closed, list(map(_with_constant_scale, operands)))
+            out = with_user_derivatives(call, closed, _with_constant_scales(operands))
         out = [_typed(x, aval) for x, aval in zip(out, closed.out_avals, strict=True)]
         if not _compat.is_staging():
             out = _own_buffers(out, (operands, closed.consts))
@@ -249,10 +249,15 @@ def _is_narrow(jaxpr: Any) -> bool:
     return any(map(dtypes.is_narrow, found))
 
 
-def _with_constant_scale(x: Any) -> Any:
-    """Return an operand. Differentiation with respect to its dynamic scale raises."""
-    dynamic = is_scaled(x) and not x.is_static
-    return ScaledArray(x.data, constant_scale(x.scale)) if dynamic else x
+def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:
+    """Return the operands. Differentiation with respect to their dynamic scales raises."""
+    dynamic = [i for i, x in enumerate(operands) if is_scaled(x) and not x.is_static]
+    out = list(operands)
+    if dynamic:
+        scales = constant_scales([operands[i].scale for i in dynamic])
+        for i, scale in zip(dynamic, scales, strict=True):
+            out[i] = ScaledArray(operands[i].data, scale)
+    return out
 
 
 def _typed(x: Any, aval: Any) -> Any:

@@ -67,7 +67,7 @@ def _constant(error: type[Exception], message: str) -> Callable[[Any], Any]:
     return constant
 
 
-constant_scale = _constant(
+constant_scales = _constant(
     TypeError,
     "A scalified function was differentiated with respect to a `ScaledArray`: its data and "
     "its scale are not two variables of the value. Take the derivative inside, "
