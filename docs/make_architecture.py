@@ -35,18 +35,18 @@ LAYERS = (  # the lowest first
     Layer(
         "Scaled arrays",
         "data and scale as one leaf of a tree",
-        ("arrays", "blocks", "storage", "tree", "checkpoint"),
+        ("arrays", "conversions", "blocks", "storage", "tree", "checkpoint"),
     ),
     Layer("Scales", "algebra, arrays, computed together", ("scales",)),
     Layer(
         "In a jaxpr",
-        "primitives, functions with rules",
+        "the primitives of the package",
         ("primitives", "blocks.dot", "blocks.quantising"),
     ),
     Layer("While interpreting", "values, facts, the registry of rules", ("interpreter", "passes")),
     Layer("Rules", "one file a family of primitives", ("rules",)),
     Layer("The transform", "trace, then interpret", ("transform",)),
-    Layer("In a model", "functions that speak about scales", ("ops", "lax", "testing")),
+    Layer("In a model", "functions that set scales or have rules", ("ops", "lax", "testing")),
     Layer("Networks", "functions with rules for both passes", ("nn",)),
     Layer(
         "Around training",

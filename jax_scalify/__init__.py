@@ -16,12 +16,12 @@ from jax_scalify import (
     tree,
     unit_scaling,
 )
-from jax_scalify.arrays.conversions import as_scaled_array, asarray, scaled_array, to_numbers
-from jax_scalify.arrays.freezing import freeze_scales, thaw_scales
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.blocks.array import BlockScaledArray
 from jax_scalify.blocks.formats import BlockFormat
 from jax_scalify.config import Pow2RoundMode, ScalifyConfig
+from jax_scalify.conversions.freezing import freeze_scales, thaw_scales
+from jax_scalify.conversions.trees import as_scaled_array, asarray, scaled_array, to_numbers
 from jax_scalify.fp8 import fp8_matmuls
 from jax_scalify.interpreter.registry import (
     DequantisedWarning,
@@ -30,6 +30,7 @@ from jax_scalify.interpreter.registry import (
 )
 from jax_scalify.numerics.calibrating import calibrate
 from jax_scalify.numerics.calibration import Calibration
+from jax_scalify.ops.custom_scale import custom_scale
 from jax_scalify.ops.delayed import delayed_rescale, init_delayed_rescale
 from jax_scalify.ops.scaling import (
     dynamic_rescale,
@@ -40,7 +41,6 @@ from jax_scalify.ops.scaling import (
     stop_scaling,
 )
 from jax_scalify.passes.setup import SetupWarning
-from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.storage.packing import pack_scales, unpack_scales
 from jax_scalify.transform import scalify
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.conversions import as_scaled_array, asarray
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.config import ScalifyConfig, current_config
+from jax_scalify.conversions.trees import as_scaled_array, asarray
 from jax_scalify.transform import scalify
 
 __all__ = ["WAYS", "check_scale_rule"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -29,7 +28,7 @@ from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.interpreter import observing
 from jax_scalify.interpreter.constants import promote
-from jax_scalify.interpreter.corrections import Calibrated, Corrections
+from jax_scalify.interpreter.corrections import Calibrated
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.interpreter.evaluation import evaluate
 from jax_scalify.interpreter.homes import leaf_home
@@ -137,10 +136,12 @@ def scalify(
         else:
             report_lost_averages(closed.jaxpr)
             warn_once(wide_matmuls, closed.jaxpr, operands, names)
-            plan = None
-            if calibration is not None:
-                plan = _Plan(closed.jaxpr.eqns, calibration, names)
-            call = functools.partial(_scale_call, config=active, plan=plan)
+
+            def call(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+                # Jaxprs that are made for derivatives are not calibrated.
+                own = calibration if jaxpr.jaxpr.eqns is closed.jaxpr.eqns else None
+                return _scale_call(jaxpr, operands, active, own, names)
+
             out = with_user_derivatives(call, closed, _with_constant_scales(operands))
         out = [_typed(x, aval) for x, aval in zip(out, closed.out_avals, strict=True)]
         if not _compat.is_staging():
@@ -163,41 +164,25 @@ def _by_position(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     return bound.args, bound.kwargs
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Applies a calibration to the traced function, but not to jaxprs made for its derivatives.
-
-    Attributes:
-        equations: the equations of the traced function.
-        calibration: the user's calibration.
-        arguments: the names of the arguments.
-    """
-
-    equations: Sequence[Any]
-    calibration: Calibrated
-    arguments: list[str]
-
-    def is_of(self, equations: Sequence[Any]) -> bool:
-        """Return whether these are the equations of the traced function."""
-        return list(map(id, equations)) == list(map(id, self.equations))
-
-    def corrections(self, live: Any) -> Corrections | None:
-        """Return the corrections for the function's pruned jaxpr."""
-        return self.calibration.corrections(live, self.arguments)
-
-    def scales(self, operands: Sequence[Any]) -> dict[int, Scale]:
-        """Return the calibrated scales of operands with dynamic scalar scales, by position."""
-        found = {}
-        for i, (name, x) in enumerate(zip(self.arguments, operands, strict=True)):
-            if is_scaled(x) and not x.is_static and not np.ndim(x.scale):
-                exponent = self.calibration.scale_of(name)
-                if exponent is not None:
-                    found[i] = Scale(exponent)
-        return found
+def _calibrated_scales(
+    operands: Sequence[Any], calibration: Calibrated, names: Sequence[str]
+) -> dict[int, Scale]:
+    """Return the calibrated scales of operands with dynamic scalar scales, by position."""
+    found = {}
+    for i, (name, x) in enumerate(zip(names, operands, strict=True)):
+        if is_scaled(x) and not x.is_static and not np.ndim(x.scale):
+            exponent = calibration.scale_of(name)
+            if exponent is not None:
+                found[i] = Scale(exponent)
+    return found
 
 
 def _scale_call(
-    closed: Any, operands: Sequence[Any], config: ScalifyConfig, plan: _Plan | None = None
+    closed: Any,
+    operands: Sequence[Any],
+    config: ScalifyConfig,
+    calibration: Calibrated | None,
+    names: list[str],
 ) -> list[Any]:
     """Interpret a closed jaxpr on `ScaledArray` and plain operands.
 
@@ -206,10 +191,12 @@ def _scale_call(
     scale only if all operands have static scales, or if it replaces a leaf with this scale: see
     `interpreter/homes.py`. All other scales become dynamic.
     """
-    equations, closed = closed.jaxpr.eqns, pruned(closed)
-    own = plan if plan is not None and plan.is_of(equations) else None
-    hook = observing.hook_of(None if own is None else own.corrections(closed))
-    calibrated = {} if own is None else own.scales(operands)
+    closed = pruned(closed)
+    corrections, calibrated = None, {}
+    if calibration is not None:
+        corrections = calibration.corrections(closed, names)
+        calibrated = _calibrated_scales(operands, calibration, names)
+    hook = observing.hook_of(corrections)
     all_static = not any(is_scaled(x) and not x.is_static for x in operands)
 
     def interpret(table: ScaleTable, operands: Sequence[Any]) -> list[Any]:
@@ -221,7 +208,8 @@ def _scale_call(
     # A traced scalar, such as a learning rate, is split into data and scale. The exception is a
     # step with wide dtypes and static scales that uses `match_scales`: its state is returned at the
     # given scales, so no result needs the scale of the scalar.
-    keeps_scales = all_static and not narrow and _matches_scales(closed.jaxpr)
+    used = {eqn.primitive for eqn in all_equations(closed.jaxpr)}
+    keeps_scales = all_static and not narrow and primitives.match_scale_p in used
     options: dict[str, Any] = dict(splits_scalars=not keeps_scales, narrow=narrow)
     if not _compat.is_staging():
         return interpret(ScaleTable(config.scale_dtype, **options), operands)
@@ -262,18 +250,15 @@ def _is_narrow(jaxpr: Any) -> bool:
     return any(map(dtypes.is_narrow, found))
 
 
-def _matches_scales(jaxpr: Any) -> bool:
-    return any(eqn.primitive is primitives.match_scale_p for eqn in all_equations(jaxpr))
-
-
 def _with_constant_scales(operands: Sequence[Any]) -> list[Any]:
     """Return the operands. Differentiation with respect to their dynamic scales raises."""
-    dynamic = [x.scale for x in operands if is_scaled(x) and not x.is_static]
-    scales = iter(constant_scales(dynamic) if dynamic else ())
-    return [
-        ScaledArray(x.data, next(scales)) if is_scaled(x) and not x.is_static else x
-        for x in operands
-    ]
+    dynamic = [i for i, x in enumerate(operands) if is_scaled(x) and not x.is_static]
+    out = list(operands)
+    if dynamic:
+        scales = constant_scales([operands[i].scale for i in dynamic])
+        for i, scale in zip(dynamic, scales, strict=True):
+            out[i] = ScaledArray(operands[i].data, scale)
+    return out
 
 
 def _typed(x: Any, aval: Any) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_scalify.arrays import conversions
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
+from jax_scalify.conversions import trees
 from jax_scalify.storage.placement import check_blocks_fit, check_shardings
 
 __all__ = [
@@ -101,7 +101,7 @@ def astype(tree: Any, dtype: Any) -> Any:
             return dataclasses.replace(leaf, dtype=jnp.dtype(dtype))
         if array_lib.is_scaled(leaf):
             return leaf.astype(dtypes.of_leaf(leaf.dtype, dtype))
-        return conversions.asarray(leaf, dtype)
+        return trees.asarray(leaf, dtype)
 
     return map(cast, tree)
 

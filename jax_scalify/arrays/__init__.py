@@ -1,1 +1,1 @@
-"""`ScaledArray`, and conversions of trees."""
+"""`ScaledArray`."""

@@ -139,7 +139,7 @@ class ScaledArray:
     def __getattr__(self, name: str) -> Any:
         # JAX converts an operand with `__jax_array__`. Without it, the operator of our class runs.
         if name == "__jax_array__" and _is_number(self):
-            return lambda: _comparable(self, None)
+            return lambda: _comparable(self)
         raise AttributeError(f"A ScaledArray has no `{name}`. {_ADVICE}")
 
 
@@ -147,16 +147,11 @@ _ADVICE = (
     "Put `@jsa.scalify` on the function that computes with it (below `@jax.jit`) and pass it as an "
     "argument; or take its value, `jsa.asarray(x)`."
 )
-_OPERATORS = {
-    **{"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"},
-    **{"@": "matmul", "**": "pow", "divmod": "divmod"},
-}
-_ARITHMETIC = {
-    **{f"__{name}__": symbol for symbol, name in _OPERATORS.items()},
-    **{f"__r{name}__": symbol for symbol, name in _OPERATORS.items()},
-    **{"__neg__": "-", "__pos__": "+", "__abs__": "abs", "__round__": "round"},
-    **{"__getitem__": "[]", "__setitem__": "[]"},
-}
+_BINARY = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"}
+_BINARY |= {"matmul": "@", "pow": "**", "divmod": "divmod"}
+_ARITHMETIC = _BINARY | {f"r{name}": symbol for name, symbol in _BINARY.items()}
+_ARITHMETIC |= {"neg": "-", "pos": "+", "abs": "abs", "round": "round"}
+_ARITHMETIC |= {"getitem": "[]", "setitem": "[]"}
 
 
 def _is_number(x: ScaledArray) -> bool:
@@ -168,23 +163,23 @@ def _operator(name: str, symbol: str) -> Any:
     def compute(self: ScaledArray, *operands: Any) -> Any:
         if not (_is_number(self) and all(_is_number(x) for x in operands if is_scaled(x))):
             raise TypeError(f"A ScaledArray has no `{symbol}`. {_ADVICE}")
-        if name == "__round__":
+        if name == "round":
             return round(float(self), *operands)
-        wide = [_comparable(x, None) if is_scaled(x) else x for x in operands]
-        return getattr(_comparable(self, None), name)(*wide)
+        wide = [_comparable(x) if is_scaled(x) else x for x in operands]
+        return getattr(_comparable(self), f"__{name}__")(*wide)
 
     return compute
 
 
 for _name, _symbol in _ARITHMETIC.items():
-    setattr(ScaledArray, _name, _operator(_name, _symbol))
+    setattr(ScaledArray, f"__{_name}__", _operator(_name, _symbol))
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
     def compared(self: ScaledArray, other: Any) -> Any:
         if not (_has_values(self) and _has_values(other)):
             return NotImplemented  # so `==` is identity
-        return compare(_comparable(self, None), _comparable(other, self.dtype))
+        return compare(_comparable(self), _comparable(other, self.dtype))
 
     return compared
 
@@ -196,7 +191,7 @@ def _has_values(x: Any) -> bool:
     return dtypes.leaf_dtype(x) is not None
 
 
-def _comparable(x: Any, dtype: Any) -> Any:
+def _comparable(x: Any, dtype: Any = None) -> Any:
     """Return the value in at least float32, or a Python number in the precision of `dtype`."""
     if is_scaled(x):
         _check_form(x)
@@ -269,8 +264,10 @@ def check_scaled(
             _check_form(leaf, f"{where}.")
             if scales == "usable" or (scales == "powers" and not is_packed(leaf)):
                 _check_powers(leaf, where)
-            if scales == "usable":
-                _check_zeros(leaf, where)
+            if scales == "usable" and _is_known(leaf.scale) and _is_known(leaf.data):
+                scale = along_leading_axes(np.asarray(leaf.scale), leaf.ndim)
+                if np.any(scale == 0) and _is_lost(leaf.data, scale):
+                    raise ValueError(_ZERO.format(f"{where}.scale"))
 
 
 def _check_form(x: ScaledArray, prefix: str = "") -> None:
@@ -306,11 +303,7 @@ def _check_powers(x: ScaledArray, where: str) -> None:
         )
 
 
-def _check_zeros(x: ScaledArray, where: str) -> None:
-    """Raise if a concrete scale is 0 and the data is not."""
-    if _is_known(x.scale) and _is_known(x.data) and np.any(np.asarray(x.scale) == 0):
-        if _is_lost(x.data, along_leading_axes(np.asarray(x.scale), x.ndim)):
-            raise ValueError(f"`{where}.scale` 0 needs data that is zero, got data that is not.")
+_ZERO = "`{}` 0 needs data that is zero, got data that is not."
 
 
 @jax.jit
@@ -358,7 +351,7 @@ def check_scale(scale: Any, data: Any, name: str = "scale") -> None:
         values = along_leading_axes(values, len(data_shape))
         zero_where = np.broadcast_to(values, data_shape) == 0 if shape else True
         if np.any(np.asarray(data)[zero_where] != 0):
-            raise ValueError(f"`{name}` 0 needs data that is zero, got data that is not.")
+            raise ValueError(_ZERO.format(name))
 
 
 def _check_real(scale: Any, name: str) -> None:

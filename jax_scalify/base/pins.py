@@ -2,8 +2,7 @@
 
 XLA's CPU backend recomputes a cheap operand in every kernel that reads it. It compiles each kernel
 separately, which takes most of the compile time. Other backends make better kernels without these
-barriers (`pin`). XLA for GPUs stores some arrays in float32 (see `store`), and merges kernels of
-large leaves (see `Copies`).
+barriers (`pin`). XLA for GPUs stores some arrays in float32 (see `store`).
 """
 
 from __future__ import annotations
@@ -88,43 +87,8 @@ def _slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> li
     return [lax.dynamic_slice(array, (i, *rest_starts), (size, *rest)) for i, size in pairs]
 
 
-class Copies:
-    """Copies of scalars that the kernels of several large leaves read.
-
-    XLA for GPUs compiles equal kernels once. But it merges kernels that read the same array, into
-    large kernels of which no two are equal. A copy is the same memory behind one more barrier, so
-    it costs nothing.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[Any, Any]] = {}
-
-    def of(self, scalar: Any) -> Any:
-        """Return a new copy; a NumPy number unchanged."""
-        if isinstance(scalar, np.ndarray | np.generic):
-            return scalar
-        _, last = self._last.get(id(scalar), (scalar, scalar))
-        copy = store(last)
-        self._last[id(scalar)] = scalar, copy  # keeps the scalar alive, so its id is not reused
-        return copy
-
-
-def stored_number(x: jax.Array) -> jax.Array:
-    """Store a slice of a vector of non-negative numbers in memory of its own, on GPUs.
-
-    Kernels of several leaves that read one number each are then equal: see `Copies`. XLA for GPUs
-    makes a kernel for each slice that is stored, but one kernel for computations on slices, such
-    as this maximum, which is the identity.
-    """
-    return store(lax.max(x, jnp.zeros_like(x)))
-
-
+@functools.partial(jax.jit, inline=True)
 def elements(array: jax.Array) -> list[jax.Array]:
     """Return the elements along the first axis, as `slices` does."""
-    return _elements(array)
-
-
-@functools.partial(jax.jit, inline=True)
-def _elements(array: jax.Array) -> list[jax.Array]:
     size = array.shape[0]
     return [lax.squeeze(x, (0,)) for x in slices(array, range(size), [1] * size)]

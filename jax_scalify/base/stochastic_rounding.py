@@ -17,6 +17,16 @@ def random_bits(key: Any, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.bits(key, shape, jnp.uint32)
 
 
+def mixed(bits: jax.Array) -> jax.Array:
+    """Hash `uint32` numbers: different numbers give independent-looking bits.
+
+    Source: the finaliser of MurmurHash3 by Austin Appleby.
+    """
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+    return bits ^ (bits >> np.uint32(16))
+
+
 def cast(data: jax.Array, dtype: Any, *, key: Any = None) -> jax.Array:
     """Cast an array as `dtypes.cast` does; round stochastically if a `jax.random` key is given."""
     if key is None or data.dtype == dtype:

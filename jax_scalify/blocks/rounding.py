@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.base.mixing import mixed
-from jax_scalify.base.stochastic_rounding import round_sizes
+from jax_scalify.base.stochastic_rounding import mixed, round_sizes
 from jax_scalify.blocks.formats import BlockFormat
 
 _EXPONENT, _FRACTION = np.uint32(0x7F800000), np.uint32(0x007FFFFF)

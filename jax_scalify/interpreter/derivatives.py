@@ -51,38 +51,35 @@ def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence
     return wrap(scale_call, plain, scaled)(*operands, *(closed.consts[i] for i in traced))
 
 
-@jax.custom_jvp
-def constant_scales(scales: list[Any]) -> list[Any]:
-    """Return the scales of the operands. Differentiation with respect to them raises."""
-    return scales
+def _constant(error: type[Exception], message: str) -> Callable[[Any], Any]:
+    """Return the identity on trees of arrays, whose derivative raises."""
+
+    @jax.custom_jvp
+    def constant(tree: Any) -> Any:
+        return tree
+
+    @functools.partial(constant.defjvp, symbolic_zeros=True)
+    def jvp(primals: Any, tangents: Any) -> Any:
+        if all(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)):
+            return primals[0], tangents[0]
+        raise error(message)
+
+    return constant
 
 
-@functools.partial(constant_scales.defjvp, symbolic_zeros=True)
-def _constant_scales_jvp(primals: Any, tangents: Any) -> Any:
-    moved = [t for t in jax.tree.leaves(tangents) if not isinstance(t, SymbolicZero)]
-    if moved:
-        raise TypeError(
-            "A scalified function was differentiated with respect to a `ScaledArray`: its data and "
-            "its scale are not two variables of the value. Take the derivative inside, "
-            "`scalify(jax.grad(f))(x)`, or with respect to a plain array, "
-            "`jax.grad(lambda x: jsa.asarray(jsa.scalify(f)(jsa.as_scaled_array(x))))(x)`."
-        )
-    return primals[0], tangents[0]
-
-
-@jax.custom_jvp
-def _once_differentiable(residuals: list[Any]) -> list[Any]:
-    """Return residuals. Differentiating them raises, because a remat would lose user rules."""
-    return residuals
-
-
-@functools.partial(_once_differentiable.defjvp, symbolic_zeros=True)
-def _once_differentiable_jvp(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "A scalified function was differentiated twice from outside, through a `jax.checkpoint` "
-        "around a function with a derivative rule of its own (as `jax.nn.relu` has). Take the "
-        "derivatives inside, `scalify(jax.hessian(f))(x)`, or leave out `jax.checkpoint`."
-    )
+constant_scales = _constant(
+    TypeError,
+    "A scalified function was differentiated with respect to a `ScaledArray`: its data and "
+    "its scale are not two variables of the value. Take the derivative inside, "
+    "`scalify(jax.grad(f))(x)`, or with respect to a plain array, "
+    "`jax.grad(lambda x: jsa.asarray(jsa.scalify(f)(jsa.as_scaled_array(x))))(x)`.",
+)
+_once_differentiable = _constant(  # a remat would lose user rules
+    NotImplementedError,
+    "A scalified function was differentiated twice from outside, through a `jax.checkpoint` "
+    "around a function with a derivative rule of its own (as `jax.nn.relu` has). Take the "
+    "derivatives inside, `scalify(jax.hessian(f))(x)`, or leave out `jax.checkpoint`.",
+)
 
 
 def _user_rules(jaxpr: Any) -> set[str]:
@@ -107,11 +104,9 @@ def _scalify_plain(scale_call: ScaleCall, fun: Callable, operands: Sequence[Any]
     return with_user_derivatives(scale_call, closed, operands)
 
 
-def _inverse(x: ScaledArray) -> Any:
-    """Return `1 / scale`. A scale of 0 counts as 1."""
-    if x.is_static:
-        return 1 / (x.scale or 1.0)
-    return 1 / jnp.where(x.scale == 0, 1, x.scale)
+def _unit(x: ScaledArray) -> Any:
+    """Return the scale. A scale of 0 counts as 1."""
+    return x.scale or 1.0 if x.is_static else jnp.where(x.scale == 0, 1, x.scale)
 
 
 def _data(x: Any) -> Any:
@@ -127,8 +122,7 @@ def _in_units_of(x: Any, like: Any, inverse: bool = False) -> Any:
     if not is_scaled(like):
         return x.to_array(like.dtype) if is_scaled(x) else x
     compute = dtypes.compute_dtype(like.dtype)
-    unit = jnp.asarray(_inverse(like))
-    unit = align_scale(1 / unit if inverse else unit, like.ndim)
+    unit = align_scale(_unit(like) if inverse else 1 / _unit(like), like.ndim)
     if is_scaled(x):
         x = ScaledArray(x.data, align_scale(x.scale, x.ndim) * unit).to_array(compute)
     else:
@@ -149,12 +143,7 @@ def _with_jvp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
     @call.defjvp
     def call_jvp(primals: Any, tangents: Any) -> Any:
         floating = [i for i, p in enumerate(primals) if _is_floating(p)]
-        moved = [
-            ScaledArray(tangents[i].data, primals[i].scale)
-            if is_scaled(primals[i])
-            else tangents[i]
-            for i in floating
-        ]
+        moved = [_with_data(primals[i], _data(tangents[i])) for i in floating]
         tree = None
 
         def residuals_of(*values: Any) -> list[Any]:
@@ -206,7 +195,7 @@ def _with_vjp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
         floating = [i for i, p in enumerate(primals) if _is_floating(p)]
         # `value = data * scale`, so a value's cotangent is its data's cotangent over the scale.
         slopes = [
-            ScaledArray(c.data, _inverse(out)) if is_scaled(out) else c
+            ScaledArray(c.data, 1 / _unit(out)) if is_scaled(out) else c
             for out, c in zip(outputs, cotangents, strict=True)
             if _is_floating(out)
         ]
@@ -216,12 +205,13 @@ def _with_vjp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
             of_floating, xs = _of_floating(plain, values, floating)
             return jax.vjp(of_floating, *xs)[1](list(slopes))
 
-        results = _scalify_plain(scale_call, plain_vjp, [*primals, *slopes])
-        gradients: list[Any] = [None] * len(primals)
-        for i, gradient in zip(floating, results, strict=True):
-            data = _in_units_of(gradient, primals[i], inverse=True)
-            gradients[i] = _as_tangent(data, primals[i])
-        return tuple(gradients)
+        results = iter(_scalify_plain(scale_call, plain_vjp, [*primals, *slopes]))
+        return tuple(
+            _as_tangent(_in_units_of(next(results), p, inverse=True), p)
+            if _is_floating(p)
+            else None
+            for p in primals
+        )
 
     call.defvjp(forward, backward)
     return call

@@ -10,9 +10,9 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.overflow import unless_infinite
 from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.primitives.overflow import unless_infinite
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable

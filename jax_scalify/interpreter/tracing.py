@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.nnx_objects import PureCall, pure_call
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
+from jax_scalify.conversions.nnx_objects import pure_call
 from jax_scalify.passes.widening import cast_late, wider_dtype
 
 _CLOSED_OVER = (
@@ -137,28 +137,6 @@ def argument_name(path: tuple) -> str:
     """Return the key path of an argument as code: `args[0].params['w']`."""
     root = ("args", "kwargs")[path[0].idx]
     return root + jax.tree_util.keystr(path[1:])
-
-
-def flat_function(
-    call: PureCall, is_dynamic: Callable[[Any], bool]
-) -> tuple[Callable[..., list[Any]], list[tuple[Any, Any]]]:
-    """Return a function from arrays to arrays, and the key paths and values of its arguments.
-
-    The data and the scale of a `ScaledArray` are two arrays. Arguments that are not dynamic keep
-    their values.
-    """
-    paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs))
-    dynamic = [i for i, (_, leaf) in enumerate(paths) if is_dynamic(leaf)]
-
-    def flat(*arrays: Any) -> list[Any]:
-        full = [leaf for _, leaf in paths]
-        for i, array in zip(dynamic, arrays, strict=True):
-            full[i] = array
-        args, kwargs = jax.tree.unflatten(tree, full)
-        out = jax.tree.leaves(call.fun(*args, **kwargs))
-        return [leaf for leaf in out if not is_static_result(leaf)]
-
-    return flat, [paths[i] for i in dynamic]
 
 
 def _is_dynamic(leaf: Any) -> bool:

@@ -13,7 +13,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.nn._rules import scale_rules
-from jax_scalify.primitives.custom_scale import custom_scale
+from jax_scalify.ops.custom_scale import custom_scale
 from jax_scalify.rules.shared.products import made
 from jax_scalify.scales.algebra import ONE, ZERO, Scale, join
 

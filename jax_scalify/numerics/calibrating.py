@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.arrays.freezing import thaw_scales
-from jax_scalify.arrays.nnx_objects import PureCall
 from jax_scalify.arrays.scaled_array import check_scaled, is_scaled
 from jax_scalify.config import ScalifyConfig
+from jax_scalify.conversions.freezing import thaw_scales
+from jax_scalify.conversions.nnx_objects import PureCall
 from jax_scalify.numerics.calibration import Calibration, check_unshared
 from jax_scalify.numerics.choosing import VANISHED, Choice, is_distorted
 from jax_scalify.numerics.equations import Planner, Result

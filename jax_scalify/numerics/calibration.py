@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import _compat
-from jax_scalify.arrays.freezing import largest_finite, times_power
-from jax_scalify.arrays.nnx_objects import shares_scaled
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.conversions.freezing import largest_finite, times_power
+from jax_scalify.conversions.nnx_objects import shares_scaled
 from jax_scalify.interpreter.corrections import Corrections
 from jax_scalify.interpreter.observing import is_observing
 from jax_scalify.interpreter.tracing import argument_name
@@ -340,7 +340,7 @@ def _frozen(leaf: ScaledArray, m: Measured, name: str) -> ScaledArray:
     factor = round(math.log2(own)) - exponent
     if not factor:
         return ScaledArray(leaf.data, own)
-    if math.ldexp(largest_finite(leaf.data), factor) > float(jnp.finfo(leaf.dtype).max):
+    if math.ldexp(float(largest_finite(leaf.data)), factor) > float(jnp.finfo(leaf.dtype).max):
         raise ValueError(
             f"`state`: {name} has grown beyond the scale 2^{exponent} that it was calibrated with: "
             "`jsa.calibrate` the step with this state."

@@ -22,8 +22,9 @@ from typing import Any
 import jax
 
 from jax_scalify import _compat
-from jax_scalify.arrays.nnx_objects import pure_call
-from jax_scalify.interpreter.tracing import flat_function, is_static_result
+from jax_scalify.conversions.nnx_objects import pure_call
+from jax_scalify.interpreter.tracing import is_static_result
+from jax_scalify.numerics.interpreting import flat_function
 from jax_scalify.numerics.targets import Target, missing_plugin, parse_target
 
 CHILD = "jax_scalify.numerics.compile_child"

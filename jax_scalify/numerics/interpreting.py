@@ -13,7 +13,6 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat
-from jax_scalify.arrays.nnx_objects import PureCall
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base.jaxprs import (
     applied,
@@ -23,9 +22,10 @@ from jax_scalify.base.jaxprs import (
     scan_operands,
     while_operands,
 )
+from jax_scalify.conversions.nnx_objects import PureCall
 from jax_scalify.interpreter import observing
 from jax_scalify.interpreter.observing import Observed, observe_p
-from jax_scalify.interpreter.tracing import argument_name, flat_function
+from jax_scalify.interpreter.tracing import argument_name, is_static_result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,28 @@ def trace(call: PureCall, *, observe: bool = True) -> tuple[Any, list[Any], list
     names = [argument_name(path) for path, _ in found]
     whole = [name.rpartition(".")[0] for name in names]
     return closed, arrays, [w if w in scaled else n for n, w in zip(names, whole, strict=True)]
+
+
+def flat_function(
+    call: PureCall, is_dynamic: Callable[[Any], bool]
+) -> tuple[Callable[..., list[Any]], list[tuple[Any, Any]]]:
+    """Return a function from arrays to arrays, and the key paths and values of its arguments.
+
+    The data and the scale of a `ScaledArray` are two arrays. Arguments that are not dynamic keep
+    their values.
+    """
+    paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs))
+    dynamic = [i for i, (_, leaf) in enumerate(paths) if is_dynamic(leaf)]
+
+    def flat(*arrays: Any) -> list[Any]:
+        full = [leaf for _, leaf in paths]
+        for i, array in zip(dynamic, arrays, strict=True):
+            full[i] = array
+        args, kwargs = jax.tree.unflatten(tree, full)
+        out = jax.tree.leaves(call.fun(*args, **kwargs))
+        return [leaf for leaf in out if not is_static_result(leaf)]
+
+    return flat, [paths[i] for i in dynamic]
 
 
 def is_array(leaf: Any) -> bool:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.arrays.freezing import octaves_too_high
 from jax_scalify.base import dtypes
 from jax_scalify.base.pow2 import MAX_EXPONENT
+from jax_scalify.conversions.freezing import octaves_too_high
 from jax_scalify.numerics import device_statistics
 from jax_scalify.numerics.host_statistics import mask_limit
 from jax_scalify.numerics.instrumenting import Watcher

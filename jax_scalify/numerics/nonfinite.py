@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.arrays.nnx_objects import pure_call
 from jax_scalify.base import dtypes
+from jax_scalify.conversions.nnx_objects import pure_call
 from jax_scalify.numerics import nonfinite_advice
 from jax_scalify.numerics.host_statistics import Measure, measure
 from jax_scalify.numerics.interpreting import Runner, Step, Tagged, trace

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.arrays.nnx_objects import pure_call
 from jax_scalify.arrays.scaled_array import check_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import sub_jaxprs
+from jax_scalify.conversions.nnx_objects import pure_call
 from jax_scalify.numerics import html, text
 from jax_scalify.numerics.host_statistics import DTYPES, as_formats, measure
 from jax_scalify.numerics.interpreting import Runner, Step, Tagged, scaled_arguments, trace

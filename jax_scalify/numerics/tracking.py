@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_scalify import _compat
-from jax_scalify.arrays.nnx_objects import PureCall, pure_call
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import is_var
+from jax_scalify.conversions.nnx_objects import PureCall, pure_call
 from jax_scalify.numerics import device_statistics
 from jax_scalify.numerics.host_statistics import as_formats
 from jax_scalify.numerics.instrumenting import Place, Watcher, find_places

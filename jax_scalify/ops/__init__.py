@@ -1,4 +1,4 @@
-"""Casts and rescales for the forward and the backward pass of models."""
+"""Functions that set or read scales, casts and rescales, and functions with scale rules."""
 
 from jax_scalify.ops.cast import (
     cast_on_backward,

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
-from jax_scalify.base.mixing import mixed
+from jax_scalify.base.stochastic_rounding import mixed
+from jax_scalify.ops.custom_scale import custom_scale
 from jax_scalify.optim.random_bits import drawn
-from jax_scalify.primitives.custom_scale import custom_scale
 
 
 def _added(x: jax.Array, step: jax.Array, bits: jax.Array | None) -> jax.Array:

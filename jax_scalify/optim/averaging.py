@@ -14,8 +14,7 @@ from jax_scalify import _compat
 from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.mixing import mixed
-from jax_scalify.base.stochastic_rounding import random_bits
+from jax_scalify.base.stochastic_rounding import mixed, random_bits
 from jax_scalify.ops.scaling import stop_scaling
 from jax_scalify.optim.adding import add_stochastically
 from jax_scalify.optim.applying import widen

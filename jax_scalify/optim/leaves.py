@@ -19,8 +19,9 @@ from jax import lax
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.pins import Copies, elements, slices, stored_number
+from jax_scalify.base.pins import elements, slices
 from jax_scalify.optim.arena import SMALL, Arena, rank, row_of
+from jax_scalify.optim.copies import Copies, stored_number
 from jax_scalify.optim.random_bits import bits_to_round
 from jax_scalify.optim.scale_choice import (
     inverse,

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.base import dtypes
-from jax_scalify.base.mixing import mixed
+from jax_scalify.base.stochastic_rounding import mixed
 
 # Rounding goes away from 0 if the bits are below a threshold. These bits never are.
 _TOWARDS_ZERO = np.uint32(2**32 - 1)

@@ -24,9 +24,10 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.base.jaxprs import evaluate
-from jax_scalify.base.pins import Copies, elements, slices
+from jax_scalify.base.pins import elements, slices
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.optim.arena import SMALL, Arena
+from jax_scalify.optim.copies import Copies
 from jax_scalify.optim.sums import Sums, with_sums
 
 # Calls that are inlined. Other calls may have derivative rules or scale rules.

@@ -17,6 +17,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.pins import elements
 from jax_scalify.interpreter.operand import Operand
+from jax_scalify.ops.custom_scale import custom_scale
 from jax_scalify.optim.arena import Arena
 from jax_scalify.optim.leaves import (
     Kind,
@@ -32,7 +33,6 @@ from jax_scalify.optim.leaves import (
 )
 from jax_scalify.optim.random_bits import bits_to_round
 from jax_scalify.optim.scale_choice import saturate
-from jax_scalify.primitives.custom_scale import custom_scale
 from jax_scalify.scales.algebra import Scale
 
 

@@ -1,1 +1,1 @@
-"""The primitives of this package, and functions with scale rules."""
+"""The primitives of this package. The functions that bind them are in `ops/` and `nn/`."""

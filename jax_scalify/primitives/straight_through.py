@@ -15,13 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
-from jax_scalify.base.jaxprs import of_some
-from jax_scalify.primitives.definitions import Mapped, define
-
-straight_through_p = define("straight_through", lambda x, *_, **__: x, lambda x, *_, **__: x)
+from jax_scalify.primitives.definitions import batch_function, define, first, jvp_of_moved
 
 
 def straight_through(value: jax.Array, function: Callable | None = None, *operands: Any) -> Any:
@@ -41,24 +37,11 @@ def straight_through(value: jax.Array, function: Callable | None = None, *operan
     return straight_through_p.bind(value, *operands, function=function)
 
 
-def _jvp(primals: Any, tangents: Any, *, function: Callable | None) -> Any:
-    out = straight_through_p.bind(*primals, function=function)
-    operands = primals[1:]
-    moved = [i for i, t in enumerate(tangents[1:]) if type(t) is not ad.Zero]
-    if function is None or not moved:
+def _jvp(primitive: Any, primals: Any, tangents: Any, *, function: Callable | None) -> Any:
+    out = primitive.bind(*primals, function=function)
+    if function is None or all(type(t) is ad.Zero for t in tangents[1:]):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    xs, slopes = [operands[i] for i in moved], [tangents[1 + i] for i in moved]
-    return out, jax.jvp(of_some(function, operands, moved), xs, slopes)[1]
+    return out, jvp_of_moved(function, primals[1:], tangents[1:])[1]
 
 
-def _batch(args: Any, dims: Any, *, function: Callable | None) -> Any:
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-    args[0] = batching.bdim_at_front(args[0], None if dims[0] is None else 0, size)
-    if function is not None:
-        function = Mapped(function, tuple(None if d is None else 0 for d in dims[1:]), size)
-    return straight_through_p.bind(*args, function=function), 0
-
-
-ad.primitive_jvps[straight_through_p] = _jvp
-batching.primitive_batchers[straight_through_p] = _batch
+straight_through_p = define("straight_through", first, first, jvp=_jvp, batch=batch_function)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_scalify.arrays.nnx_objects import pure_call
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
+from jax_scalify.conversions.nnx_objects import pure_call
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.numerics.interpreting import Runner, Step, Tagged, trace
 from jax_scalify.serving.names import path_of

@@ -16,7 +16,6 @@ import numpy as np
 
 from jax_scalify import _compat
 from jax_scalify import tree as tree_lib
-from jax_scalify.arrays.conversions import as_scaled_array
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
     align_scale,
@@ -26,6 +25,7 @@ from jax_scalify.arrays.scaled_array import (
 )
 from jax_scalify.base import dtypes
 from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
+from jax_scalify.conversions.trees import as_scaled_array
 from jax_scalify.serving import safetensors
 from jax_scalify.serving.blocks import block_tensors
 from jax_scalify.serving.kernels import contracted_axes, is_kernel, linear_kernels

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_scalify.arrays.conversions import asarray
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.blocks.array import is_array_of_ours
 from jax_scalify.checkpoint import from_storable
+from jax_scalify.conversions.trees import asarray
 from jax_scalify.serving import safetensors
 from jax_scalify.serving.blocks import block_array
 from jax_scalify.serving.exporting import CARD

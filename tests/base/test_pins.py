@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify.base.pins import (
-    Copies,
-    pin,
-    pin_p,
-    store,
-    store_p,
-    stored_number,
-)
+from jax_scalify.base.pins import pin, pin_p, store, store_p
 
 
 def dense(x, w, b):
@@ -34,7 +27,7 @@ def test_each_barrier_has_its_platforms(primitive, own, platform):
     assert count == (platform == own)
 
 
-@pytest.mark.parametrize("function", [pin, store, stored_number])
+@pytest.mark.parametrize("function", [pin, store])
 def test_barriers_have_derivatives_and_batches(function):
     x = jnp.arange(6.0).reshape(2, 3)
     loss = lambda x: jnp.sum(function(x) ** 2)  # noqa: E731
@@ -48,16 +41,3 @@ def test_what_a_matmul_and_others_read_is_stored_once_on_gpus(dtype, count):
     args = [jsa.ScaledArray(x, 2.0**-3) for x in args]
     fun = jsa.scalify(dense)
     assert barriers(fun, args, "cuda") - barriers(fun, args, "tpu") == count
-
-
-@pytest.mark.parametrize("platform, count", [("cpu", 0), ("tpu", 0), ("cuda", 3)])
-def test_each_copy_of_a_number_has_a_barrier_of_its_own(platform, count):
-    def fun(x, *arrays):
-        copies = Copies()
-        return [copies.of(x) * array for array in arrays], copies.of(np.float32(2))
-
-    arrays = [jnp.ones(8)] * 3
-    assert barriers(fun, (jnp.float32(3), *arrays), platform) == count
-    scaled = [jsa.ScaledArray(x, 2.0) for x in (jnp.float32(3), *arrays)]
-    results, two = jsa.scalify(fun)(*scaled)
-    assert [float(jnp.max(jsa.asarray(x))) for x in results] == [12.0] * 3 and two == 2

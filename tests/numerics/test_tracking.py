@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_scalify as jsa
-from jax_scalify.arrays.nnx_objects import pure_call
+from jax_scalify.conversions.nnx_objects import pure_call
 from jax_scalify.numerics.device_statistics import absent, combine, finish, observe
 from jax_scalify.numerics.host_statistics import measure
 

@@ -13,11 +13,11 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
-from jax_scalify.arrays.nnx_objects import map_leaves
 from jax_scalify.arrays.scaled_array import ScaledArray, check_scaled, is_scaled
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.stochastic_rounding import keep_nonzero
 from jax_scalify.blocks.array import is_array_of_ours
+from jax_scalify.conversions.nnx_objects import map_leaves
 
 # The octaves of room above the largest element of a frozen leaf, for dtypes of 8 and 16 bits. A
 # second moment is a hundred times as large after a thousand steps as after ten.
@@ -84,7 +84,7 @@ def _with_room(leaf: ScaledArray, scale: float) -> ScaledArray:
     """Return a leaf with a static scale at which its data has room to grow."""
     if _compat.is_traced(leaf.data):
         return ScaledArray(leaf.data, scale)
-    largest = largest_finite(leaf.data)
+    largest = float(largest_finite(leaf.data))
     above = octaves_too_high(math.log2(largest), leaf.dtype) if largest else -math.inf
     above = min(above, pow2.MAX_EXPONENT - pow2.floor_exponent(scale))
     if above <= 0:
@@ -94,14 +94,10 @@ def _with_room(leaf: ScaledArray, scale: float) -> ScaledArray:
 
 
 @jax.jit
-def _largest(data: jax.Array) -> jax.Array:
+def largest_finite(data: jax.Array) -> jax.Array:
+    """Return the largest absolute value of finite elements; 0 if there is no finite element."""
     size = jnp.abs(data.astype(dtypes.compute_dtype(data.dtype)))
     return jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0)
-
-
-def largest_finite(data: jax.Array) -> float:
-    """Return the largest absolute value of finite elements; 0 if there is no finite element."""
-    return float(_largest(data))
 
 
 def times_power(data: jax.Array, exponent: int) -> jax.Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_scalify.base.overflow import unless_infinite
+from jax_scalify.primitives.overflow import unless_infinite
 
 
 @pytest.mark.parametrize("platform, selects", [("cpu", 1), ("tpu", 1), ("cuda", 0)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,9 +12,6 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify import _compat
-from jax_scalify.arrays.freezing import with_static_scale
-from jax_scalify.arrays.leaf_rules import Options
-from jax_scalify.arrays.nnx_objects import map_leaves
 from jax_scalify.arrays.scaled_array import (
     ScaledArray,
     align_scale,
@@ -34,6 +30,9 @@ from jax_scalify.blocks.array import (
     is_array_of_ours,
     is_block_scaled,
 )
+from jax_scalify.conversions.freezing import with_static_scale
+from jax_scalify.conversions.leaf_rules import Options
+from jax_scalify.conversions.nnx_objects import map_leaves
 from jax_scalify.storage.names import is_key
 
 # The static scale of a leaf of zeros, such as a bias before the first step. Float16 data then holds
@@ -80,26 +79,20 @@ def scaled_array(data: Any, scale: Any, dtype: Any = None, scale_dtype: Any = No
     check_scale(scale, data)
     static = type(scale) in (float, int)
     if static:
-        limit = pow2.MAX_EXPONENT
-        exponent = max(-limit, min(limit, pow2.floor_exponent(scale)))
-        power = 0.0 if scale == 0 else math.ldexp(1.0, exponent)
-        with np.errstate(over="ignore"):  # the value is infinite then
-            compute = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
-            rest = np.asarray(scale / power if power else 1.0, compute)
-        data = data if rest == 1 else rescale_data(data, jnp.asarray(rest))
-        return ScaledArray(data, power)
-    scale_dtype = check_scale_dtype(scale_dtype)
-    power = _power_of(scale, scale_dtype)
+        power: Any = float(pow2.round_down_number(scale))
+    else:
+        power = _power_of(scale, check_scale_dtype(scale_dtype))
     if _compat.is_traced(scale):
-        wide = scale.astype(dtypes.promoted(scale.dtype, scale_dtype))
+        wide = scale.astype(dtypes.promoted(scale.dtype, power.dtype))
         rest = jnp.where(power == 0, 1, wide / power.astype(wide.dtype))
     else:
         powers = pow2.round_down_number(scale)
+        compute = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
         with np.errstate(over="ignore"):  # the value is infinite then
             rest = np.asarray(scale, np.float64) / np.where(powers == 0, 1, powers)
-            rest = np.where(powers == 0, 1, rest)
-            compute = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
-            rest = jnp.asarray(rest.astype(compute))
+            rest = np.where(powers == 0, 1, rest).astype(compute)
+        if static and rest == 1:
+            return ScaledArray(data, power)
     return ScaledArray(rescale_data(data, align_scale(rest, data.ndim)), power)
 
 
@@ -111,12 +104,13 @@ def _power_of(scale: Any, dtype: Any) -> jax.Array:
     return pow2.round_down(wide, dtype)
 
 
-def _choose_scale(data: jax.Array, scale: Any, scale_dtype: Any, axis: Any) -> jax.Array:
+def _choose_scale(data: jax.Array, options: Options) -> jax.Array:
     """Return the power of two (or 0) by which `as_scaled_array` divides a leaf."""
+    scale, scale_dtype = options.scale, options.scale_dtype
     if scale is not None and not isinstance(scale, str):
         check_scale(scale, data)
         return _power_of(scale, scale_dtype)
-    axes = _keepdims_axes(axis, data.ndim)
+    axes = _keepdims_axes(options.axis, data.ndim)
     per_axis = len(axes) < data.ndim
     if scale is not None:
         return _scale_of(data, scale, axes if per_axis else None, scale_dtype)
@@ -147,37 +141,35 @@ def _convert(leaf: Any, path: tuple, options: Options) -> Any:
     found = options.of_leaf(path, leaf)
     if found is None:
         return leaf
-    scale, dtype, scale_dtype, axis = found
-    dtype = None if dtype is None else dtypes.of_leaf(kind, dtype)
-    block = options.block_of_leaf(path, leaf)
-    if block is not None:
-        return _in_blocks(leaf, block, path, options, found)
+    if found.block is not None:
+        return _in_blocks(leaf, path, found)
+    dtype = None if found.dtype is None else dtypes.of_leaf(kind, found.dtype)
     if is_scaled(leaf):
         return leaf if dtype is None else leaf.astype(dtype)
     data = jnp.asarray(leaf)
-    power = _choose_scale(data, scale, scale_dtype, axis)
+    power = _choose_scale(data, found)
     return ScaledArray(_divided(data, align_scale(power, data.ndim), dtype), power)
 
 
-def _in_blocks(
-    leaf: Any, block: tuple[Any, int | None], path: tuple, options: Options, found: Any
-) -> BlockScaledArray:
+def _in_blocks(leaf: Any, path: tuple, options: Options) -> BlockScaledArray:
     """Quantise a leaf. A `ScaledArray` keeps its scale. An MX array needs only block scales."""
-    (format, block_axis), (scale, dtype, scale_dtype, axis) = block, found
+    format, block_axis = options.block
     key = options.key_of_leaf(path) if format.rounding == "stochastic" else None
-    types = dict(axis=block_axis, dtype=leaf.dtype if dtype is None else dtype, key=key)
+    types = dict(
+        axis=block_axis, dtype=leaf.dtype if options.dtype is None else options.dtype, key=key
+    )
     if is_scaled(leaf):
         return block_scaled_array(leaf.data, format, scale=leaf.scale, **types)
     data = jnp.asarray(leaf)
-    if scale is None and format.is_mx:
+    if options.scale is None and format.is_mx:
         return block_scaled_array(data, format, **types)
-    if scale is None:
-        axes = _keepdims_axes(axis, data.ndim)
+    if options.scale is None:
+        axes = _keepdims_axes(options.axis, data.ndim)
         exponent = rounding.tensor_exponent(data.astype(jnp.float32), axes)
         exponent = exponent if len(axes) < data.ndim else jnp.squeeze(exponent)
-        power = pow2.power(exponent, scale_dtype)
+        power = pow2.power(exponent, options.scale_dtype)
     else:
-        power = _choose_scale(data, scale, scale_dtype, axis)
+        power = _choose_scale(data, options)
     data = _divided(data, align_scale(power, data.ndim), jnp.float32)
     return block_scaled_array(data, format, scale=power, **types)
 

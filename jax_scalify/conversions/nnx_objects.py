@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,17 @@ def _find(tree: Any) -> tuple[Any, Any, list[Any], list[int]]:
     return nnx, outer, leaves, [i for i, x in enumerate(leaves) if _is_object(x, nnx)]
 
 
+def _with_objects(tree: Any, objects: Sequence[Any], nnx: Any) -> Any:
+    """Put objects in the place of their placeholders: known objects, or new objects."""
+
+    def restored(x: Any) -> Any:
+        if not _is_placeholder(x):
+            return x
+        return nnx.merge(x.structure, x.state) if x.number is None else objects[x.number]
+
+    return jax.tree.map(restored, tree, is_leaf=_is_placeholder)
+
+
 def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function of pytrees to a tree that may hold NNX objects. Return new objects.
 
@@ -71,10 +82,7 @@ def map_states(convert: Callable[[Any], Any], tree: Any) -> Any:
     converted = convert(outer.unflatten(leaves))
     found = jax.tree.leaves(converted, is_leaf=_is_placeholder)
     states = nnx.State({x.number: x.state for x in found if _is_placeholder(x)})
-    objects = nnx.merge(structure, states)
-    return jax.tree.map(
-        lambda x: objects[x.number] if _is_placeholder(x) else x, converted, is_leaf=_is_placeholder
-    )
+    return _with_objects(converted, nnx.merge(structure, states), nnx)
 
 
 def shares_scaled(tree: Any) -> bool:
@@ -168,15 +176,7 @@ def pure_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> PureCall:
 
     def finish(results: tuple[Any, Any]) -> Any:
         nnx.update(objects, results[1])
-
-        def restored(x: Any) -> Any:
-            if not _is_placeholder(x):
-                return x
-            if x.number is not None:
-                return objects[x.number]
-            return nnx.merge(x.structure, x.state)
-
-        return jax.tree.map(restored, results[0], is_leaf=_is_placeholder)
+        return _with_objects(results[0], objects, nnx)
 
     args, kwargs = tree.unflatten(leaves)
     return PureCall(pure, args, kwargs, structure, finish)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
-unless_infinite_p = Primitive("unless_infinite")
+from jax_scalify.primitives.definitions import batch_all, define, first, jvp_of_first
 
 
 def unless_infinite(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -33,21 +30,7 @@ def _added(x: jax.Array, y: jax.Array) -> jax.Array:
     return x + y * tiny * tiny
 
 
-def _jvp(primals: Any, tangents: Any) -> Any:
-    return unless_infinite(*primals), ad.instantiate_zeros(tangents[0])
-
-
-def _batch(arrays: Any, dims: Any) -> Any:
-    size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
-    arrays = [batching.bdim_at_front(a, d, size) for a, d in zip(arrays, dims, strict=True)]
-    return unless_infinite(*arrays), 0
-
-
-unless_infinite_p.def_abstract_eval(lambda x, y: x)
-unless_infinite_p.def_impl(_selected)
-mlir.register_lowering(unless_infinite_p, mlir.lower_fun(_selected, multiple_results=False))
+unless_infinite_p = define("unless_infinite", _selected, first, jvp=jvp_of_first, batch=batch_all)
 mlir.register_lowering(
     unless_infinite_p, mlir.lower_fun(_added, multiple_results=False), platform="cuda"
 )
-ad.primitive_jvps[unless_infinite_p] = _jvp
-batching.primitive_batchers[unless_infinite_p] = _batch

@@ -23,10 +23,9 @@ class Options:
     """The options of `as_scaled_array`.
 
     Attributes:
-        scale, dtype, axis: the arguments with these names, checked unless they are rules.
+        scale, dtype, axis, block, key: the arguments with these names, checked unless they are
+            rules. A block is a pair of a format and an axis, or None.
         scale_dtype: the dtype of scales.
-        block: a block format and the axis along which blocks lie, or a rule, or None.
-        key: the key for stochastic rounding.
         matched: the names of rules that have returned a value for a leaf.
     """
 
@@ -55,43 +54,32 @@ class Options:
     @property
     def rules(self) -> dict[str, Callable]:
         """The arguments that are rules: functions of a path and a leaf."""
-        found = {"dtype": self.dtype, "scale": self.scale, "axis": self.axis}
-        found["block"] = self.block
-        return {name: rule for name, rule in found.items() if _is_rule(rule)}
+        names = ("dtype", "scale", "axis", "block")
+        return {name: rule for name in names if _is_rule(rule := getattr(self, name))}
 
-    def of_leaf(self, path: tuple, leaf: Any) -> tuple[Any, Any, Any, Any] | None:
-        """Return scale, dtype, scale dtype and axes of a leaf; None if the leaf is unchanged."""
-        said = {name: rule(path, leaf) for name, rule in self.rules.items() if name != "block"}
+    def of_leaf(self, path: tuple, leaf: Any) -> Options | None:
+        """Return the options of a leaf, without rules; None if the leaf is unchanged."""
+        said = {name: rule(path, leaf) for name, rule in self.rules.items()}
         self.matched.update(name for name, value in said.items() if value is not None)
         if any(said.get(name, "") is None for name in ("dtype", "scale")):
             return None
+        block = None
+        if "block" not in said and np.ndim(leaf) > 1 and _is_real(leaf):
+            block = self.block
         try:
             scale = _known_statistic(said["scale"]) if "scale" in said else self.scale
             dtype = dtypes.as_data_dtype(said["dtype"], "dtype") if "dtype" in said else self.dtype
             axis = _axes_of(leaf, said["axis"]) if "axis" in said else self.axis
             if not isinstance(scale, str) and scale is not None and "scale" in said:
                 check_scale(scale, leaf.data if is_scaled(leaf) else jnp.asarray(leaf))
+            if said.get("block") is not None:
+                block = _known_block(said["block"])
+                if not np.ndim(leaf) or not _is_real(leaf):
+                    raise ValueError("a block format is for real arrays of rank 1 and more.")
         except (TypeError, ValueError) as error:
             where = f"`tree{tree_util.keystr(path)}`, {leaf.dtype}{list(np.shape(leaf))}"
             raise type(error)(f"A rule of `as_scaled_array` for {where}: {error}") from None
-        return scale, dtype, self.scale_dtype, axis
-
-    def block_of_leaf(self, path: tuple, leaf: Any) -> tuple[BlockFormat, int | None] | None:
-        """Return the block format of a leaf and the axis of its blocks; None without blocks."""
-        if not callable(self.block):
-            return self.block if np.ndim(leaf) > 1 and _is_real(leaf) else None
-        said = self.block(path, leaf)
-        if said is None:
-            return None
-        self.matched.add("block")
-        try:
-            found = _known_block(said)
-            if not np.ndim(leaf) or not _is_real(leaf):
-                raise ValueError("a block format is for real arrays of rank 1 and more.")
-        except (TypeError, ValueError) as error:
-            where = f"`tree{tree_util.keystr(path)}`, {leaf.dtype}{list(np.shape(leaf))}"
-            raise type(error)(f"A rule of `as_scaled_array` for {where}: {error}") from None
-        return found
+        return Options(scale, dtype, axis, self.scale_dtype, block, self.key)
 
     def key_of_leaf(self, path: tuple) -> Any:
         """Return a key that depends on the path of the leaf."""
