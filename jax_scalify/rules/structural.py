@@ -352,7 +352,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
         scale = algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
     if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
-        scale = scale.bounded()[0]  # the unbounded factor may be infinite, and 0 * inf is nan
+        scale = scale.bounded()  # the unbounded factor may be infinite, and 0 * inf is nan
     if ctx.stays_wide and dtype == jnp.float16:
         return kept_wide(x.at_unit(scale), scale, dtype)
     if dtype == jnp.float16:

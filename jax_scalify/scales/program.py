@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
@@ -68,6 +69,13 @@ class Computed:
         """Whether it is the maximum of several monomials."""
         return self.degree == 1 and len(self.terms) > 1 and not self.is_held
 
+    @property
+    def settings(self) -> tuple:
+        """What the scale is of the maximum of its terms: bounds, root or rest, and whether held."""
+        # Single monomials and held scales are clamped from below too; maxima are not.
+        low = -math.inf if self.is_maximum else -self.limit
+        return low, self.limit, self.degree, self.is_rest, self.is_held
+
     def operands(self) -> list[int]:
         """Return the numbers of the scales that it is computed from."""
         return list({n for term in self.terms for n, _ in term.factors})
@@ -84,8 +92,9 @@ class ScaleProgram:
         self._numbers: dict[Computed, int] = {}
         self._chains: set[int] = set()  # the numbers of maxima whose terms were not multiplied out
         self._needs: list[int] = []  # by number: the sources that it depends on, as bits
-        self.requests: list[tuple[Scale, float]] = []  # of placeholders: monomial, largest exponent
-        self._placeholders: dict[tuple[Scale, float], Any] = {}
+        # Of placeholders: the monomial and the largest exponent, or None for the exponent itself.
+        self.requests: list[tuple[Scale, float | None]] = []
+        self._placeholders: dict[tuple[Scale, float | None], Any] = {}
 
     def source(self, array: Any) -> int:
         """Add a scale that is an array. Return its number."""
@@ -94,13 +103,16 @@ class ScaleProgram:
         self.scales.append(len(self.sources) - 1)
         return len(self.scales) - 1
 
-    def maximum(self, terms: Sequence[Scale]) -> int:
-        """Define the maximum of monomials. Return its number."""
+    def define(self, computed: Computed) -> int:
+        """Return the number of a computed scale. Equal scales have one number."""
+        return self._maximum(computed.terms) if computed.is_maximum else self._add(computed)
+
+    def _maximum(self, terms: Sequence[Scale]) -> int:
         choices = [self._choices(term) for term in terms]
         chain = [part for term in terms for part in self._chain(term)]
         goes_on = len(terms) < len(chain) <= _MAX_CHAIN
         if goes_on or sum(math.prod(map(len, c)) for c in choices) > _MAX_TERMS:
-            number = self.define(Computed(_largest(chain if goes_on else terms)))
+            number = self._add(Computed(_largest(chain if goes_on else terms)))
             self._chains.add(number)
             return number
         # max(a, b) * c = max(a * c, b * c). The right side need not wait for max(a, b).
@@ -109,7 +121,7 @@ class ScaleProgram:
             for term, factors in zip(terms, choices, strict=True)
             for chosen in itertools.product(*factors)
         ]
-        return self.define(Computed(_largest(products)))
+        return self._add(Computed(_largest(products)))
 
     def _chain(self, term: Scale) -> list[Scale]:
         """Return the monomials of a term that is a maximum of many; otherwise the term itself."""
@@ -128,8 +140,7 @@ class ScaleProgram:
             choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
         return choices
 
-    def define(self, computed: Computed) -> int:
-        """Return the number of a computed scale. Equal scales have one number."""
+    def _add(self, computed: Computed) -> int:
         if computed in self._numbers:
             return self._numbers[computed]
         self._numbers[computed] = len(self.scales)
@@ -146,16 +157,16 @@ class ScaleProgram:
             needs |= self._needs[number]
         return needs
 
-    def placeholder(self, monomial: Scale, most: float = math.inf) -> Any:
-        """Return a tracer that `resolve` replaces by the value of a monomial.
+    def placeholder(self, monomial: Scale, most: float | None = math.inf) -> Any:
+        """Return a tracer that `resolve` replaces by `2**min(exponent, most)` of a monomial.
 
-        Its exponent is at most `most`.
+        If `most` is None, it is replaced by the exponent, as float32.
         """
         request = monomial, most
         if request not in self._placeholders:
-            number = len(self.requests)
+            number, dtype = len(self.requests), self.dtype if most is not None else np.float32
             self.requests.append(request)
-            self._placeholders[request] = placeholder_p.bind(number=number, dtype=self.dtype)
+            self._placeholders[request] = placeholder_p.bind(number=number, dtype=dtype)
         return self._placeholders[request]
 
     def is_ready(self, number: int, available: int) -> bool:

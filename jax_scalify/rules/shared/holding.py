@@ -98,7 +98,7 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
     if not home.ndim:
         grown = largest(grown)
     limit = 2 * LARGEST_HOME if other.facts.nonneg else LARGEST_HOME
-    table = home.factors[0][0].table
+    table = home.table
     if home.is_nonzero or grown.is_zero or (not table.narrow and _vanishes_with(grown, home)):
         return home
     return table.held(home, grown, limit)
