@@ -286,13 +286,12 @@ class Scale:
         """Apply a function, such as a transpose, to the array. A scalar scale is unchanged."""
         if self.ndim == 0:
             return self
-        within = self.bounded() if self.may_leave_range else self
-        return within._mapped(function) * (self / within)._mapped(function, MAX_EXPONENT)
-
-    def _mapped(self, function: Callable[[jax.Array], jax.Array], least: int = 0) -> Scale:
-        if self.ndim == 0:
-            return self
-        return self.table.atom(function(self.array), extent=max(least, int(self.extent)))
+        within, atom = self.bounded() if self.may_leave_range else self, self.table.atom
+        mapped, rest = atom(function(within.array), extent=int(within.extent)), self / within
+        if rest.is_one:
+            return mapped
+        extent = max(MAX_EXPONENT, int(rest.extent))
+        return mapped * atom(function(rest.array), extent=extent)
 
 
 ONE = Scale(0)

@@ -39,8 +39,9 @@ def of_powers(powers: Any) -> Any:
     return lax.select(found < np.float32(-MAX_EXPONENT), zero, found)
 
 
-def to_powers(exponents: Any, dtype: Any, most: np.ndarray) -> Any:
+def to_powers(exponents: Any, dtype: Any, most: Any) -> Any:
     """Return `2**min(exponents, most)`: 0 below the normal numbers, inf above them."""
+    most = np.asarray(most)
     integer, nmant = exponent_layout(dtype)
     bias = jnp.finfo(dtype).maxexp - 1
     high = np.minimum(most + bias, 2 * bias + 1).astype(np.float32)
@@ -49,8 +50,9 @@ def to_powers(exponents: Any, dtype: Any, most: np.ndarray) -> Any:
     return lax.bitcast_convert_type(biased << np.array(nmant, integer), dtype)
 
 
-def times(exponents: Any, power: np.ndarray) -> Any:
+def times(exponents: Any, power: Any) -> Any:
     """Return `exponents * power`. A scale of 0 to a negative power counts as 1."""
+    power = np.asarray(power, np.float32)
     if (power < 0).any():
         limit = np.where(power < 0, _ZERO_LIMIT, -np.inf).astype(np.float32)
         exponents = lax.select(exponents < limit, jnp.zeros_like(exponents), exponents)
@@ -65,15 +67,9 @@ def ranked(scale: Computed) -> tuple[Scale, ...]:
     return Scale(first.exponent + _HELD, first.factors), second
 
 
-def outcome(
-    found: Any,
-    low: np.ndarray,
-    high: np.ndarray,
-    degree: np.ndarray,
-    is_rest: np.ndarray,
-    is_held: np.ndarray,
-) -> Any:
-    """Return the exponents of scales, given their `settings` and the maxima of their monomials."""
+def outcome(found: Any, settings: Sequence[Any]) -> Any:
+    """Return the exponents of scales, given the maxima of their monomials: see `Computed`."""
+    low, high, degree, is_rest, is_held = map(np.asarray, settings)
     is_root = degree > 1  # roots get infinite bounds: they are not clamped
     low, high = (np.where(is_root, b * np.inf, b).astype(np.float32) for b in (low, high))
     within = found if is_root.all() else lax.clamp(low, found, high)
@@ -88,45 +84,30 @@ def outcome(
     return lax.select(is_root, root, within)
 
 
-# What is not computed together is computed by functions that each array of the same shape shares.
-# The factors of scales are positions in a list of arrays here.
+# What is not computed together: each array of the same shape shares these functions, of which the
+# lowered program has one copy. The factors of scales are positions in a list of arrays.
+
+exponents_now = jax.jit(of_powers)
+_to_powers = jax.jit(to_powers, static_argnums=(1, 2))
+_times = jax.jit(times, static_argnums=1)
+_outcome = jax.jit(outcome, static_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def computed_now(scale: Computed, exponents: Sequence[Any]) -> jax.Array:
     """Return the exponents of a computed scale, given the exponents of its factors."""
     found = functools.reduce(jnp.maximum, [_sum(term, exponents) for term in ranked(scale)])
-    return _outcome(found, scale.settings)
+    return pin(_outcome(found, scale.settings))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def powers_now(monomial: Scale, dtype: Any, most: float, exponents: Sequence[Any]) -> jax.Array:
     """Return the array of a monomial, given the exponents of its factors."""
-    return _to_powers(_sum(monomial, exponents), dtype, most)
+    powers = _to_powers(_sum(monomial, exponents), dtype, most)
+    return powers if len(monomial.factors) <= 2 else pin(powers)
 
 
 def _sum(monomial: Scale, exponents: Sequence[Any]) -> Any:
     parts = [exponents[i] if p == 1 else _times(exponents[i], p) for i, p in monomial.factors]
     shift = np.float32(max(monomial.exponent, ZERO))
     return functools.reduce(jnp.add, parts if shift == 0 and parts else [*parts, shift])
-
-
-@jax.jit
-def exponents_now(powers: jax.Array) -> jax.Array:
-    """Return the exponents of an array of powers of two."""
-    return of_powers(powers)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _times(exponents: jax.Array, power: int) -> jax.Array:
-    return times(exponents, np.array(power, np.float32))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _outcome(found: jax.Array, settings: tuple) -> jax.Array:
-    return pin(outcome(found, *map(np.array, settings)))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _to_powers(exponents: jax.Array, dtype: Any, most: float) -> jax.Array:
-    return pin(to_powers(exponents, dtype, np.array(most)))

@@ -70,8 +70,22 @@ class Computed:
         return self.degree == 1 and len(self.terms) > 1 and not self.is_held
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What is known of an atom of this scale: see `Atom`."""
+        known: dict[str, Any] = dict(
+            nonzero=self.is_rest or any(t.is_nonzero for t in self.terms), limit=self.limit
+        )
+        if self.is_held:
+            return known | dict(holds=self.terms[0], limit=max(self.limit, self.terms[0].limit))
+        if self.degree == 1:
+            known["vanishes"] = frozenset.intersection(*(t.vanishes for t in self.terms))
+        if self.is_maximum:  # it is clamped from above only, and is at least as large as each term
+            known["limit"] = max(self.limit, min(t.limit for t in self.terms))
+        return known
+
+    @property
     def settings(self) -> tuple:
-        """What the scale is of the maximum of its terms: bounds, root or rest, and whether held."""
+        """How the exponent follows from the maximum of the terms: see `outcome`."""
         # Single monomials and held scales are clamped from below too; maxima are not.
         low = -math.inf if self.is_maximum else -self.limit
         return low, self.limit, self.degree, self.is_rest, self.is_held

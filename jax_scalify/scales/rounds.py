@@ -315,7 +315,7 @@ class _Level:
             size = found.size // self._width
             parts = [lax.slice_in_dim(found, i, i + size) for i in range(0, found.size, size)]
             found = functools.reduce(lax.max, parts)
-        return outcome(found, *self._settings)
+        return outcome(found, self._settings)
 
 
 def _take(vector: Any, index: np.ndarray) -> Any:

@@ -20,7 +20,7 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
 from jax_scalify.base.pins import pin
-from jax_scalify.base.pow2 import MAX_EXPONENT, reciprocal, round_down
+from jax_scalify.base.pow2 import reciprocal, round_down
 from jax_scalify.scales.algebra import (
     LARGEST_EXTENT,
     NARROW_EXTENT,
@@ -119,16 +119,23 @@ class ScaleTable:
 
         return self.memoised(("request", scale, most), make)
 
-    def _computed(self, computed: Computed, **known: Any) -> Scale:
-        """Return a new atom. Its exponents are computed by the program, or now."""
-        terms = computed.terms
-        if self._program is not None and all(map(_is_deferred, terms)):
-            terms = tuple(map(_numbered, terms))
-            number = self._program.define(dataclasses.replace(computed, terms=terms))
-            return self._new(number=number, **known)
-        terms, exponents = self._in_positions(*terms)
-        computed = dataclasses.replace(computed, terms=terms)
-        return self._new(exponents=computed_now(computed, exponents), **known)
+    def _computed(self, computed: Computed, extent: float, members: Any = frozenset()) -> Scale:
+        """Return the atom of a computed scale. The program computes its exponents, or they are now.
+
+        Equal scales have one atom.
+        """
+
+        def make() -> Scale:
+            known: dict[str, Any] = dict(computed.facts, extent=int(extent), members=members)
+            terms = computed.terms
+            if self._program is not None and all(map(_is_deferred, terms)):
+                numbered = dataclasses.replace(computed, terms=tuple(map(_numbered, terms)))
+                return self._new(number=self._program.define(numbered), **known)
+            terms, exponents = self._in_positions(*terms)
+            here = dataclasses.replace(computed, terms=terms)
+            return self._new(exponents=computed_now(here, exponents), **known)
+
+        return self.memoised(computed, make)
 
     def _in_positions(self, *terms: Scale) -> tuple[tuple[Scale, ...], list[jax.Array]]:
         """Return terms whose factors are positions in a list of exponents, and this list."""
@@ -156,17 +163,11 @@ class ScaleTable:
 
     def settled(self, scale: Scale) -> Scale:
         """Return one atom for a monomial."""
-        known: dict[str, Any] = dict(nonzero=scale.is_nonzero, vanishes=scale.vanishes)
-        known |= dict(extent=int(scale.extent), limit=math.inf)
-        computed = Computed((scale,), limit=math.inf)
-        return self.memoised(("settled", scale), lambda: self._computed(computed, **known))
+        return self._computed(Computed((scale,), limit=math.inf), scale.extent)
 
     def bounded(self, scale: Scale, limit: int) -> Scale:
         """Return an atom for a monomial, with its exponent clamped to `+-limit`."""
-        known: dict[str, Any] = dict(nonzero=scale.is_nonzero, vanishes=scale.vanishes)
-        known |= dict(extent=min(limit, int(scale.span)), limit=limit)
-        computed = Computed((scale,), limit=limit)
-        return self.memoised(("bounded", scale, limit), lambda: self._computed(computed, **known))
+        return self._computed(Computed((scale,), limit=limit), min(limit, scale.span))
 
     def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
         """Return the maximum of monomials that cannot be compared while tracing."""
@@ -180,44 +181,22 @@ class ScaleTable:
         # Maxima that differ by a static factor share the atom of the maximum that was made first.
         low = min(exponent for _, exponent in members)
         key = frozenset((factors, exponent - low) for factors, exponent in members)
-        known: dict[str, Any] = dict(
-            members=members,
-            nonzero=any(t.is_nonzero for t in terms),
-            extent=min(
-                NARROW_EXTENT if narrow else LARGEST_EXTENT, int(max(t.span for t in terms))
-            ),
-            vanishes=frozenset.intersection(*(t.vanishes for t in terms)),
-            # A maximum is clamped from above only, and is at least as large as each term.
-            limit=max(MAX_EXPONENT, min(t.limit for t in terms)),
-        )
-        computed = Computed(tuple(terms))
+        extent = min(NARROW_EXTENT if narrow else LARGEST_EXTENT, max(t.span for t in terms))
         made, its_low = self.memoised(
-            ("maximum", key), lambda: (self._computed(computed, **known), low)
+            ("maximum", key), lambda: (self._computed(Computed(tuple(terms)), extent, members), low)
         )
         return made * Scale(low - its_low) * common
 
-    def held(self, first: Scale, second: Scale, limit: int, **known: Any) -> Scale:
+    def held(self, first: Scale, second: Scale, limit: int) -> Scale:
         """Return `first`; where it is 0, `second` with its exponent clamped to `+-limit`."""
-        known |= dict(
-            nonzero=second.is_nonzero,
-            extent=int(max(first.span, min(limit, second.span))),
-            limit=max(first.limit, limit),
-            holds=first,
-        )
-        computed = Computed((first, second), limit=limit, is_held=True)
-        key = "held", first, second, limit
-        return self.memoised(key, lambda: self._computed(computed, **known))
+        extent = max(first.span, min(limit, second.span))
+        return self._computed(Computed((first, second), limit=limit, is_held=True), extent)
 
     def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
         """Return the root and the rest of a monomial that has no exact root. The root of 0 is 0."""
-
-        def make() -> tuple[Scale, Scale]:
-            root, rest = (Computed((scale,), degree, is_rest) for is_rest in (False, True))
-            extent = math.ceil(scale.span / degree)
-            root = self._computed(root, nonzero=scale.is_nonzero, extent=extent)
-            return root, self._computed(rest, nonzero=True, extent=degree)
-
-        return self.memoised(("root", scale, degree), make)
+        root, rest = (Computed((scale,), degree, is_rest) for is_rest in (False, True))
+        extent = math.ceil(scale.span / degree)
+        return self._computed(root, extent), self._computed(rest, degree)
 
     def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
         """Split a traced array into data in [1, 2) and a scale, element by element: 12 = 1.5 * 8.
