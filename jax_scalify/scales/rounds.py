@@ -10,6 +10,7 @@ request sums positions 3 and 2 with powers 1 and -1: `3 + 1 = 4`, and the value 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -70,8 +71,8 @@ class _Rounds:
         self._program = program
         self._sources = sources
         self._exponents: list[Any] = []  # the variable of all exponents so far, or empty
-        self._size = 1  # the first exponent is 0 and belongs to no scale
-        self._positions: dict[int, int] = {}  # by number of a scale: its place in the exponents
+        # By number of a scale: its place in the exponents. The first exponent is 0, of no scale.
+        self._positions: dict[int, int] = {}
         used = {v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)}
         used.update(filter(is_var, jaxpr.outvars))
         self._pending = {
@@ -107,67 +108,57 @@ class _Rounds:
         ready = [v for v, n in self._pending.items() if program.is_ready(n, self._available)]
         ready.sort(key=lambda v: program.requests[self._pending[v]][1] is None)  # exponents last
         requests = [program.requests[self._pending.pop(v)] for v in ready]
-        sources, levels = self._plan([monomial for monomial, _ in requests])
-        avals = [jax.ShapeDtypeStruct((self._size,), jnp.float32) for _ in self._exponents]
+        monomials, most = zip(*requests, strict=True)
+        size = 1 + len(self._positions)
+        sources, *levels = self._plan(monomials)
+        self._place(sources)
+        steps = []
+        for level in levels:
+            steps.append(_Level([program.scales[n] for n in level], self._positions))
+            self._place(level)
+        computed = _Round(
+            levels=steps,
+            values=_Sums(monomials, self._positions),
+            most=np.array([m for m in most if m is not None]),
+            dtype=program.dtype,
+            is_first=not self._exponents,
+            size=1 + len(self._positions) if sources or steps else None,
+        )
+        avals = [jax.ShapeDtypeStruct((size,), jnp.float32) for _ in self._exponents]
         avals += [jax.ShapeDtypeStruct((), program.dtype) for _ in sources]
         invars = self._exponents + [self._sources[program.scales[n]] for n in sources]
-        computed = self._round(requests, sources, levels)
         bind = functools.partial(round_p.bind, computed=computed)
         (eqn,) = jax.make_jaxpr(bind)(*avals).jaxpr.eqns
         new = eqn.outvars[len(ready) :]
         self._exponents = new or self._exponents
         return eqn.replace(invars=invars, outvars=[*ready, *new])
 
-    def _plan(self, requests: Sequence[Scale]) -> tuple[list[int], list[list[int]]]:
-        """Return the new sources that requests depend on, and the scales to compute, by level."""
-        sources: list[int] = []
+    def _plan(self, requests: Sequence[Scale]) -> list[list[int]]:
+        """Return the new scales that requests depend on: sources, then computed scales by level."""
         depth: dict[int, int] = {}
+        known = collections.ChainMap(depth, self._positions)
         todo = [n for monomial in requests for n, _ in monomial.factors]
         while todo:
             number = todo.pop()
-            if self._is_placed(number, depth):
+            if number in known:
                 continue
             scale = self._program.scales[number]
             operands = scale.operands() if isinstance(scale, Computed) else []
-            missing = [n for n in operands if not self._is_placed(n, depth)]
+            missing = [n for n in operands if n not in known]
             if missing:
                 todo += [number, *missing]
             elif isinstance(scale, Computed):
                 depth[number] = 1 + max((depth.get(n, 0) for n in operands), default=0)
             else:
                 depth[number] = 0
-                sources.append(number)
-        levels: list[list[int]] = [[] for _ in range(max(depth.values(), default=0))]
+        levels: list[list[int]] = [[] for _ in range(1 + max(depth.values(), default=0))]
         for number, level in depth.items():
-            if level:
-                levels[level - 1].append(number)
-        return sources, levels
-
-    def _is_placed(self, number: int, depth: dict[int, int]) -> bool:
-        """Return whether a scale has been computed, or has a place in the current round."""
-        return number in self._positions or number in depth
-
-    def _round(
-        self, requests: Sequence[tuple[Scale, Any]], sources: list[int], levels: list[list[int]]
-    ) -> _Round:
-        """Return the round of these sources and levels, and give them places in the exponents."""
-        is_first = not self._exponents
-        self._place(sources)
-        steps = []
-        for level in levels:
-            steps.append(_Level([self._program.scales[n] for n in level], self._positions))
-            self._place(level)
-        monomials, most = zip(*requests, strict=True)
-        last = _Sums(monomials, self._positions)
-        powers = np.array([m for m in most if m is not None])
-        goes_on = bool(sources or steps)
-        size = self._size if goes_on else None
-        return _Round(steps, last, powers, self._program.dtype, is_first, size)
+            levels[level].append(number)
+        return levels
 
     def _place(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._positions[number] = self._size
-            self._size += 1
+            self._positions[number] = 1 + len(self._positions)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
