@@ -1,7 +1,9 @@
 """The scales of one trace: its atoms, and the arrays that are computed from them.
 
-Without a scale program, a table emits operations for each scale. With a program, scalar scales are
-placeholders until the trace is over, and are then computed together.
+A table computes exponents (`scales/exponents.py`). An array of powers of two is made only if data
+is multiplied by a scale, or if a scale leaves the trace. With a scale program, scalar scales are
+placeholders until the trace is over, and are then computed together. All other scales are computed
+at once.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class ScaleTable:
         self.dtype = jnp.dtype(dtype)
         self.splits_scalars = splits_scalars
         self.narrow = narrow
-        self._program = program
+        self._program: Any = program
         self._counter = itertools.count()
         self._memo: dict[Any, Any] = {}
 
@@ -110,7 +112,7 @@ class ScaleTable:
         is_atom = not others and power == 1 and scale.exponent == 0
         if is_atom and most == math.inf and first.source is not None:
             return first.source
-        if self._program is not None and _is_deferred(scale):
+        if _is_deferred(scale):
             return self._program.placeholder(_numbered(scale), most)
 
         def make() -> jax.Array:
@@ -120,15 +122,16 @@ class ScaleTable:
         return self.memoised(("request", scale, most), make)
 
     def _computed(self, computed: Computed, extent: float, members: Any = frozenset()) -> Scale:
-        """Return the atom of a computed scale. The program computes its exponents, or they are now.
+        """Return the atom of a computed scale: the same atom for equal scales.
 
-        Equal scales have one atom.
+        The program computes the exponents if it computes all factors. Otherwise they are computed
+        now.
         """
 
         def make() -> Scale:
             known: dict[str, Any] = dict(computed.facts, extent=int(extent), members=members)
             terms = computed.terms
-            if self._program is not None and all(map(_is_deferred, terms)):
+            if all(map(_is_deferred, terms)):
                 numbered = dataclasses.replace(computed, terms=tuple(map(_numbered, terms)))
                 return self._new(number=self._program.define(numbered), **known)
             terms, exponents = self._in_positions(*terms)
@@ -147,12 +150,11 @@ class ScaleTable:
     def _without_numbers(self, scale: Scale) -> Scale:
         """Replace all factors that the program computes by one atom."""
         scalar = Scale(0, tuple(f for f in scale.factors if f[0].number is not None))
-        if self._program is None or scalar.is_one:
+        if scalar.is_one:
             return scale
-        program = self._program
 
         def make() -> Scale:
-            return self._new(exponents=program.placeholder(_numbered(scalar), None))
+            return self._new(exponents=self._program.placeholder(_numbered(scalar), None))
 
         return scale / scalar * self.memoised(("exponents", scalar), make)
 
