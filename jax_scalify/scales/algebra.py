@@ -255,16 +255,20 @@ class Scale:
         if not broken:
             quotient, rest = divmod(int(self.exponent), degree)
             return Scale(quotient, sorted_factors(whole)), Scale(rest)
-        table = self.table
-        root, rest = table.root(Scale(self.exponent, broken), degree)
-        return root * Scale(0, sorted_factors(whole)), rest
+        scale = Scale(self.exponent, broken)
+        root, rest = (Computed((scale,), degree, is_rest) for is_rest in (False, True))
+        root = self.table.computed(root, math.ceil(scale.span / degree))
+        return root * Scale(0, sorted_factors(whole)), self.table.computed(rest, degree)
 
     def settled(self) -> Scale:
         """Return one atom for a monomial of many factors; any other scale unchanged.
 
         Without this, each later maximum would add up all factors again.
         """
-        return self if len(self.factors) <= _MAX_FACTORS else self.table.settled(self)
+        return self if len(self.factors) <= _MAX_FACTORS else self._as_atom()
+
+    def _as_atom(self) -> Scale:
+        return self.table.computed(Computed((self,), limit=math.inf), self.extent)
 
     def bounded(self, limit: int = MAX_EXPONENT) -> Scale:
         """Return the scale with its exponent clamped to `+-limit`: `2**126` for `2**140`.
@@ -272,7 +276,7 @@ class Scale:
         The data is multiplied by the rest, here `2**14`. The scale 0 stays 0.
         """
         if not self.is_static:
-            return self.table.bounded(self, limit)
+            return self.table.computed(Computed((self,), limit=limit), min(limit, self.span))
         return self if self.is_zero else Scale(max(-limit, min(limit, self.exponent)))
 
     def or_one(self) -> Scale:
@@ -280,7 +284,7 @@ class Scale:
         if self.is_nonzero:
             return self
         # Two inversions turn 0 into 1, because a 0 to a negative power counts as 1.
-        return ONE if self.is_zero else self.table.settled(self**-1) ** -1
+        return ONE if self.is_zero else (self**-1)._as_atom() ** -1
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
         """Apply a function, such as a transpose, to the array. A scalar scale is unchanged."""
@@ -292,6 +296,56 @@ class Scale:
             return mapped
         extent = max(MAX_EXPONENT, int(rest.extent))
         return mapped * atom(function(rest.array), extent=extent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """A scale that is computed from other scales.
+
+    It is one of the following:
+
+    - the maximum of several monomials, with an exponent of at most `limit`;
+    - one monomial, with its exponent clamped to `+-limit` unless it is 0;
+    - the root of a monomial (`degree > 1`), or, if `is_rest`, its rest:
+      `root**degree * rest == monomial` with `1 <= rest <= 2**(degree - 1)`;
+    - if `is_held`, the first of two terms; where it is 0, the second term, clamped to `+-limit`.
+    """
+
+    terms: tuple[Scale, ...]
+    degree: int = 1
+    is_rest: bool = False
+    limit: float = MAX_EXPONENT
+    is_held: bool = False
+
+    @property
+    def is_maximum(self) -> bool:
+        """Whether it is the maximum of several monomials."""
+        return self.degree == 1 and len(self.terms) > 1 and not self.is_held
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known of an atom of this scale: see `Atom`."""
+        known: dict[str, Any] = dict(
+            nonzero=self.is_rest or any(t.is_nonzero for t in self.terms), limit=self.limit
+        )
+        if self.is_held:
+            return known | dict(holds=self.terms[0], limit=max(self.limit, self.terms[0].limit))
+        if self.degree == 1:
+            known["vanishes"] = frozenset.intersection(*(t.vanishes for t in self.terms))
+        if self.is_maximum:  # it is clamped from above only, and is at least as large as each term
+            known["limit"] = max(self.limit, min(t.limit for t in self.terms))
+        return known
+
+    @property
+    def settings(self) -> tuple:
+        """How the exponent follows from the maximum of the terms: see `outcome`."""
+        # Single monomials and held scales are clamped from below too; maxima are not.
+        low = -math.inf if self.is_maximum else -self.limit
+        return low, self.limit, self.degree, self.is_rest, self.is_held
+
+    def operands(self) -> list[int]:
+        """Return the numbers of the scales that it is computed from."""
+        return list({n for term in self.terms for n, _ in term.factors})
 
 
 ONE = Scale(0)

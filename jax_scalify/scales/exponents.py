@@ -20,8 +20,7 @@ from jax import lax
 
 from jax_scalify.base.pins import pin
 from jax_scalify.base.pow2 import MAX_EXPONENT, exponent, exponent_layout
-from jax_scalify.scales.algebra import Scale
-from jax_scalify.scales.program import Computed
+from jax_scalify.scales.algebra import Computed, Scale
 
 # The exponent of the scale 0. Exponents below `_ZERO_LIMIT` stand for 0 too: they belong to a root
 # of 0, or to 0 times other scales.

@@ -17,9 +17,10 @@ placeholder of `a * b / 3`. With exponents 2, -5 and -1, number 3 has the expone
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +29,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
-from jax_scalify.base.pow2 import MAX_EXPONENT
-from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.algebra import Computed, Scale
 
 # `max(max(a, b), c)` is computed as `max(a, b, c)` if it has at most this many monomials.
 _MAX_TERMS = 32
@@ -43,56 +43,6 @@ placeholder_p = jex_core.Primitive("scale_placeholder")
 @placeholder_p.def_abstract_eval
 def _placeholder_aval(*, number: int, dtype: Any) -> Any:
     return ShapedArray((), dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Computed:
-    """A scale that is computed from other scales.
-
-    It is one of the following:
-
-    - the maximum of several monomials, with an exponent of at most `limit`;
-    - one monomial, with its exponent clamped to `+-limit` unless it is 0;
-    - the root of a monomial (`degree > 1`), or, if `is_rest`, its rest:
-      `root**degree * rest == monomial` with `1 <= rest <= 2**(degree - 1)`;
-    - if `is_held`, the first of two terms; where it is 0, the second term, clamped to `+-limit`.
-    """
-
-    terms: tuple[Scale, ...]
-    degree: int = 1
-    is_rest: bool = False
-    limit: float = MAX_EXPONENT
-    is_held: bool = False
-
-    @property
-    def is_maximum(self) -> bool:
-        """Whether it is the maximum of several monomials."""
-        return self.degree == 1 and len(self.terms) > 1 and not self.is_held
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What is known of an atom of this scale: see `Atom`."""
-        known: dict[str, Any] = dict(
-            nonzero=self.is_rest or any(t.is_nonzero for t in self.terms), limit=self.limit
-        )
-        if self.is_held:
-            return known | dict(holds=self.terms[0], limit=max(self.limit, self.terms[0].limit))
-        if self.degree == 1:
-            known["vanishes"] = frozenset.intersection(*(t.vanishes for t in self.terms))
-        if self.is_maximum:  # it is clamped from above only, and is at least as large as each term
-            known["limit"] = max(self.limit, min(t.limit for t in self.terms))
-        return known
-
-    @property
-    def settings(self) -> tuple:
-        """How the exponent follows from the maximum of the terms: see `outcome`."""
-        # Single monomials and held scales are clamped from below too; maxima are not.
-        low = -math.inf if self.is_maximum else -self.limit
-        return low, self.limit, self.degree, self.is_rest, self.is_held
-
-    def operands(self) -> list[int]:
-        """Return the numbers of the scales that it is computed from."""
-        return list({n for term in self.terms for n, _ in term.factors})
 
 
 class ScaleProgram:
@@ -119,23 +69,33 @@ class ScaleProgram:
 
     def define(self, computed: Computed) -> int:
         """Return the number of a computed scale. Equal scales have one number."""
-        return self._maximum(computed.terms) if computed.is_maximum else self._add(computed)
+        is_chain = False
+        if computed.is_maximum:
+            terms, is_chain = self._multiplied_out(computed.terms)
+            computed = Computed(_largest(terms))
+        if computed not in self._numbers:
+            self._numbers[computed] = len(self.scales)
+            self._needs.append(functools.reduce(operator.or_, map(self._needs_of, computed.terms)))
+            self.scales.append(computed)
+        number = self._numbers[computed]
+        if is_chain:
+            self._chains.add(number)
+        return number
 
-    def _maximum(self, terms: Sequence[Scale]) -> int:
+    def _multiplied_out(self, terms: Sequence[Scale]) -> tuple[Sequence[Scale], bool]:
+        """Return the terms of a maximum, and whether they may hold factors that are maxima."""
         choices = [self._choices(term) for term in terms]
         chain = [part for term in terms for part in self._chain(term)]
         goes_on = len(terms) < len(chain) <= _MAX_CHAIN
         if goes_on or sum(math.prod(map(len, c)) for c in choices) > _MAX_TERMS:
-            number = self._add(Computed(_largest(chain if goes_on else terms)))
-            self._chains.add(number)
-            return number
+            return chain if goes_on else terms, True
         # max(a, b) * c = max(a * c, b * c). The right side need not wait for max(a, b).
         products = [
             math.prod(chosen, start=Scale(term.exponent))
             for term, factors in zip(terms, choices, strict=True)
             for chosen in itertools.product(*factors)
         ]
-        return self._add(Computed(_largest(products)))
+        return products, False
 
     def _chain(self, term: Scale) -> list[Scale]:
         """Return the monomials of a term that is a maximum of many; otherwise the term itself."""
@@ -153,17 +113,6 @@ class ScaleProgram:
             alone = [Scale.of_factor(number) ** power]
             choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
         return choices
-
-    def _add(self, computed: Computed) -> int:
-        if computed in self._numbers:
-            return self._numbers[computed]
-        self._numbers[computed] = len(self.scales)
-        needs = 0
-        for term in computed.terms:
-            needs |= self._needs_of(term)
-        self._needs.append(needs)
-        self.scales.append(computed)
-        return len(self.scales) - 1
 
     def _needs_of(self, monomial: Scale) -> int:
         needs = 0

@@ -28,9 +28,9 @@ from jax_scalify import _compat
 from jax_scalify.base.eager import compiled
 from jax_scalify.base.jaxprs import is_var
 from jax_scalify.base.pins import elements, pin_p
-from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.algebra import Computed, Scale
 from jax_scalify.scales.exponents import ZERO, of_powers, outcome, ranked, times, to_powers
-from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
+from jax_scalify.scales.program import ScaleProgram, placeholder_p
 
 
 def resolve(program: ScaleProgram, closed: Any) -> Any:

@@ -28,11 +28,12 @@ from jax_scalify.scales.algebra import (
     NARROW_EXTENT,
     ONE,
     Atom,
+    Computed,
     Scale,
     sorted_factors,
 )
 from jax_scalify.scales.exponents import computed_now, exponents_now, powers_now
-from jax_scalify.scales.program import Computed, ScaleProgram
+from jax_scalify.scales.program import ScaleProgram
 from jax_scalify.scales.rounds import resolve
 
 
@@ -112,8 +113,8 @@ class ScaleTable:
         is_atom = not others and power == 1 and scale.exponent == 0
         if is_atom and most == math.inf and first.source is not None:
             return first.source
-        if _is_deferred(scale):
-            return self._program.placeholder(_numbered(scale), most)
+        if numbered := _numbered(scale):
+            return self._program.placeholder(*numbered, most)
 
         def make() -> jax.Array:
             (monomial,), exponents = self._in_positions(scale)
@@ -121,7 +122,7 @@ class ScaleTable:
 
         return self.memoised(("request", scale, most), make)
 
-    def _computed(self, computed: Computed, extent: float, members: Any = frozenset()) -> Scale:
+    def computed(self, computed: Computed, extent: float, members: Any = frozenset()) -> Scale:
         """Return the atom of a computed scale: the same atom for equal scales.
 
         The program computes the exponents if it computes all factors. Otherwise they are computed
@@ -130,11 +131,10 @@ class ScaleTable:
 
         def make() -> Scale:
             known: dict[str, Any] = dict(computed.facts, extent=int(extent), members=members)
-            terms = computed.terms
-            if all(map(_is_deferred, terms)):
-                numbered = dataclasses.replace(computed, terms=tuple(map(_numbered, terms)))
-                return self._new(number=self._program.define(numbered), **known)
-            terms, exponents = self._in_positions(*terms)
+            if numbered := _numbered(*computed.terms):
+                deferred = dataclasses.replace(computed, terms=numbered)
+                return self._new(number=self._program.define(deferred), **known)
+            terms, exponents = self._in_positions(*computed.terms)
             here = dataclasses.replace(computed, terms=terms)
             return self._new(exponents=computed_now(here, exponents), **known)
 
@@ -154,7 +154,7 @@ class ScaleTable:
             return scale
 
         def make() -> Scale:
-            return self._new(exponents=self._program.placeholder(_numbered(scalar), None))
+            return self._new(exponents=self._program.placeholder(*_numbered(scalar), None))
 
         return scale / scalar * self.memoised(("exponents", scalar), make)
 
@@ -162,14 +162,6 @@ class ScaleTable:
         if atom.exponents is not None:
             return atom.exponents
         return self.memoised(("exponents", atom), lambda: exponents_now(atom.source))
-
-    def settled(self, scale: Scale) -> Scale:
-        """Return one atom for a monomial."""
-        return self._computed(Computed((scale,), limit=math.inf), scale.extent)
-
-    def bounded(self, scale: Scale, limit: int) -> Scale:
-        """Return an atom for a monomial, with its exponent clamped to `+-limit`."""
-        return self._computed(Computed((scale,), limit=limit), min(limit, scale.span))
 
     def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
         """Return the maximum of monomials that cannot be compared while tracing."""
@@ -185,20 +177,14 @@ class ScaleTable:
         key = frozenset((factors, exponent - low) for factors, exponent in members)
         extent = min(NARROW_EXTENT if narrow else LARGEST_EXTENT, max(t.span for t in terms))
         made, its_low = self.memoised(
-            ("maximum", key), lambda: (self._computed(Computed(tuple(terms)), extent, members), low)
+            ("maximum", key), lambda: (self.computed(Computed(tuple(terms)), extent, members), low)
         )
         return made * Scale(low - its_low) * common
 
     def held(self, first: Scale, second: Scale, limit: int) -> Scale:
         """Return `first`; where it is 0, `second` with its exponent clamped to `+-limit`."""
         extent = max(first.span, min(limit, second.span))
-        return self._computed(Computed((first, second), limit=limit, is_held=True), extent)
-
-    def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
-        """Return the root and the rest of a monomial that has no exact root. The root of 0 is 0."""
-        root, rest = (Computed((scale,), degree, is_rest) for is_rest in (False, True))
-        extent = math.ceil(scale.span / degree)
-        return self._computed(root, extent), self._computed(rest, degree)
+        return self.computed(Computed((first, second), limit=limit, is_held=True), extent)
 
     def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
         """Split a traced array into data in [1, 2) and a scale, element by element: 12 = 1.5 * 8.
@@ -250,14 +236,11 @@ def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
     return frozenset(largest.items())
 
 
-def _is_deferred(scale: Scale) -> bool:
-    """Return whether a scale program computes a scale."""
-    return all(atom.number is not None for atom, _ in scale.factors)
-
-
-def _numbered(scale: Scale) -> Scale:
-    """Return a scale in the numbers of the program."""
-    return scale.renamed(lambda atom: Scale.of_factor(atom.number))
+def _numbered(*scales: Scale) -> tuple[Scale, ...]:
+    """Return scales in the numbers of the program; empty if the program does not compute them."""
+    if any(atom.number is None for scale in scales for atom, _ in scale.factors):
+        return ()
+    return tuple(s.renamed(lambda atom: Scale.of_factor(atom.number)) for s in scales)
 
 
 def trace_with_table(
