@@ -74,6 +74,20 @@ def power(exponent: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(biased.astype(integer) << np.array(nmant, integer), dtype)
 
 
+def reciprocal(power: jax.Array) -> jax.Array:
+    """Return `1 / power` for traced powers of two; 1 for 0.
+
+    It is computed on the bits: XLA gives a float division a kernel of its own.
+    """
+    integer, nmant = exponent_layout(power.dtype)
+    bias = jnp.finfo(power.dtype).maxexp - 1
+    bits = lax.bitcast_convert_type(power, integer)
+    inverse = lax.sub(np.array(2 * bias << nmant, integer), bits)
+    one = jnp.full_like(bits, np.array(bias << nmant, integer))
+    inverse = lax.select(lax.eq(bits, np.array(0, integer)), one, inverse)
+    return lax.bitcast_convert_type(inverse, power.dtype)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _round_down(value: jax.Array, dtype: np.dtype) -> jax.Array:
     if jnp.finfo(value.dtype).bits < jnp.finfo(dtype).bits:

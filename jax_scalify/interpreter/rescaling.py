@@ -14,7 +14,6 @@ from jax_scalify.base.pins import pin_constant
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.primitives.overflow import unless_infinite
 from jax_scalify.scales.algebra import Scale
-from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable
 
 
@@ -45,7 +44,7 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     if scale.is_static:
         factor = pin_constant(np.ldexp(_TO_INFINITY, 112 + int(scale.exponent)))
     else:
-        factor = scale.factors[0][0].table.at_most(scale * Scale(112), 112)
+        factor = scale.table.request(scale * Scale(112), most=112)
         factor = lax.convert_element_type(factor, data.dtype) * _TO_INFINITY.astype(data.dtype)
     factor = lax.convert_element_type(factor, data.dtype)
     factor = factor if info.maxexp == 128 else factor * 2.0 ** (info.maxexp - 128)
@@ -65,8 +64,8 @@ def within_range(x: Operand) -> Operand:
         return x
     is_value = not (dtypes.is_narrow(x.dtype) or x.holds_data)
     near = _NEAR if is_value and x.scale.span > _FAR else pow2.MAX_EXPONENT
-    within, rest = x.scale.bounded(near)
-    return x if rest.is_one else at_scale(x, within)
+    within = x.scale.bounded(near)
+    return x if within == x.scale else at_scale(x, within)
 
 
 def at_home(x: Operand) -> Operand:
@@ -89,12 +88,10 @@ def in_reach(x: Operand) -> Operand:
     """Replace a dynamic scale of many factors by one atom: see `Scale.settled`."""
     if x.scale.is_static:
         return x
-    scale, rest = x.scale.settled()
+    scale = x.scale.settled()
     if scale is x.scale:
         return x
-    if not x.holds_data:
-        return x.with_scale(scale)
-    return x.as_pair(multiply(x.source, rest, x.source.dtype), scale)
+    return x.as_pair(x.source, scale) if x.holds_data else x.with_scale(scale)
 
 
 def as_operand(x: ScaledArray, table: ScaleTable) -> Operand:

@@ -104,7 +104,7 @@ class Choice:
             if m is not None and m.scale is not None and math.isfinite(m.log2_rms):
                 if not value.scale.is_static:
                     self.unknown_names.add(name)
-                    table = value.scale.factors[0][0].table
+                    table = value.scale.table
                     return table.atom(factors[name], nonzero=True, extent=0, limit=0)
                 scale = int(value.scale.exponent)
                 exponent = _excess(m, result, scale)

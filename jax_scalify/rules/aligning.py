@@ -216,7 +216,7 @@ def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> Sc
     scale = algebra.join(x.scale, constant_floor(fill, x.dtype))
     if ctx.holds_values:
         return ctx.on_values(gathered_scale(ctx, scale, indices, windows), x, indices, **params)
-    data = multiply(x.data, algebra.alignment(x.scale, scale), x.dtype)
+    data = multiply(x.data, x.scale / scale, x.dtype)
     taken = ctx.bind(data, indices, **{**params, "fill_value": 0})
     inside = jnp.ones(ctx.in_avals[0].shape, bool)
     inside = ctx.bind(inside, indices, **{**params, "fill_value": False})

@@ -170,7 +170,7 @@ def _chosen(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Operand |
     ]
     common, own = _apart(each)
     # `select_n` takes the scales as arrays, so they must be in range.
-    within = [s.bounded()[0] if s.may_leave_range else s for s in own]
+    within = [s.bounded() if s.may_leave_range else s for s in own]
     cases = [
         x if new is old else at_scale(x, common * new)
         for x, old, new in zip(cases, own, within, strict=True)

@@ -327,6 +327,6 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
         scale = with_room(scale, constant, dtype)
     if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
-        scale = scale.bounded()[0]  # the unbounded factor may be infinite, and 0 * inf is nan
+        scale = scale.bounded()  # the unbounded factor may be infinite, and 0 * inf is nan
     source = lax.real(x.source) if jnp.iscomplexobj(x.source) else x.source
     return ctx.result(source, scale, x.unit)

@@ -23,7 +23,6 @@ from jax_scalify.primitives.narrow_dot import SMALLEST_EXPONENT, narrow_dot_p
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, growth, summed
 from jax_scalify.rules.shared.products import for_constants
-from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
@@ -249,7 +248,7 @@ def ragged_dot_general_rule(
     rhs = uniform_over(rhs, sorted(others))
     if rhs.scale.ndim and group_sizes.ndim == 1 and rhs.holds_data:
         whole = largest(rhs.scale)
-        ratio = algebra.alignment(rhs.scale, whole)
+        ratio = rhs.scale / whole
         rhs = rhs.as_pair(rhs.source, whole)
     else:
         rhs = uniform_over(rhs)

@@ -44,7 +44,8 @@ class Atom:
     Attributes:
         table: the `ScaleTable` of its trace.
         index: atoms are numbered in the order in which they were made.
-        source: its array; None if a scale program computes it.
+        source: its array; None if it is computed from other scales.
+        exponents: its exponents; None if it has a source, or a scale program computes them.
         number: its number in the scale program; None if it is not scalar or there is no program.
         members: the monomials that this atom is the maximum of.
         nonzero: whether it is known not to be 0.
@@ -59,6 +60,7 @@ class Atom:
     table: Any
     index: int
     source: jax.Array | None = None
+    exponents: jax.Array | None = None
     number: int | None = None
     members: frozenset[tuple] = frozenset()
     nonzero: bool = False
@@ -71,12 +73,7 @@ class Atom:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of its array."""
-        return () if self.source is None else self.source.shape
-
-    @property
-    def array(self) -> jax.Array:
-        """Its array, computed on first use."""
-        return self.table.request(Scale.of_factor(self)) if self.source is None else self.source
+        return np.shape(self.source if self.exponents is None else self.exponents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +104,11 @@ class Scale:
         if not is_power_of_two(value):
             raise ValueError(f"`scale` must be a power of two or 0, got {value!r}.")
         return cls(floor_exponent(value))
+
+    @property
+    def table(self) -> Any:
+        """The `ScaleTable` of the trace of a dynamic scale."""
+        return self.factors[0][0].table
 
     @property
     def is_static(self) -> bool:
@@ -200,7 +202,7 @@ class Scale:
         """The scale as an array of the scale dtype; a static scale as a float32 NumPy scalar."""
         if self.is_static:
             return np.float32(self.value)
-        return self.factors[0][0].table.request(self)
+        return self.table.request(self)
 
     def __float__(self) -> float:
         return self.value
@@ -253,56 +255,97 @@ class Scale:
         if not broken:
             quotient, rest = divmod(int(self.exponent), degree)
             return Scale(quotient, sorted_factors(whole)), Scale(rest)
-        table = broken[0][0].table
-        root, rest = table.root(Scale(self.exponent, broken), degree)
-        return root * Scale(0, sorted_factors(whole)), rest
+        scale = Scale(self.exponent, broken)
+        root, rest = (Computed((scale,), degree, is_rest) for is_rest in (False, True))
+        root = self.table.computed(root, math.ceil(scale.span / degree))
+        return root * Scale(0, sorted_factors(whole)), self.table.computed(rest, degree)
 
-    def settled(self) -> tuple[Scale, Scale]:
-        """Split into `(scale, rest)`, where one atom replaces a monomial of many factors.
+    def settled(self) -> Scale:
+        """Return one atom for a monomial of many factors; any other scale unchanged.
 
-        Without this, each later maximum would multiply all factors again. `scale * rest` is the
-        monomial. A scale program computes exponents, so the rest is 1. Without a program the atom
-        is a floating-point array, and the rest is the factor that is beyond its range.
+        Without this, each later maximum would add up all factors again.
         """
-        if len(self.factors) <= _MAX_FACTORS:
-            return self, ONE
-        return self.factors[0][0].table.settled(self)
+        return self if len(self.factors) <= _MAX_FACTORS else self._as_atom()
 
-    def bounded(self, limit: int = MAX_EXPONENT) -> tuple[Scale, Scale]:
-        """Split into `(bounded, rest)`, where `bounded` is within `2**+-limit`.
+    def _as_atom(self) -> Scale:
+        return self.table.computed(Computed((self,), limit=math.inf), self.extent)
 
-        `2**140` splits into `2**126` and `2**14`. The data is multiplied by the rest.
+    def bounded(self, limit: int = MAX_EXPONENT) -> Scale:
+        """Return the scale with its exponent clamped to `+-limit`: `2**126` for `2**140`.
+
+        The data is multiplied by the rest, here `2**14`. The scale 0 stays 0.
         """
         if not self.is_static:
-            return self.factors[0][0].table.bounded(self, limit)
-        if self.is_zero:
-            return self, ONE
-        exponent = max(-limit, min(limit, self.exponent))
-        return Scale(exponent), Scale(self.exponent - exponent)
+            return self.table.computed(Computed((self,), limit=limit), min(limit, self.span))
+        return self if self.is_zero else Scale(max(-limit, min(limit, self.exponent)))
 
     def or_one(self) -> Scale:
         """Return the scale, with 1 where it is 0 at run time: 0 times an infinity would be nan."""
         if self.is_nonzero:
             return self
-        if self.is_zero:
-            return ONE
         # Two inversions turn 0 into 1, because a 0 to a negative power counts as 1.
-        inverse, rest = self.factors[0][0].table.settled(self**-1)
-        return (inverse * rest) ** -1
+        return ONE if self.is_zero else (self**-1)._as_atom() ** -1
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> Scale:
         """Apply a function, such as a transpose, to the array. A scalar scale is unchanged."""
         if self.ndim == 0:
             return self
-        within, rest = self.bounded() if self.may_leave_range else (self, ONE)
-        return within._mapped(function) * rest._mapped(function, MAX_EXPONENT)
+        within, atom = self.bounded() if self.may_leave_range else self, self.table.atom
+        mapped, rest = atom(function(within.array), extent=int(within.extent)), self / within
+        if rest.is_one:
+            return mapped
+        extent = max(MAX_EXPONENT, int(rest.extent))
+        return mapped * atom(function(rest.array), extent=extent)
 
-    def _mapped(self, function: Callable[[jax.Array], jax.Array], least: int = 0) -> Scale:
-        if self.ndim == 0:
-            return self
-        return self.factors[0][0].table.atom(
-            function(self.array), extent=max(least, int(self.extent))
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """A scale that is computed from other scales.
+
+    It is one of the following:
+
+    - the maximum of several monomials, with an exponent of at most `limit`;
+    - one monomial, with its exponent clamped to `+-limit` unless it is 0;
+    - the root of a monomial (`degree > 1`), or, if `is_rest`, its rest:
+      `root**degree * rest == monomial` with `1 <= rest <= 2**(degree - 1)`;
+    - if `is_held`, the first of two terms; where it is 0, the second term, clamped to `+-limit`.
+    """
+
+    terms: tuple[Scale, ...]
+    degree: int = 1
+    is_rest: bool = False
+    limit: float = MAX_EXPONENT
+    is_held: bool = False
+
+    @property
+    def is_maximum(self) -> bool:
+        """Whether it is the maximum of several monomials."""
+        return self.degree == 1 and len(self.terms) > 1 and not self.is_held
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known of an atom of this scale: see `Atom`."""
+        known: dict[str, Any] = dict(
+            nonzero=self.is_rest or any(t.is_nonzero for t in self.terms), limit=self.limit
         )
+        if self.is_held:
+            return known | dict(holds=self.terms[0], limit=max(self.limit, self.terms[0].limit))
+        if self.degree == 1:
+            known["vanishes"] = frozenset.intersection(*(t.vanishes for t in self.terms))
+        if self.is_maximum:  # it is clamped from above only, and is at least as large as each term
+            known["limit"] = max(self.limit, min(t.limit for t in self.terms))
+        return known
+
+    @property
+    def settings(self) -> tuple:
+        """How the exponent follows from the maximum of the terms: see `outcome`."""
+        # Single monomials and held scales are clamped from below too; maxima are not.
+        low = -math.inf if self.is_maximum else -self.limit
+        return low, self.limit, self.degree, self.is_rest, self.is_held
+
+    def operands(self) -> list[int]:
+        """Return the numbers of the scales that it is computed from."""
+        return list({n for term in self.terms for n, _ in term.factors})
 
 
 ONE = Scale(0)
@@ -344,14 +387,3 @@ def meet(*scales: Scale) -> Scale:
     """Return the minimum of scales. A static 0 does not count; a 0 at run time counts as 1."""
     inverses = [scale**-1 for scale in scales if not scale.is_zero]
     return join(*inverses) ** -1 if inverses else ZERO
-
-
-def alignment(scale: Scale, joined: Scale) -> Scale:
-    """Return `scale / joined`, where `joined` is the maximum of `scale` and other scales.
-
-    Where both are 0, the ratio is some finite number.
-    """
-    ratio = scale / joined
-    if ratio.is_static:
-        return ratio
-    return ratio.factors[0][0].table.alignment(ratio)

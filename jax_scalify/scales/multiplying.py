@@ -35,8 +35,8 @@ def multiply(
     """
     limit = pow2.MAX_EXPONENT if factor.is_static else trusted
     while factor.span > limit and not factor.is_zero:
-        within, factor = factor.bounded()
-        data = _multiply(data, within)
+        within = factor.bounded()
+        data, factor = _multiply(data, within), factor / within
         # XLA would merge two constant factors into one, which may be infinite.
         data = _compat.kept_apart(data) if within.is_static else data
         limit = limit if factor.is_static else np.inf

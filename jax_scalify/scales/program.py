@@ -17,18 +17,19 @@ placeholder of `a * b / 3`. With exponents 2, -5 and -1, number 3 has the expone
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
-from jax_scalify.base.pow2 import MAX_EXPONENT
-from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.algebra import Computed, Scale
 
 # `max(max(a, b), c)` is computed as `max(a, b, c)` if it has at most this many monomials.
 _MAX_TERMS = 32
@@ -44,35 +45,6 @@ def _placeholder_aval(*, number: int, dtype: Any) -> Any:
     return ShapedArray((), dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Computed:
-    """A scale that is computed from other scales.
-
-    It is one of the following:
-
-    - the maximum of several monomials, with an exponent of at most `limit`;
-    - one monomial, with its exponent clamped to `+-limit` unless it is 0;
-    - the root of a monomial (`degree > 1`), or, if `is_rest`, its rest:
-      `root**degree * rest == monomial` with `1 <= rest <= 2**(degree - 1)`;
-    - if `is_held`, the first of two terms; where it is 0, the second term, clamped to `+-limit`.
-    """
-
-    terms: tuple[Scale, ...]
-    degree: int = 1
-    is_rest: bool = False
-    limit: float = MAX_EXPONENT
-    is_held: bool = False
-
-    @property
-    def is_maximum(self) -> bool:
-        """Whether it is the maximum of several monomials."""
-        return self.degree == 1 and len(self.terms) > 1 and not self.is_held
-
-    def operands(self) -> list[int]:
-        """Return the numbers of the scales that it is computed from."""
-        return list({n for term in self.terms for n, _ in term.factors})
-
-
 class ScaleProgram:
     """The computation of the scalar scales of one trace."""
 
@@ -84,8 +56,9 @@ class ScaleProgram:
         self._numbers: dict[Computed, int] = {}
         self._chains: set[int] = set()  # the numbers of maxima whose terms were not multiplied out
         self._needs: list[int] = []  # by number: the sources that it depends on, as bits
-        self.requests: list[tuple[Scale, float]] = []  # of placeholders: monomial, largest exponent
-        self._placeholders: dict[tuple[Scale, float], Any] = {}
+        # Of placeholders: the monomial and the largest exponent, or None for the exponent itself.
+        self.requests: list[tuple[Scale, float | None]] = []
+        self._placeholders: dict[tuple[Scale, float | None], Any] = {}
 
     def source(self, array: Any) -> int:
         """Add a scale that is an array. Return its number."""
@@ -94,22 +67,35 @@ class ScaleProgram:
         self.scales.append(len(self.sources) - 1)
         return len(self.scales) - 1
 
-    def maximum(self, terms: Sequence[Scale]) -> int:
-        """Define the maximum of monomials. Return its number."""
+    def define(self, computed: Computed) -> int:
+        """Return the number of a computed scale. Equal scales have one number."""
+        is_chain = False
+        if computed.is_maximum:
+            terms, is_chain = self._multiplied_out(computed.terms)
+            computed = Computed(_largest(terms))
+        if computed not in self._numbers:
+            self._numbers[computed] = len(self.scales)
+            self._needs.append(functools.reduce(operator.or_, map(self._needs_of, computed.terms)))
+            self.scales.append(computed)
+        number = self._numbers[computed]
+        if is_chain:
+            self._chains.add(number)
+        return number
+
+    def _multiplied_out(self, terms: Sequence[Scale]) -> tuple[Sequence[Scale], bool]:
+        """Return the terms of a maximum, and whether they may hold factors that are maxima."""
         choices = [self._choices(term) for term in terms]
         chain = [part for term in terms for part in self._chain(term)]
         goes_on = len(terms) < len(chain) <= _MAX_CHAIN
         if goes_on or sum(math.prod(map(len, c)) for c in choices) > _MAX_TERMS:
-            number = self.define(Computed(_largest(chain if goes_on else terms)))
-            self._chains.add(number)
-            return number
+            return chain if goes_on else terms, True
         # max(a, b) * c = max(a * c, b * c). The right side need not wait for max(a, b).
         products = [
             math.prod(chosen, start=Scale(term.exponent))
             for term, factors in zip(terms, choices, strict=True)
             for chosen in itertools.product(*factors)
         ]
-        return self.define(Computed(_largest(products)))
+        return products, False
 
     def _chain(self, term: Scale) -> list[Scale]:
         """Return the monomials of a term that is a maximum of many; otherwise the term itself."""
@@ -128,34 +114,22 @@ class ScaleProgram:
             choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
         return choices
 
-    def define(self, computed: Computed) -> int:
-        """Return the number of a computed scale. Equal scales have one number."""
-        if computed in self._numbers:
-            return self._numbers[computed]
-        self._numbers[computed] = len(self.scales)
-        needs = 0
-        for term in computed.terms:
-            needs |= self._needs_of(term)
-        self._needs.append(needs)
-        self.scales.append(computed)
-        return len(self.scales) - 1
-
     def _needs_of(self, monomial: Scale) -> int:
         needs = 0
         for number, _ in monomial.factors:
             needs |= self._needs[number]
         return needs
 
-    def placeholder(self, monomial: Scale, most: float = math.inf) -> Any:
-        """Return a tracer that `resolve` replaces by the value of a monomial.
+    def placeholder(self, monomial: Scale, most: float | None = math.inf) -> Any:
+        """Return a tracer that `resolve` replaces by `2**min(exponent, most)` of a monomial.
 
-        Its exponent is at most `most`.
+        If `most` is None, it is replaced by the exponent, as float32.
         """
         request = monomial, most
         if request not in self._placeholders:
-            number = len(self.requests)
+            number, dtype = len(self.requests), self.dtype if most is not None else np.float32
             self.requests.append(request)
-            self._placeholders[request] = placeholder_p.bind(number=number, dtype=self.dtype)
+            self._placeholders[request] = placeholder_p.bind(number=number, dtype=dtype)
         return self._placeholders[request]
 
     def is_ready(self, number: int, available: int) -> bool:

@@ -10,6 +10,7 @@ request sums positions 3 and 2 with powers 1 and -1: `3 + 1 = 4`, and the value 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -27,17 +28,9 @@ from jax_scalify import _compat
 from jax_scalify.base.eager import compiled
 from jax_scalify.base.jaxprs import is_var
 from jax_scalify.base.pins import elements, pin_p
-from jax_scalify.base.pow2 import MAX_EXPONENT, exponent, exponent_layout
-from jax_scalify.scales.algebra import Scale
-from jax_scalify.scales.program import Computed, ScaleProgram, placeholder_p
-
-# The exponent of the scale 0. Exponents below `_ZERO_LIMIT` stand for 0 too: they belong to a root
-# of 0, or to 0 times other scales.
-_ZERO = -float(2**22)
-_ZERO_LIMIT = -float(2**18)
-# A held scale is computed as a maximum: its first term is raised by this exponent, so that it wins
-# unless it is 0.
-_HELD = float(2**17)
+from jax_scalify.scales.algebra import Computed, Scale
+from jax_scalify.scales.exponents import ZERO, of_powers, outcome, ranked, times, to_powers
+from jax_scalify.scales.program import ScaleProgram, placeholder_p
 
 
 def resolve(program: ScaleProgram, closed: Any) -> Any:
@@ -78,8 +71,8 @@ class _Rounds:
         self._program = program
         self._sources = sources
         self._exponents: list[Any] = []  # the variable of all exponents so far, or empty
-        self._size = 1  # the first exponent is 0 and belongs to no scale
-        self._positions: dict[int, int] = {}  # by number of a scale: its place in the exponents
+        # By number of a scale: its place in the exponents. The first exponent is 0, of no scale.
+        self._positions: dict[int, int] = {}
         used = {v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)}
         used.update(filter(is_var, jaxpr.outvars))
         self._pending = {
@@ -113,67 +106,59 @@ class _Rounds:
         """Return the equation that computes all pending placeholders that can be computed now."""
         program = self._program
         ready = [v for v, n in self._pending.items() if program.is_ready(n, self._available)]
+        ready.sort(key=lambda v: program.requests[self._pending[v]][1] is None)  # exponents last
         requests = [program.requests[self._pending.pop(v)] for v in ready]
-        sources, levels = self._plan([monomial for monomial, _ in requests])
-        avals = [jax.ShapeDtypeStruct((self._size,), jnp.float32) for _ in self._exponents]
+        monomials, most = zip(*requests, strict=True)
+        size = 1 + len(self._positions)
+        sources, *levels = self._plan(monomials)
+        self._place(sources)
+        steps = []
+        for level in levels:
+            steps.append(_Level([program.scales[n] for n in level], self._positions))
+            self._place(level)
+        computed = _Round(
+            levels=steps,
+            values=_Sums(monomials, self._positions),
+            most=np.array([m for m in most if m is not None]),
+            dtype=program.dtype,
+            is_first=not self._exponents,
+            size=1 + len(self._positions) if sources or steps else None,
+        )
+        avals = [jax.ShapeDtypeStruct((size,), jnp.float32) for _ in self._exponents]
         avals += [jax.ShapeDtypeStruct((), program.dtype) for _ in sources]
         invars = self._exponents + [self._sources[program.scales[n]] for n in sources]
-        computed = self._round(requests, sources, levels)
         bind = functools.partial(round_p.bind, computed=computed)
         (eqn,) = jax.make_jaxpr(bind)(*avals).jaxpr.eqns
         new = eqn.outvars[len(ready) :]
         self._exponents = new or self._exponents
         return eqn.replace(invars=invars, outvars=[*ready, *new])
 
-    def _plan(self, requests: Sequence[Scale]) -> tuple[list[int], list[list[int]]]:
-        """Return the new sources that requests depend on, and the scales to compute, by level."""
-        sources: list[int] = []
+    def _plan(self, requests: Sequence[Scale]) -> list[list[int]]:
+        """Return the new scales that requests depend on: sources, then computed scales by level."""
         depth: dict[int, int] = {}
+        known = collections.ChainMap(depth, self._positions)
         todo = [n for monomial in requests for n, _ in monomial.factors]
         while todo:
             number = todo.pop()
-            if self._is_placed(number, depth):
+            if number in known:
                 continue
             scale = self._program.scales[number]
             operands = scale.operands() if isinstance(scale, Computed) else []
-            missing = [n for n in operands if not self._is_placed(n, depth)]
+            missing = [n for n in operands if n not in known]
             if missing:
                 todo += [number, *missing]
             elif isinstance(scale, Computed):
                 depth[number] = 1 + max((depth.get(n, 0) for n in operands), default=0)
             else:
                 depth[number] = 0
-                sources.append(number)
-        levels: list[list[int]] = [[] for _ in range(max(depth.values(), default=0))]
+        levels: list[list[int]] = [[] for _ in range(1 + max(depth.values(), default=0))]
         for number, level in depth.items():
-            if level:
-                levels[level - 1].append(number)
-        return sources, levels
-
-    def _is_placed(self, number: int, depth: dict[int, int]) -> bool:
-        """Return whether a scale has been computed, or has a place in the current round."""
-        return number in self._positions or number in depth
-
-    def _round(
-        self, requests: Sequence[tuple[Scale, float]], sources: list[int], levels: list[list[int]]
-    ) -> _Round:
-        """Return the round of these sources and levels, and give them places in the exponents."""
-        is_first = not self._exponents
-        self._place(sources)
-        steps = []
-        for level in levels:
-            steps.append(_Level([self._program.scales[n] for n in level], self._positions))
-            self._place(level)
-        monomials, most = zip(*requests, strict=True)
-        last = _Sums(monomials, self._positions)
-        goes_on = bool(sources or steps)
-        size = self._size if goes_on else None
-        return _Round(steps, last, np.array(most), self._program.dtype, is_first, size)
+            levels[level].append(number)
+        return levels
 
     def _place(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._positions[number] = self._size
-            self._size += 1
+            self._positions[number] = 1 + len(self._positions)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,7 +168,7 @@ class _Round:
     Attributes:
         levels: the levels, computed one after the other.
         values: the requested monomials.
-        most: the largest exponent of each request.
+        most: the largest exponents of requests for arrays. The last requests are for exponents.
         dtype: the dtype of sources and requests.
         is_first: whether there are no exponents yet.
         size: the number of exponents after the round, whose last result is the vector of all
@@ -201,15 +186,14 @@ class _Round:
         exponents = jnp.zeros(1, jnp.float32) if self.is_first else arrays[0]
         new = arrays if self.is_first else arrays[1:]
         if new:
-            found = exponent(jnp.stack(new)).astype(jnp.float32)
-            zero = lax.full_like(found, _ZERO)
-            found = lax.select(found < np.float32(-MAX_EXPONENT), zero, found)
-            exponents = jnp.concatenate([exponents, found])
+            exponents = jnp.concatenate([exponents, of_powers(jnp.stack(new))])
         for count, level in enumerate(self.levels, 1):
             exponents = jnp.concatenate([exponents, level(exponents, style)])
             exponents = exponents if count % style.levels else lax.optimization_barrier(exponents)
-        singles = elements(_to_float(self.values(exponents, style), self.dtype, self.most))
-        return singles if self.size is None else [*singles, exponents]
+        values, count = self.values(exponents, style), len(self.most)
+        found = elements(to_powers(values[:count], self.dtype, self.most)) if count else []
+        found += elements(values[count:]) if count < self.values.count else []
+        return found if self.size is None else [*found, exponents]
 
     @functools.cached_property
     def jitted(self) -> Any:
@@ -239,7 +223,9 @@ round_p.def_impl(compiled(lambda *arrays, computed: computed.jitted(*arrays)))
 
 @round_p.def_abstract_eval
 def _round_avals(*_: Any, computed: _Round) -> list[Any]:
-    avals = [ShapedArray((), computed.dtype)] * computed.values.count
+    powers = len(computed.most)
+    avals = [ShapedArray((), computed.dtype)] * powers
+    avals += [ShapedArray((), np.float32)] * (computed.values.count - powers)
     return avals if computed.size is None else [*avals, ShapedArray((computed.size,), np.float32)]
 
 
@@ -280,7 +266,7 @@ class _Sums:
         width = max((len(m.factors) for m in monomials), default=0)
         self._index = np.zeros((len(monomials), width), np.int32)
         self._power = np.zeros((len(monomials), width), np.float32)
-        self._shift = np.array([max(m.exponent, _ZERO) for m in monomials], np.float32)
+        self._shift = np.array([max(m.exponent, ZERO) for m in monomials], np.float32)
         for row, monomial in enumerate(monomials):
             for column, (number, p) in enumerate(monomial.factors):
                 self._index[row, column], self._power[row, column] = positions[number], p
@@ -290,15 +276,15 @@ class _Sums:
         if not index.size:
             return jnp.asarray(self._shift)
         if style.sums == "columns" or index.shape[1] == 1 and style.sums == "rows":
-            parts = [_times(_take(exponents, i), p) for i, p in zip(index.T, power.T)]
+            parts = [times(_take(exponents, i), p) for i, p in zip(index.T, power.T)]
             total = functools.reduce(lax.add, parts)
         elif style.sums == "rows":
-            total = lax.reduce_sum(_times(_take(exponents, index), power), (1,))
+            total = lax.reduce_sum(times(_take(exponents, index), power), (1,))
         else:
             matrix = np.zeros((len(index), exponents.size), np.float32)
             np.add.at(matrix, (np.arange(len(index))[:, None], index), power)
             exponents = lax.broadcast_in_dim(exponents, matrix.shape, (1,))
-            total = lax.reduce_sum(_times(exponents, matrix), (1,))
+            total = lax.reduce_sum(times(exponents, matrix), (1,))
         return total + self._shift if self._shift.any() else total
 
 
@@ -307,15 +293,10 @@ class _Level:
 
     def __init__(self, scales: Sequence[Computed], positions: dict[int, int]):
         self._width = max(len(s.terms) for s in scales)
-        columns = [_ranked(s) for s in scales]
+        columns = list(map(ranked, scales))
         terms = [terms[min(i, len(terms) - 1)] for i in range(self._width) for terms in columns]
         self._terms = _Sums(terms, positions)
-        self._high = np.array([s.limit for s in scales], np.float32)
-        # Single monomials and held scales are clamped from below too; maxima are not.
-        self._low = np.array([-np.inf if s.is_maximum else -s.limit for s in scales], np.float32)
-        self._holds = any(s.is_held for s in scales)
-        self._degree = np.array([s.degree for s in scales], np.float32)
-        self._is_rest = np.array([s.is_rest for s in scales])
+        self._settings = [np.array(column) for column in zip(*(s.settings for s in scales))]
 
     def __call__(self, exponents: Any, style: _Style) -> Any:
         found = self._terms(exponents, style)
@@ -325,46 +306,9 @@ class _Level:
             size = found.size // self._width
             parts = [lax.slice_in_dim(found, i, i + size) for i in range(0, found.size, size)]
             found = functools.reduce(lax.max, parts)
-        is_root = self._degree > 1  # roots get infinite bounds: they are not clamped
-        low, high = (np.where(is_root, b * np.inf, b) for b in (self._low, self._high))
-        within = found if is_root.all() else lax.clamp(low, found, high)
-        within = lax.select(found < np.float32(_ZERO_LIMIT), found, within)
-        if self._holds:
-            first = found - np.float32(_HELD)
-            within = lax.select(first > np.float32(-_HELD / 2), first, within)
-        if not is_root.any():
-            return within
-        root = lax.floor(found * (1 / self._degree))
-        root = lax.select(self._is_rest, found - root * self._degree, root)
-        return lax.select(is_root, root, within)
-
-
-def _ranked(scale: Computed) -> tuple[Scale, ...]:
-    """Return the monomials whose maximum is computed: see `_HELD`."""
-    if not scale.is_held:
-        return scale.terms
-    first, second = scale.terms
-    return Scale(first.exponent + _HELD, first.factors), second
-
-
-def _times(exponents: Any, power: np.ndarray) -> Any:
-    """Return `exponents * power`. A scale of 0 to a negative power counts as 1."""
-    if (power < 0).any():
-        limit = np.where(power < 0, _ZERO_LIMIT, -np.inf).astype(np.float32)
-        exponents = lax.select(exponents < limit, jnp.zeros_like(exponents), exponents)
-    return exponents * power if (power != 1).any() else exponents
+        return outcome(found, self._settings)
 
 
 def _take(vector: Any, index: np.ndarray) -> Any:
     """Return the elements of a vector at known positions."""
     return vector.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-
-def _to_float(exponents: Any, dtype: Any, most: np.ndarray) -> Any:
-    """Return `2**min(exponents, most)`: 0 below the normal numbers, inf above them."""
-    integer, nmant = exponent_layout(dtype)
-    bias = jnp.finfo(dtype).maxexp - 1
-    high = np.minimum(most + bias, 2 * bias + 1).astype(np.float32)
-    high = high if np.isfinite(most).any() else high[0]
-    biased = lax.clamp(np.zeros_like(high), exponents + np.float32(bias), high).astype(integer)
-    return lax.bitcast_convert_type(biased << np.array(nmant, integer), dtype)

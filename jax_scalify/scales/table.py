@@ -1,12 +1,14 @@
 """The scales of one trace: its atoms, and the arrays that are computed from them.
 
-Without a scale program, a table emits operations for each scale. With a program, scalar scales are
-placeholders until the trace is over, and are then computed together.
+A table computes exponents (`scales/exponents.py`). An array of powers of two is made only if data
+is multiplied by a scale, or if a scale leaves the trace. With a scale program, scalar scales are
+placeholders until the trace is over, and are then computed together. All other scales are computed
+at once.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,16 +22,18 @@ from jax import lax
 from jax_scalify import _compat
 from jax_scalify.base import dtypes
 from jax_scalify.base.pins import pin
-from jax_scalify.base.pow2 import MAX_EXPONENT, exponent_layout, round_down
+from jax_scalify.base.pow2 import reciprocal, round_down
 from jax_scalify.scales.algebra import (
     LARGEST_EXTENT,
     NARROW_EXTENT,
     ONE,
     Atom,
+    Computed,
     Scale,
     sorted_factors,
 )
-from jax_scalify.scales.program import Computed, ScaleProgram
+from jax_scalify.scales.exponents import computed_now, exponents_now, powers_now
+from jax_scalify.scales.program import ScaleProgram
 from jax_scalify.scales.rounds import resolve
 
 
@@ -60,7 +64,7 @@ class ScaleTable:
         self.dtype = jnp.dtype(dtype)
         self.splits_scalars = splits_scalars
         self.narrow = narrow
-        self._program = program
+        self._program: Any = program
         self._counter = itertools.count()
         self._memo: dict[Any, Any] = {}
 
@@ -73,31 +77,22 @@ class ScaleTable:
         def make() -> Scale:
             program = None if array.shape else self._program
             number = program.source(array) if program else None
-            return Scale.of_factor(Atom(self, next(self._counter), array, number, **known))
+            return self._new(source=array, number=number, **known)
 
         return self.memoised(("atom", id(array)), make)
+
+    def _new(self, **fields: Any) -> Scale:
+        return Scale.of_factor(Atom(self, next(self._counter), **fields))
 
     def varying_axes(self, scale: Scale) -> frozenset[Any]:
         """Return the mesh axes along which a scale may vary, inside `shard_map`.
 
         A scale that the program computes may depend on every source of the program.
         """
-        arrays = [a.source for a, _ in scale.factors if a.source is not None]
-        if self._program is not None and len(arrays) < len(scale.factors):
+        arrays = [a.source if a.exponents is None else a.exponents for a, _ in scale.factors]
+        if self._program is not None and any(a is None for a in arrays):
             arrays += self._program.sources
-        return frozenset().union(*map(_compat.varying_axes, arrays))
-
-    def _computed(self, number: int, **known: Any) -> Scale:
-        """Return the scale of a number of the program."""
-        atom = Atom(self, next(self._counter), None, number, **known)
-        return Scale.of_factor(atom)
-
-    def _together(self, *scales: Scale) -> tuple[ScaleProgram, list[Scale]] | None:
-        """Return the program and the scales in its numbers; None if an atom has no number."""
-        atoms = {atom for scale in scales for atom, _ in scale.factors}
-        if self._program is None or any(atom.number is None for atom in atoms):
-            return None
-        return self._program, [s.renamed(lambda a: Scale.of_factor(a.number)) for s in scales]
+        return frozenset().union(*(_compat.varying_axes(a) for a in arrays if a is not None))
 
     def memoised(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return `make()`, called once in this trace for each key."""
@@ -105,133 +100,68 @@ class ScaleTable:
             self._memo[key] = make()
         return self._memo[key]
 
-    def at_most(self, scale: Scale, exponent: int) -> jax.Array:
-        """Return the array of the minimum of a monomial and `2**exponent`."""
-        if together := self._together(scale):
-            program, (monomial,) = together
-            return program.placeholder(monomial, exponent)
-        return lax.min(scale.array, jnp.full_like(scale.array, 2.0**exponent))
-
-    def request(self, scale: Scale) -> jax.Array:
-        """Return the array of a monomial, computed once for all users."""
-        ((first, power), *others) = scale.factors
-        if not others and power == 1 and scale.exponent == 0 and first.source is not None:
-            return first.source
-        if together := self._together(scale):
-            program, (monomial,) = together
-            return program.placeholder(monomial)
-        if not others:
-            return self.product(scale)
-        return self.memoised(("request", scale), lambda: pin(self.product(scale)))
-
-    def settled(self, scale: Scale) -> tuple[Scale, Scale]:
-        """Return one atom for a monomial, and the factor that is beyond the range of its array."""
-
-        def make() -> tuple[Scale, Scale]:
-            together = self._together(scale)
-            if not together:
-                return self.bounded(scale, MAX_EXPONENT)
-            program, (monomial,) = together
-            number = program.define(Computed((monomial,), limit=math.inf))
-            extent = int(scale.extent)
-            known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=math.inf)
-            known["vanishes"] = scale.vanishes
-            return self._computed(number, **known), ONE
-
-        return self.memoised(("settled", scale), make)
-
-    def bounded(self, scale: Scale, limit: int) -> tuple[Scale, Scale]:
-        """Split a monomial into an atom with an exponent within `+-limit`, and the rest."""
-
-        def make() -> tuple[Scale, Scale]:
-            extent = min(limit, int(scale.span))
-            known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent, limit=limit)
-            known["vanishes"] = scale.vanishes
-            if together := self._together(scale):
-                program, (monomial,) = together
-                number = program.define(Computed((monomial,), limit=limit))
-                within = self._computed(number, **known)
-                return within, scale / within
-            # In floating point, overflow is clamped. Underflow looks like a scale of 0, and is
-            # clamped only if the scale is known not to be 0.
-            array = self.product(scale)
-            low, high = (np.array(math.ldexp(1.0, e), self.dtype) for e in (-limit, limit))
-            inside = lax.clamp(low, array, high)
-            if not scale.is_nonzero:
-                inside = lax.select(lax.eq(array, jnp.zeros_like(array)), array, inside)
-            within = self.atom(pin(inside), **known)
-            rest = self.product(scale / within)
-            extent = max(0, int(scale.span) - limit)
-            return within, self.atom(rest, nonzero=scale.is_nonzero, extent=extent)
-
-        return self.memoised(("bounded", scale, limit), make)
-
     def output(self, scale: Scale) -> jax.Array:
         """Return the array of a scale that leaves the trace. The scale must be within range."""
         return jnp.array(scale.value, self.dtype) if scale.is_static else jnp.asarray(scale.array)
 
-    def product(self, scale: Scale) -> jax.Array:
-        """Return the array of a monomial."""
-        if scale.exponent == 0 and len(scale.factors) == 1 and scale.factors[0][1] == 1:
-            return scale.factors[0][0].array
+    def request(self, scale: Scale, most: float = math.inf) -> jax.Array:
+        """Return the array of a monomial, computed once for all users.
+
+        Its exponent is at most `most`.
+        """
+        ((first, power), *others) = scale.factors
+        is_atom = not others and power == 1 and scale.exponent == 0
+        if is_atom and most == math.inf and first.source is not None:
+            return first.source
+        if numbered := _numbered(scale):
+            return self._program.placeholder(*numbered, most)
 
         def make() -> jax.Array:
-            above = [(atom, 1) for atom, power in scale.factors for _ in range(power)]
-            below = [(atom, -1) for atom, power in scale.factors for _ in range(-power)]
-            # Multiply and divide alternately, so that intermediate products stay in range.
-            pairs = itertools.zip_longest(above, below)
-            out = self._chain(tuple(term for pair in pairs for term in pair if term is not None))
-            exponent = int(scale.exponent)
-            while exponent:
-                step = max(-MAX_EXPONENT, min(MAX_EXPONENT, exponent))
-                out = lax.mul(out, np.array(math.ldexp(1.0, step), self.dtype))
-                exponent -= step
-            return out
+            (monomial,), exponents = self._in_positions(scale)
+            return powers_now(monomial, self.dtype, most, exponents)
 
-        return self.memoised(("product", scale), make)
+        return self.memoised(("request", scale, most), make)
 
-    def _chain(self, terms: tuple[tuple[Atom, int], ...]) -> jax.Array:
-        """Return the product of atoms and reciprocals. Products with a common prefix share it."""
-        *first, (atom, power) = terms
-        factor = atom.array if power > 0 else self._reciprocal(atom)
-        if not first:
-            return factor
-        return self.memoised(
-            ("chain", terms), lambda: _broadcast(lax.mul)(self._chain(tuple(first)), factor)
-        )
+    def computed(self, computed: Computed, extent: float, members: Any = frozenset()) -> Scale:
+        """Return the atom of a computed scale: the same atom for equal scales.
 
-    def _reciprocal(self, atom: Atom, guarded: bool = True) -> jax.Array:
-        """Return `1 / atom`, computed on the bits: XLA gives a float division its own kernel.
-
-        If `guarded`, the reciprocal of 0 is 1. Otherwise it is the largest power of two.
+        The program computes the exponents if it computes all factors. Otherwise they are computed
+        now.
         """
 
-        def make() -> jax.Array:
-            integer, nmant = exponent_layout(self.dtype)
-            bias = jnp.finfo(self.dtype).maxexp - 1
-            bits = lax.bitcast_convert_type(atom.array, integer)
-            inverse = lax.sub(np.array(2 * bias << nmant, integer), bits)
-            if guarded and not atom.nonzero:
-                one = jnp.full_like(bits, np.array(bias << nmant, integer))
-                inverse = lax.select(lax.eq(bits, np.array(0, integer)), one, inverse)
-            return lax.bitcast_convert_type(inverse, self.dtype)
+        def make() -> Scale:
+            known: dict[str, Any] = dict(computed.facts, extent=int(extent), members=members)
+            if numbered := _numbered(*computed.terms):
+                deferred = dataclasses.replace(computed, terms=numbered)
+                return self._new(number=self._program.define(deferred), **known)
+            terms, exponents = self._in_positions(*computed.terms)
+            here = dataclasses.replace(computed, terms=terms)
+            return self._new(exponents=computed_now(here, exponents), **known)
 
-        return self.memoised(("reciprocal", atom, guarded), make)
+        return self.memoised(computed, make)
 
-    def alignment(self, ratio: Scale) -> Scale:
-        """Return the ratio of a scale to a maximum that it is a member of."""
-        below = [a for a, power in ratio.factors if power == -1 and a.members]
-        if not below or self._together(ratio):
-            return ratio
-        joined = below[-1]
+    def _in_positions(self, *terms: Scale) -> tuple[tuple[Scale, ...], list[jax.Array]]:
+        """Return terms whose factors are positions in a list of exponents, and this list."""
+        terms = tuple(map(self._without_numbers, terms))
+        atoms = list(dict.fromkeys(atom for term in terms for atom, _ in term.factors))
+        of_atom = {atom: Scale.of_factor(i) for i, atom in enumerate(atoms)}
+        return tuple(t.renamed(of_atom.__getitem__) for t in terms), [*map(self._exponents, atoms)]
+
+    def _without_numbers(self, scale: Scale) -> Scale:
+        """Replace all factors that the program computes by one atom."""
+        scalar = Scale(0, tuple(f for f in scale.factors if f[0].number is not None))
+        if scalar.is_one:
+            return scale
 
         def make() -> Scale:
-            # If the maximum is 0, `top` is 0 too, so the reciprocal of 0 needs no guard.
-            top = (ratio * Scale.of_factor(joined)).array
-            inverse = self._reciprocal(joined, guarded=False)
-            return self.atom(_broadcast(lax.mul)(top.astype(self.dtype), inverse))
+            return self._new(exponents=self._program.placeholder(*_numbered(scalar), None))
 
-        return self.memoised(("alignment", ratio), make)
+        return scale / scalar * self.memoised(("exponents", scalar), make)
+
+    def _exponents(self, atom: Atom) -> jax.Array:
+        if atom.exponents is not None:
+            return atom.exponents
+        return self.memoised(("exponents", atom), lambda: exponents_now(atom.source))
 
     def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
         """Return the maximum of monomials that cannot be compared while tracing."""
@@ -245,78 +175,16 @@ class ScaleTable:
         # Maxima that differ by a static factor share the atom of the maximum that was made first.
         low = min(exponent for _, exponent in members)
         key = frozenset((factors, exponent - low) for factors, exponent in members)
-        known: dict[str, Any] = dict(
-            members=members,
-            nonzero=any(t.is_nonzero for t in terms),
-            extent=min(
-                NARROW_EXTENT if narrow else LARGEST_EXTENT, int(max(t.span for t in terms))
-            ),
-            vanishes=frozenset.intersection(*(t.vanishes for t in terms)),
-            # A maximum is clamped from above only, and is at least as large as each term.
-            limit=max(MAX_EXPONENT, min(t.limit for t in terms)),
+        extent = min(NARROW_EXTENT if narrow else LARGEST_EXTENT, max(t.span for t in terms))
+        made, its_low = self.memoised(
+            ("maximum", key), lambda: (self.computed(Computed(tuple(terms)), extent, members), low)
         )
-        make = functools.partial(self._make_maximum, terms, known)
-        made, its_low = self.memoised(("maximum", key), lambda: (make(), low))
         return made * Scale(low - its_low) * common
 
-    def _make_maximum(self, terms: list[Scale], known: dict[str, Any]) -> Scale:
-        if together := self._together(*terms):
-            program, monomials = together
-            return self._computed(program.maximum(monomials), **known)
-        within = [t.bounded()[0] if t.may_leave_range else t for t in terms]
-        array = jnp.asarray(within[0].array, self.dtype)
-        for term in within[1:]:
-            array = _broadcast(lax.max)(array, jnp.asarray(term.array, self.dtype))
-        return self.atom(pin(array), **known)
-
-    def held(self, first: Scale, second: Scale, limit: int, **known: Any) -> Scale:
+    def held(self, first: Scale, second: Scale, limit: int) -> Scale:
         """Return `first`; where it is 0, `second` with its exponent clamped to `+-limit`."""
-
-        def make() -> Scale:
-            known["nonzero"] = second.is_nonzero
-            known["extent"] = int(max(first.span, min(limit, second.span)))
-            known["limit"] = max(first.limit, limit)
-            if together := self._together(first, second):
-                program, (a, b) = together
-                number = program.define(Computed((a, b), limit=limit, is_held=True))
-                return self._computed(number, holds=first, **known)
-            arrays = (first.array, second.bounded(limit)[0].array)
-            a, b = jnp.broadcast_arrays(*(jnp.asarray(x, self.dtype) for x in arrays))
-            array = lax.select(lax.eq(a, jnp.zeros_like(a)), b, a)
-            return self.atom(pin(array), holds=first, **known)
-
-        return self.memoised(("held", first, second, limit), make)
-
-    def root(self, scale: Scale, degree: int) -> tuple[Scale, Scale]:
-        """Return the root and the rest of a monomial that has no exact root. The root of 0 is 0."""
-        extent = math.ceil(scale.span / degree)
-
-        def make() -> tuple[Scale, Scale]:
-            known: dict[str, Any] = dict(nonzero=scale.is_nonzero, extent=extent)
-            if together := self._together(scale):
-                program, (monomial,) = together
-                pair = (Computed((monomial,), degree, is_rest) for is_rest in (False, True))
-                root, rest = map(program.define, pair)
-                found = self._computed(root, **known)
-                return found, self._computed(rest, nonzero=True, extent=degree)
-            array = scale.array
-            integer, nmant = exponent_layout(self.dtype)
-            # exponent = biased - bias. Adding bias * (degree - 1) makes the quotient biased again,
-            # and positive.
-            offset = np.array((jnp.finfo(self.dtype).maxexp - 1) * (degree - 1), integer)
-            shift, count = np.array(nmant, integer), np.array(degree, integer)
-            bits = lax.bitcast_convert_type(array, integer)
-            biased = lax.add(lax.shift_right_logical(bits, shift), offset)
-            quotient = lax.div(biased, count)
-            root = lax.bitcast_convert_type(lax.shift_left(quotient, shift), self.dtype)
-            if not scale.is_nonzero:
-                is_zero = lax.eq(bits, np.array(0, integer))
-                root = lax.select(is_zero, jnp.zeros_like(root), root)
-            power = lax.shift_left(np.array(1, integer), lax.rem(biased, count))
-            rest = lax.convert_element_type(power, self.dtype)
-            return self.atom(pin(root), **known), self.atom(rest, nonzero=True, extent=degree)
-
-        return self.memoised(("root", scale, degree), make)
+        extent = max(first.span, min(limit, second.span))
+        return self.computed(Computed((first, second), limit=limit, is_held=True), extent)
 
     def split(self, value: jax.Array) -> tuple[jax.Array, Scale]:
         """Split a traced array into data in [1, 2) and a scale, element by element: 12 = 1.5 * 8.
@@ -335,7 +203,7 @@ class ScaleTable:
             power = jnp.where(to_one, jnp.ones_like(power), power)
             scale = self.atom(pin(power), extent=LARGEST_EXTENT, is_number=True)
             compute = dtypes.compute_dtype(value.dtype)
-            inverse = self._reciprocal(scale.factors[0][0])
+            inverse = reciprocal(scale.array)
             data = lax.mul(value.astype(compute), inverse.astype(compute))
             data = pin(data.astype(value.dtype))
             return value, data, scale  # keeps `value` alive, so that its id is not reused
@@ -368,15 +236,11 @@ def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
     return frozenset(largest.items())
 
 
-def _broadcast(operation: Callable) -> Callable:
-    """Return a binary `lax` operation that broadcasts scales, of shape `()` or of full rank."""
-
-    def apply(a: Any, b: Any) -> jax.Array:
-        if a.shape == b.shape or not a.shape or not b.shape:
-            return operation(a, b)
-        return operation(*jnp.broadcast_arrays(a, b))
-
-    return apply
+def _numbered(*scales: Scale) -> tuple[Scale, ...]:
+    """Return scales in the numbers of the program; empty if the program does not compute them."""
+    if any(atom.number is None for scale in scales for atom, _ in scale.factors):
+        return ()
+    return tuple(s.renamed(lambda atom: Scale.of_factor(atom.number)) for s in scales)
 
 
 def trace_with_table(

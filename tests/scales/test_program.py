@@ -85,7 +85,15 @@ def by_hand(x, w, b):
     return jsa.set_scaling(b + total, 4 * scale) + x
 
 
-FUNCTIONS = (residual, normalised, scanned, branching, by_scalars, by_hand)
+def along_axes(x, w, b):
+    """Some scales have axes, others are scalars: products and maxima of both kinds."""
+    powers = jnp.float32([0.5, 8.0, 2.0**20, 1.0])
+    rows, columns = jsa.set_scaling(x + 1, powers[:, None]), jsa.set_scaling(w, powers[None])
+    y = (rows * w + b) @ columns / (jnp.abs(rows) + jnp.abs(b))
+    return y, jnp.sqrt(jnp.abs(rows * w * b)) + b, jnp.sum(y * rows, axis=0)
+
+
+FUNCTIONS = (residual, normalised, scanned, branching, by_scalars, by_hand, along_axes)
 
 
 @pytest.mark.sampled(32)
@@ -110,6 +118,15 @@ def test_scales_stay_within_their_range():
     huge, tiny = (scaled(2.0**e, np.ones((2, 2), np.float32)) for e in (120, -120))
     for out in jax.jit(jsa.scalify(lambda a, b: (a * a, b * b, a * a + a, b / a)))(huge, tiny):
         assert out.scale == 0 or 2.0**-126 <= out.scale <= 2.0**126
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun])
+def test_exponents_beyond_the_range_of_float32(jit):
+    """`2**100 * 2**100 * 2**-90`, where the last scale has an axis: `2**200` is an exponent."""
+    a, b = (scaled(2.0**100, np.ones((4, 4), np.float16)) for _ in range(2))
+    rows = jsa.ScaledArray(jnp.ones((4, 4), jnp.float16), jnp.full((4, 1), 2.0**-90, jnp.float32))
+    out = jit(jsa.scalify(lambda a, b, rows: a * b * rows))(a, b, rows)
+    np.testing.assert_array_equal(np.asarray(out, np.float64), 2.0**110)
 
 
 def test_wide_scales():

@@ -167,7 +167,7 @@ class Form:
             x = Operand(data, scale) if x.holds_data else x.with_scale(scale)
         if any(atom.limit < LARGEST_EXTENT for atom, _ in x.scale.factors):
             # A calibration may multiply the scale by a factor in each step. Keep it in range.
-            x = x.with_scale(x.scale.bounded(LARGEST_EXTENT)[0])
+            x = x.with_scale(x.scale.bounded(LARGEST_EXTENT))
         x = within_range(x)
         scale = align_scale(table.output(x.scale), len(self.scale_shape))
         array = jnp.asarray(x.data if self.holds_data else x.value)

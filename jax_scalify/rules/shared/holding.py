@@ -96,7 +96,7 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
     if not home.ndim:
         grown = largest(grown)
     limit = 2 * LARGEST_HOME if other.facts.nonneg else LARGEST_HOME
-    table = home.factors[0][0].table
+    table = home.table
     # In `x + x @ w` the other term is 0 wherever the home is.
     vanishes = any(power > 0 and atom in grown.vanishes for atom, power in home.factors)
     if home.is_nonzero or grown.is_zero or (not table.narrow and vanishes):

@@ -56,8 +56,7 @@ def _unless_zero(scale: Scale, other: Scale) -> Scale:
     """
     if scale.is_nonzero or scale.is_static:
         return scale
-    table = scale.factors[0][0].table
-    return table.held(scale, other, pow2.MAX_EXPONENT)
+    return scale.table.held(scale, other, pow2.MAX_EXPONENT)
 
 
 def _voters(
@@ -101,8 +100,7 @@ def align(x: Operand, scale: Scale, dtype: Any = None) -> Any:
     if number is None or number.dtype.kind == "c":
         if x.scale.is_zero:
             return x.data if dtype is None else dtypes.cast(x.data, dtype)
-        ratio = algebra.alignment(x.unit, scale)
-        return multiply(x.source, ratio, dtype, trusted=math.inf)
+        return multiply(x.source, x.unit / scale, dtype, trusted=math.inf)
     if number == 0 or not np.isfinite(np.float64(number)):
         return x.data if dtype is None else dtypes.cast(x.data, dtype)
     return align_constant(number, x.dtype if dtype is None else dtype, scale)
