@@ -115,14 +115,16 @@ class RuleContext:
         """Return the data of `x` at a scale, or its values if the result has a wide dtype."""
         return x.value if self.holds_values else x.at_unit(scale, dtype)
 
-    def on_values(self, scale: Scale, *args: Any, **params: Any) -> Operand:
+    def on_values(self, scale: Scale, *args: Any, saturates: bool = True, **params: Any) -> Operand:
         """Apply the primitive to values, in at least float32 if the result has a narrow dtype.
 
-        `scale` is the scale that the law gives.
+        A wide dtype holds the values, and is computed as it is. XLA would store a bfloat16 result
+        that is computed in float32 twice, once for each dtype. `scale` and `saturates` are those of
+        `result`.
         """
         value = (lambda x: x.value) if self.holds_values else self.dequantise
         values = [value(x) if isinstance(x, Operand) else x for x in args]
-        return self.result(self.bind(*values, **params), scale, ONE)
+        return self.result(self.bind(*values, **params), scale, ONE, saturates=saturates)
 
     def of_value(self, value: Any, scale: Scale, unit: Scale = ONE) -> Operand:
         """Return a result of a wide dtype, with the values `value * unit` in this unit."""
@@ -130,7 +132,13 @@ class RuleContext:
         return Operand(dtypes.cast(value, self.out_dtype), scale, unit=unit)
 
     def result(
-        self, raw: Any, scale: Scale, unit: Scale | None = None, *, saturates: bool = True
+        self,
+        raw: Any,
+        scale: Scale,
+        unit: Scale | None = None,
+        *,
+        saturates: bool = True,
+        fits: bool = False,
     ) -> Operand:
         """Return the result with the values `raw * unit` and the scale that the law gives.
 
@@ -143,17 +151,22 @@ class RuleContext:
             unit: the unit of `raw`. By default `raw` is data at `scale` for narrow dtypes, and
                 values for wide dtypes.
             saturates: whether data saturates in float16 where the value is finite: see `narrowed`.
+            fits: whether no element of the data is larger than an operand's, so that it need not
+                saturate: see `Operand.fits`.
         """
         unit = self.unit(scale) if unit is None else unit
         if self.holds_values:
             return self.of_value(multiply(raw, unit), scale)
+        fits = fits and not self.pending.exponent
         scale, dtype = scale * Scale(self.pending.take()), self.out_dtype
         raw = multiply(raw, ratio_of(unit, scale))
         if raw.dtype == dtype:  # it was not computed in float32: nothing to round
             return Operand(raw, scale)
         if self.stays_wide:
-            return kept_wide(raw, scale, dtype)
-        return Operand(narrowed(raw, scale, dtype) if saturates else dtypes.cast(raw, dtype), scale)
+            return kept_wide(raw, scale, dtype, fits)
+        if saturates and not fits:
+            return Operand(narrowed(raw, scale, dtype), scale)
+        return Operand(dtypes.cast(raw, dtype), scale)
 
     def bind(self, *args: Any, **params: Any) -> Any:
         """Apply the primitive itself."""

@@ -105,6 +105,8 @@ class Operand(ScaledArray):
             `interpreter/survey.py`.
         declared: the dtype in the program, if the source is float32 instead: see
             `interpreter/survey.py`. Otherwise None.
+        fits: whether no element of the data is larger than the largest number of the dtype. Float32
+            data of a narrow dtype may be larger.
     """
 
     is_scaled = is_scalable = True
@@ -120,6 +122,7 @@ class Operand(ScaledArray):
     facts: Facts
     depth: int
     declared: Any
+    fits: bool
     _made: dict[Scale, Any]
 
     def __init__(
@@ -132,10 +135,13 @@ class Operand(ScaledArray):
         number: Any = None,
         facts: Facts = NOTHING,
         declared: Any = None,
+        fits: bool = True,
     ):
         fields = dict(source=source, scale=scale, unit=scale if unit is None else unit)
-        known = dict(home=home, number=number, facts=facts, depth=0, declared=declared)
-        vars(self).update(fields, **known, returns=False, origin=source, mantissa=1.0, _made={})
+        known = dict(home=home, number=number, facts=facts, declared=declared, fits=fits)
+        vars(self).update(
+            fields, **known, depth=0, returns=False, origin=source, mantissa=1.0, _made={}
+        )
 
     @classmethod
     def of(cls, x: ScaledArray) -> Operand:
@@ -244,7 +250,7 @@ class Operand(ScaledArray):
     def as_pair(self, data: Any, scale: Any, unit: Scale | None = None, **fields: Any) -> Operand:
         """Return the same values as another pair of data and scale. The data may be float32."""
         is_widened = dtypes.is_narrow(self.dtype) and dtypes.is_wide(data.dtype)
-        fields["declared"] = self.dtype if is_widened else None
+        fields |= dict(declared=self.dtype if is_widened else None, fits=not is_widened)
         unit = scale if unit is None else unit
         return self.known(source=data, scale=scale, unit=unit, _made={}, **fields)
 

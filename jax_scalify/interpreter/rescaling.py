@@ -17,10 +17,10 @@ from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
 
 
-def kept_wide(data: Any, scale: Scale, dtype: Any) -> Operand:
+def kept_wide(data: Any, scale: Scale, dtype: Any, fits: bool) -> Operand:
     """Return an operand of `dtype` whose data is float32: see `interpreter/survey.py`."""
     data = lax.convert_element_type(data, dtypes.compute_dtype(dtype))
-    return Operand(data, scale, declared=jnp.dtype(dtype))
+    return Operand(data, scale, declared=jnp.dtype(dtype), fits=fits)
 
 
 # `x * _TO_INFINITY * 2**112` is infinite from 65,520 on, where a cast to float16 is infinite.

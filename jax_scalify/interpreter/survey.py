@@ -40,7 +40,8 @@ from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.value import Value
 
 _MAX_DEPTH = 2 if _compat.keeps_barriers() else 8  # without barriers, a cut costs a division
-_MATMULS = ("dot_general", "conv_general_dilated")
+# FP8 matmuls read a `saturating_cast` of the array.
+_MATMULS = ("dot_general", "conv_general_dilated", "saturating_cast")
 # `_KEEPS`: primitives whose result may stay in float32. `_TAKES`: primitives that take such an
 # operand. `_CHEAP`: primitives that XLA is expected to recompute for each reader of their result.
 _KEEPS = frozenset(

@@ -47,7 +47,15 @@ def _by_sign(ctx: RuleContext, x: Operand, constant: Operand, scale: Scale) -> O
     if ctx.holds_values or constant.constant is None or constant.data not in (1, -1):
         return None
     data = filled(x.data, ctx.out_avals[0])
-    return ctx.result(data if constant.data == 1 else lax.neg(data), scale)
+    return ctx.result(data if constant.data == 1 else lax.neg(data), scale, fits=x.fits)
+
+
+def _is_no_larger(ctx: RuleContext, *factors: Operand) -> bool:
+    """Return whether one factor is a constant, and the product's data is at most the other's."""
+    if ctx.holds_values:
+        return False
+    others = [x for x in factors if x.constant is None or not abs(x.data) <= 1]
+    return len(others) < 2 and all(x.fits for x in others)
 
 
 @register_scale_rule(
@@ -61,7 +69,8 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
     """
     scale = lhs.scale * rhs.scale
     if lhs.facts.gate != rhs.facts.gate and lhs.number is None and rhs.number is None:
-        return bind_product(ctx, (lhs, rhs), scale, params, spread=Scale(1))
+        # The data of a gate is at most 2.
+        return bind_product(ctx, (lhs, rhs), scale, params, Scale(1), fits=lhs.fits and rhs.fits)
     for x, other in ((rhs, lhs), (lhs, rhs)):
         if x.constant is None or ctx.out_dtype != other.dtype:
             continue
@@ -72,7 +81,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
             return ctx.of_value(out, scale, unit).as_multiple(other, mantissa)
         if (out := _by_sign(ctx, other, x, scale)) is not None:
             return out
-    return bind_product(ctx, (lhs, rhs), scale, params)
+    return bind_product(ctx, (lhs, rhs), scale, params, fits=_is_no_larger(ctx, lhs, rhs))
 
 
 @register_scale_rule(

@@ -1,10 +1,9 @@
-"""Nonlinear primitives. They are evaluated on dequantised values, in at least float32."""
+"""Nonlinear primitives. They are evaluated on plain values: float16 and FP8 in float32."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray
@@ -14,26 +13,8 @@ from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
 
-def _of_values(ctx: RuleContext, scale: Scale, *args: Any, **params: Any) -> Operand:
-    """Evaluate the primitive on plain values in at least float32. `scale` is the law's scale."""
-    out = ctx.bind(*(jnp.asarray(ctx.dequantise(x)) for x in args), **params)
-    return ctx.result(out, scale, ONE, saturates=False)
-
-
-@register_scale_rule(lax.exp_p, elements="new", elementwise=True, nonnegative="always")
-def exp_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = 1`; evaluated in at least float32, and for bfloat16 in bfloat16.
-
-    Compiled for an H100, a softmax and its derivative are six kernels if the exponential is in
-    float16, and three if it is in float32. With a bfloat16 exponential they are two.
-    """
-    if x.dtype == jnp.bfloat16 and not ctx.pending.exponent:
-        return ScaledArray(ctx.bind(ctx.dequantise(x, x.dtype), **params), ONE)
-    return wide_rule(ctx, x, **params)
-
-
 @register_scale_rule(
-    *(lax.exp2_p, lax.cosh_p, lax.erfc_p, lax.acos_p, lax.acosh_p),
+    *(lax.exp_p, lax.exp2_p, lax.cosh_p, lax.erfc_p, lax.acos_p, lax.acosh_p),
     elements="new",
     elementwise=True,
     nonnegative="always",
@@ -51,8 +32,8 @@ def exp_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     *(lax.polygamma_p, lax.igamma_grad_a_p, lax.zeta_p, "random_gamma_grad"), elements="new"
 )
 def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
-    """`scale = 1`, evaluated in at least float32."""
-    return _of_values(ctx, ONE, *args, **params)
+    """`scale = 1`, evaluated on plain values."""
+    return ctx.on_values(ONE, *args, saturates=False, **params)
 
 
 @register_scale_rule(
@@ -63,14 +44,14 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
     nonnegative="keeps",
 )
 def rounding_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = max(1, scale)`, evaluated on dequantised values."""
-    return _of_values(ctx, algebra.join(ONE, x.scale), x, **params)
+    """`scale = max(1, scale)`, evaluated on plain values."""
+    return ctx.on_values(algebra.join(ONE, x.scale), x, saturates=False, **params)
 
 
 @register_scale_rule("one_minus_square", elements="new", elementwise=True)
 def one_minus_square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = max(1, scale**2)`, evaluated on dequantised values."""
-    return _of_values(ctx, algebra.join(ONE, x.scale**2), x, **params)
+    """`scale = max(1, scale**2)`, evaluated on plain values."""
+    return ctx.on_values(algebra.join(ONE, x.scale**2), x, saturates=False, **params)
 
 
 @register_scale_rule("polynomial", elements="new")
@@ -79,24 +60,24 @@ def polynomial_rule(
 ) -> ScaledArray:
     """`scale = max` of the terms' scales; 1 in wide dtypes if all coefficients are constants.
 
-    Evaluated on dequantised values. JAX approximates special functions by polynomials with constant
+    Evaluated on plain values. JAX approximates special functions by polynomials with constant
     coefficients, and the size of the terms says nothing about the size of such a function.
     """
     scale, narrow = ONE, not ctx.holds_values
     if narrow or any(c.constant is None for c in coefficients):
         terms = [c.scale * x.scale**k for k, c in enumerate(coefficients)]
         scale = algebra.join(*terms, narrow=narrow)
-    return _of_values(ctx, scale, x, *coefficients, **params)
+    return ctx.on_values(scale, x, *coefficients, saturates=False, **params)
 
 
 @register_scale_rule(lax.logistic_p, elements="new", elementwise=True, nonnegative="always")
 def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
-    """`scale = 1/2`, the value at 0; evaluated on dequantised values in at least float32.
+    """`scale = 1/2`, the value at 0; evaluated on plain values.
 
     A scale of 1 would be twice the mean of the gate. In a chain of gates, as in a recurrent
     network, this error would double with each gate.
     """
-    return _of_values(ctx, Scale(-1), x, **params)
+    return ctx.on_values(Scale(-1), x, saturates=False, **params)
 
 
 @register_scale_rule(
@@ -113,4 +94,4 @@ def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 @register_scale_rule(lax.bessel_i1e_p, elements="new")
 def through_zero_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = min(1, scale)`: for small `x`, `f(x)` is close to `x` and must not underflow."""
-    return _of_values(ctx, algebra.meet(ONE, x.scale), x, **params)
+    return ctx.on_values(algebra.meet(ONE, x.scale), x, saturates=False, **params)

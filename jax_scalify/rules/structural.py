@@ -71,7 +71,7 @@ def structural_rule(
 def _moved(ctx: RuleContext, x: Operand, source: Any, scale: Scale) -> Operand:
     """Return `x` with its source and scale moved, rounded if the source is widened."""
     is_wide = ctx.stays_wide or x.is_widened
-    return ctx.result(source, scale) if is_wide else x.moved(source, scale)
+    return ctx.result(source, scale, fits=x.fits) if is_wide else x.moved(source, scale)
 
 
 def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:

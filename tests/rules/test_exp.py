@@ -1,4 +1,4 @@
-"""`exp` of float16 and bfloat16 data is evaluated in their own dtype: what that must not lose."""
+"""Nonlinear functions: float16 is evaluated in float32, a wide dtype as plain JAX evaluates it."""
 
 import functools
 import warnings
@@ -87,3 +87,16 @@ def test_functions_that_read_bits_are_called_on_values(monkeypatch):
     assert str(plain) == str(jax.make_jaxpr(fun)(numbers))
     with pytest.warns(jsa.DequantisedWarning, match="bitcast_convert_type"):
         jsa.scalify(truncated)(scaled(numbers, 4.0, jnp.float16))
+
+
+@pytest.mark.parametrize(
+    "scale", [1.0, 2.0**-5, jnp.float32(2.0**4)], ids=["one", "static", "dynamic"]
+)
+@pytest.mark.parametrize("name", ["exp", "tanh", "log1p", "sin", "floor", "erf", "logistic"])
+def test_bfloat16_is_what_plain_jax_computes(name, scale):
+    function = getattr(lax, name)
+    numbers = np.array([0, -0.0, 1e-30, 0.3, -0.7, 2.5, 9, -88, 1e4, np.inf, np.nan], np.float32)
+    x = ScaledArray(jnp.asarray(numbers / np.float32(scale)).astype(jnp.bfloat16), scale)
+    got = jax.jit(lambda x: jsa.asarray(jsa.scalify(function)(x)))(x)
+    want = jax.jit(function)(jnp.asarray(numbers).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))

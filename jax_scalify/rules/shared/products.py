@@ -66,6 +66,8 @@ def bind_product(
     scale: Scale,
     params: Mapping[str, Any],
     spread: Scale = ONE,
+    *,
+    fits: bool = False,
 ) -> Operand:
     """Bind an equation whose result is a product of powers of its operands, at `scale * spread`."""
     if ctx.holds_values:
@@ -75,4 +77,4 @@ def bind_product(
     own = scale * spread
     # Raw data of a narrow dtype is already rounded: a larger scale would be too late.
     own = own if raw.dtype == ctx.out_dtype else for_constants(ctx, own)
-    return ctx.result(raw, own, scale)
+    return ctx.result(raw, own, scale, fits=fits)
