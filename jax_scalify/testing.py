@@ -130,12 +130,12 @@ def _rows_along_axes(operands: list[np.ndarray]) -> Iterator[tuple[Any, ...]]:
 
 
 def _along(data: np.ndarray, axis: int) -> np.ndarray:
-    """Return one scale for each index of an axis: 1, 1/2, 1/4, 1, ..."""
+    """Return one scale for each index of an axis: 4, 1, 1/4, 4, ..."""
     if axis >= data.ndim or data.ndim < 2:
         return np.float32(1)  # type: ignore[return-value]
     shape = [1] * data.ndim
     shape[axis] = data.shape[axis]
-    return np.exp2(-(np.arange(shape[axis]) % 3)).astype(np.float32).reshape(shape)
+    return np.exp2(2 - 2 * (np.arange(shape[axis]) % 3)).astype(np.float32).reshape(shape)
 
 
 def _shown(scale: Any) -> str:

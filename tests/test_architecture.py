@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -136,3 +137,23 @@ def test_the_picture_shows_the_table():
     for layer in table.LAYERS:
         for text in (layer.name, *layer.modules):
             assert f">{text}<" in picture, "run `python docs/make_architecture.py`"
+
+
+def test_contributing_names_files_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`([\w./]+(?:\.py|/))`", text))
+    assert len(named) > 20
+    missing = [n for n in named if not ((ROOT / n).exists() or (PACKAGE / n).exists())]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "where", ["CONTRIBUTING.md", "docs/architecture.md", "docs/how_it_works.md"]
+)
+def test_pages_name_functions_that_exist(where):
+    """Functions that a page names with their file: "`name` in `folder/file.py`"."""
+    text = (ROOT / where).read_text()
+    pairs = re.findall(r"`(\w+)`(?: in | \()`([\w/]+\.py)`", text)
+    for name, file in pairs:
+        path = PACKAGE / file if (PACKAGE / file).exists() else ROOT / file
+        assert re.search(rf"\b{name}\b", path.read_text()), f"{where}: {name} is not in {file}"

@@ -96,7 +96,7 @@ def test_a_rule_that_adds_data_at_several_scales_is_told_the_remedy(kind):
     assert "bring the operand to one scale first: `data, scale = jsa.get_data_and_scale(x)`" in (
         message
     )
-    assert any("jit, scales ['1 (2, 1)']" in note for note in caught.value.__notes__)
+    assert any("jit, scales ['4 (2, 1)']" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("kind", ["custom_scale", "primitive"])

@@ -6,6 +6,8 @@ are `x`, and their derivatives are 1. At half of `x.scale`, the data of an outli
 range of float16. A product with a gate therefore has the scale of the other factor, in both passes
 (Balanca et al., "Scalify", 2024, section 3.2.1).
 
+A multiple of a gate, and `1 - gate`, are gates too (`interpreter/facts.py`).
+
 The derivative is `gate(x) + x * gate'(x)`. The second term is smaller, because a gate is constant
 for large `x`, but its scale may be larger: the scale of gelu's second term contains `x**3`. So the
 first term *leads*: the cotangent of `x` has the first term's scale.

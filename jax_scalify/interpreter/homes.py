@@ -14,8 +14,9 @@ the larger scale the sum is `0.0098 * 2**6`, and the next gradient, moments and 
 A leaf with a static scale has a home too. A result at this home leaves `scalify` with the static
 scale, even if other arguments have dynamic scales. So a step returns a state of the same structure.
 
-A leaf of scale 0, such as a moment before the first step, has no home yet. It takes the scale of
-the term that is added to it: see `rules/shared/holding.py`.
+`home_of_sum` in `rules/shared/holding.py` says which leaf a sum replaces, and `at_home` in
+`interpreter/rescaling.py` brings the sum to its home. A leaf of scale 0, such as a moment before
+the first step, has no home yet: it takes the scale of the term that is added to it.
 
 In float16 a sum has the larger scale, because float16 data cannot hold every value at every scale.
 If the leaf's scale is scalar, the sum's scale is made scalar too. Otherwise a step might be

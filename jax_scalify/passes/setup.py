@@ -13,7 +13,9 @@ from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations, evaluate, is_var, makers, sub_jaxprs
 
-_MATMULS = frozenset("dot_general conv_general_dilated ragged_dot_general narrow_dot".split())
+_MATMULS = frozenset(
+    "dot_general conv_general_dilated ragged_dot_general narrow_dot_general".split()
+)
 _MOST_NAMES = 3
 
 
