@@ -531,7 +531,7 @@ CONVERT = [
     Case("convert-int", lambda x: x.astype(jnp.int32), grad=False),
 ]
 
-MIXED = [
+DEQUANTISED = [
     Case("reduce_prod", lambda x: lax.reduce_prod(x, (1,)), X, "unit", exponents=(-1, 0)),
     Case("cumprod", lambda x: lax.cumprod(x, 1), X, "unit", exponents=(-1, 0)),
     Case("cumlogsumexp", lambda x: lax.cumlogsumexp(x, 1), X, "unit"),
@@ -594,7 +594,7 @@ FAMILIES = {
     "through zero": THROUGH_ZERO,
     "rounding": ROUNDING,
     "convert": CONVERT,
-    "mixed": MIXED,
+    "dequantised": DEQUANTISED,
     "calls": CALLS,
 }
 CASES = [

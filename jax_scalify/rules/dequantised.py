@@ -27,7 +27,7 @@ def own_dtype_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
 
 def _register(reason: str, *primitives: Any, **traits: Any) -> None:
     traits = {"elements": "new", **traits}
-    register = register_scale_rule(*primitives, family="mixed", dequantises=reason, **traits)
+    register = register_scale_rule(*primitives, dequantises=reason, **traits)
     register(dequantising_rule)
 
 
