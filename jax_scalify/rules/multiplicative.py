@@ -69,8 +69,7 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
     """
     scale = lhs.scale * rhs.scale
     if lhs.facts.gate != rhs.facts.gate and lhs.number is None and rhs.number is None:
-        # The data of a gate is at most 2.
-        return bind_product(ctx, (lhs, rhs), scale, params, Scale(1), fits=lhs.fits and rhs.fits)
+        return bind_product(ctx, (lhs, rhs), scale, params, spread=Scale(1))
     for x, other in ((rhs, lhs), (lhs, rhs)):
         if x.constant is None or ctx.out_dtype != other.dtype:
             continue
