@@ -62,7 +62,7 @@ class Atom:
     source: jax.Array | None = None
     exponents: jax.Array | None = None
     number: int | None = None
-    members: frozenset[tuple] = frozenset()
+    members: frozenset[tuple[Any, ...]] = frozenset()
     nonzero: bool = False
     extent: int = GIVEN_EXTENT
     is_number: bool = False
@@ -337,7 +337,7 @@ class Computed:
         return known
 
     @property
-    def settings(self) -> tuple:
+    def settings(self) -> tuple[Any, ...]:
         """How the exponent follows from the maximum of the terms: see `outcome`."""
         # Single monomials and held scales are clamped from below too; maxima are not.
         low = -math.inf if self.is_maximum else -self.limit

@@ -50,7 +50,7 @@ class ScaleProgram:
 
     def __init__(self, dtype: Any):
         """Make an empty program for scales of this dtype."""
-        self.dtype = jnp.dtype(dtype)
+        self.dtype: Any = jnp.dtype(dtype)
         self.sources: list[Any] = []  # the arrays that scales are computed from
         self.scales: list[Any] = []  # by number: the position of a source, or a `Computed`
         self._numbers: dict[Computed, int] = {}

@@ -61,7 +61,7 @@ class ScaleTable:
                 the scale 1.
             narrow: whether the trace has values of float16 or FP8.
         """
-        self.dtype = jnp.dtype(dtype)
+        self.dtype: Any = jnp.dtype(dtype)
         self.splits_scalars = splits_scalars
         self.narrow = narrow
         self._program: Any = program
