@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(jax|jaxlib|flax|optax|np|numpy|nnx|linen|collections|os|pathlib|typing)\..*"),
     (
         r"py:class",
-        r"jax_scalify\.(interpreter\.(value|operand|context)|scales\.table)\..*",
+        r"jax_scalify\.(interpreter\.(value|operand|context|corrections)|scales\.table)\..*",
     ),  # of a rule's context, opaque
 ]
 
