@@ -14,6 +14,7 @@ from jax_scalify.base.jaxprs import Interpretation, is_var
 from jax_scalify.interpreter.operand import Facts, Operand, largest
 from jax_scalify.interpreter.traits import Traits, traits_of
 from jax_scalify.interpreter.value import Plain, Value
+from jax_scalify.scales.algebra import ONE
 
 _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated")
 
@@ -156,9 +157,8 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> float 
         is_one = not eqn.outvars[0].aval.shape or (name == "select_n" and not inputs[0].shape)
         return largest(known if is_one else [*known, *map(_log2_of_constant, floats)])
     if name in _PRODUCTS:
-        factors = [n if v.constant is None else _log2_of_constant(v) for v, n in zip(floats, known)]
-        left, right = factors if len(factors) == 2 else (None, None)
-        if left is None or right is None:
+        left, right = map(_log2_of_factor, floats) if len(floats) == 2 else (None, None)
+        if largest(known) is None or left is None or right is None:
             return None
         return left - right if name == "div" else left + right
     if name == "reduce_sum":
@@ -170,6 +170,18 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> float 
         return None if known[0] is None or power < 0 else power * known[0]
     keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
     return largest(known) if keeps else None
+
+
+def _log2_of_factor(value: Value) -> float | None:
+    """Return `log2` of a constant, of the constant among elements, or of their static scale."""
+    if value.constant is not None:
+        return _log2_of_constant(value)
+    constant = value.facts.constant
+    if constant is not None or value.number is not None:
+        is_mask = constant is not None and constant >= jnp.finfo(value.dtype).maxexp
+        return None if is_mask else constant
+    scale = value.scale if isinstance(value, Operand) else ONE
+    return scale.exponent if scale.is_static and not scale.is_zero else None
 
 
 def _log2_of_constant(value: Value) -> float | None:

@@ -137,6 +137,8 @@ AMONG = {
     "matmul": lambda c: c @ c,
     "sum": lambda c: jnp.sum(c) ** 2,
     "times_constant": lambda c: (c * 3) ** 3,
+    "times_array": lambda c: (c * jnp.array([1.25, 0.75, -1.5], c.dtype)) ** 3,
+    "matmul_with_array": lambda c: (c @ jnp.array([[1.25], [0.75], [-1.5]], c.dtype)) ** 2,
     "padded": lambda c: jnp.pad(c, 1, constant_values=3.0) ** 2,
     "polynomial": jnp.poly,
     "convolution": lambda c: jnp.convolve(c, jnp.convolve(c, c)),
