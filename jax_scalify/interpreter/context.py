@@ -157,7 +157,9 @@ class RuleContext:
         unit = self.unit(scale) if unit is None else unit
         if self.holds_values:
             return self.of_value(multiply(raw, unit), scale)
-        fits = fits and not self.pending.exponent
+        # With dynamic scales XLA for GPUs would fuse a mask into a softmax too, but would compile a
+        # kernel for each layer: they differ in the place of the scale that they read.
+        fits = fits and scale.is_static and not self.pending.exponent
         scale, dtype = scale * Scale(self.pending.take()), self.out_dtype
         raw = multiply(raw, ratio_of(unit, scale))
         if raw.dtype == dtype:  # it was not computed in float32: nothing to round
