@@ -30,8 +30,8 @@ What to take from this page:
   to 6.0 times as many kernels.
 - float16 halves what stays in memory between the steps, weights and moments.
 - float16 moves as many bytes as bfloat16 on an H100, but for the ResNet (1.37): 0.93 in the Llama,
-  0.99 in the MoE, 1.08 in the GPT. FP8 with all scales static reduces them in the Llama (0.83) and
-  the MoE (0.65), but not in the GPT (1.04) and the ResNet (1.27).
+  0.99 in the MoE, 1.04 in the GPT. FP8 with all scales static reduces them in the Llama (0.83),
+  the MoE (0.65) and the GPT (0.98), but not in the ResNet (1.27).
 
 The tables of one H100 are of this version; those of other devices are of an earlier one.
 
