@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +16,20 @@ from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.config import ScalifyConfig
+from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.operand import Facts, Operand, ratio_of
 from jax_scalify.interpreter.rescaling import kept_wide, narrowed
 from jax_scalify.interpreter.value import Plain, Value
+from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable, trace_with_table
+
+# The exponent of the largest constant among the elements that a narrow scale leaves room for. A
+# larger constant is a mask, or is infinite in plain float16 too. It saturates, so that the other
+# elements keep their precision.
+_LARGEST_WITH_ROOM = 20
 
 
 @dataclasses.dataclass
@@ -131,6 +139,24 @@ class RuleContext:
         scale = scale * Scale(self.pending.take())
         return Operand(dtypes.cast(value, self.out_dtype), scale, unit=unit)
 
+    def with_room(self, scale: Scale) -> Scale:
+        """Return `scale`, raised so that constants among the elements fit into narrow data.
+
+        Data that stays in float32 holds them at every scale. The equation that rounds it to its own
+        dtype raises the scale.
+
+        In `(3 * where(mask, x, 1))**3` with tiny `x`, some elements are 27, far above the scale of
+        `x`. A larger constant than `_LARGEST_WITH_ROOM` saturates. It comes from a mask, and may no
+        longer be among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
+        """
+        constant = self.facts.constant
+        if self.holds_values or self.stays_wide or constant is None:
+            return scale
+        if math.floor(constant) > _LARGEST_WITH_ROOM:
+            return scale
+        floor = Scale(math.floor(constant)) * room(self.out_dtype)
+        return algebra.join(scale, floor, narrow=True)
+
     def result(
         self,
         raw: Any,
@@ -160,12 +186,14 @@ class RuleContext:
         # With dynamic scales XLA for GPUs would fuse a mask into a softmax too, but would compile a
         # kernel for each layer: they differ in the place of the scale that they read.
         fits = fits and scale.is_static and not self.pending.exponent
+        if any(v.is_scaled and v.is_widened for v in self.inputs):
+            scale = self.with_room(scale)
         scale, dtype = scale * Scale(self.pending.take()), self.out_dtype
         raw = multiply(raw, ratio_of(unit, scale))
-        if raw.dtype == dtype:  # it was not computed in float32: nothing to round
+        if raw.dtype == dtype:
             return Operand(raw, scale)
         if self.stays_wide:
-            return kept_wide(raw, scale, dtype, fits)
+            return kept_wide(raw, scale, dtype, fits or not saturates)
         if saturates and not fits:
             return Operand(narrowed(raw, scale, dtype), scale)
         return Operand(dtypes.cast(raw, dtype), scale)

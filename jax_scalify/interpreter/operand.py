@@ -105,8 +105,9 @@ class Operand(ScaledArray):
             `interpreter/survey.py`.
         declared: the dtype in the program, if the source is float32 instead: see
             `interpreter/survey.py`. Otherwise None.
-        fits: whether no element of the data is larger than the largest number of the dtype. Float32
-            data of a narrow dtype may be larger.
+        fits: whether a cast of the data to the dtype in the program need not saturate: no element
+            is larger than the largest number of the dtype, or the data is a sum, which becomes
+            infinite as the result of a matmul does.
     """
 
     is_scaled = is_scalable = True

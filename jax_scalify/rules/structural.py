@@ -22,13 +22,8 @@ from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
-from jax_scalify.rules.shared.products import with_room
 from jax_scalify.scales.algebra import ONE, Scale
 
-# A narrow scale leaves room for a constant among the elements if its exponent is at most this. A
-# larger constant is a mask, or is infinite in plain float16 too. It saturates, so that the other
-# elements keep their precision.
-_LARGEST_WITH_ROOM = 20
 # How far from 1, in octaves, one float32 factor may be.
 _LARGEST_SPAN = 120
 
@@ -70,8 +65,9 @@ def structural_rule(
 
 def _moved(ctx: RuleContext, x: Operand, source: Any, scale: Scale) -> Operand:
     """Return `x` with its source and scale moved, rounded if the source is widened."""
-    is_wide = ctx.stays_wide or x.is_widened
-    return ctx.result(source, scale, fits=x.fits) if is_wide else x.moved(source, scale)
+    if not (ctx.stays_wide or x.is_widened):
+        return x.moved(source, scale)
+    return ctx.result(source, scale, fits=x.fits)
 
 
 def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
@@ -323,9 +319,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
         return ctx.of_value(source, x.scale, unit)  # a scalar unit is kept, not multiplied
     if dtypes.is_narrow(x.dtype):
         return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
-    scale, constant = x.scale, x.facts.constant
-    if constant is not None and math.floor(constant) <= _LARGEST_WITH_ROOM:
-        scale = with_room(scale, constant, dtype)
+    scale = ctx.with_room(x.scale)
     if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
         scale = scale.bounded()  # the unbounded factor may be infinite, and 0 * inf is nan
     if dtypes.is_fp8(dtype):  # never stays in float32: the program rounds here

@@ -22,7 +22,6 @@ from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.primitives.narrow_dot import SMALLEST_EXPONENT, narrow_dot_p
 from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, growth, summed
-from jax_scalify.rules.shared.products import for_constants
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
@@ -144,7 +143,7 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
     kinds = {x.dtype for x in (lhs.source, rhs.source, ctx.out_avals[0])}
     if ctx.config.sum_dtype != np.float32 and kinds == {np.dtype("float16")}:
         corrected = scale * Scale(ctx.pending.exponent)
-        ratio, fits = ratio_of(unit, corrected), for_constants(ctx, scale) == scale
+        ratio, fits = ratio_of(unit, corrected), ctx.with_room(scale) == scale
         fits = fits and not _compat.is_partial_sum(ctx.out_avals[0])
         if fits and SMALLEST_EXPONENT <= ratio.exponent <= 0:
             ctx.pending.take()

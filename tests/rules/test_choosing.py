@@ -143,6 +143,12 @@ AMONG = {
     "polynomial": jnp.poly,
     "convolution": lambda c: jnp.convolve(c, jnp.convolve(c, c)),
     "sixth_power": lambda c: jnp.where(c == 1, 1.875, c) ** 6,
+    # A result that stays in float32 is rounded by an equation that only moves it.
+    "reshaped": lambda c: jnp.square(jnp.square(c)).reshape(1, 3),
+    "negated_cast": lambda c: -jnp.square(c.astype(jnp.float32)).astype(c.dtype),
+    "reshaped_matmul": lambda c: (
+        jnp.square(jnp.square(c)).reshape(1, 3) @ jnp.ones((3, 2), c.dtype)
+    ),
     "of_two_constants": lambda c: (jnp.where(c == 1, 1000.0, c) * 1e-3) ** 4,
 }
 
@@ -177,6 +183,22 @@ def test_what_float32_data_took_of_a_scale_returns_to_it_in_float16():
 
     want = 1.5 * 2.0**80 / np.array([1.0, 4.0, 9.0])
     for got in outcomes(function, x, y):
+        np.testing.assert_allclose(got, want, 2e-3)
+
+
+@pytest.mark.parametrize("scale", [2.0**-6, 1.0, 2.0**40])
+def test_the_gradient_of_a_guarded_logarithm(scale):
+    """The constant of the guard is 1, far below the values, and does not flush their gradient."""
+
+    def function(x):
+        squares = jnp.sum(x * x, -1, keepdims=True)
+        is_positive = squares > 0
+        return jnp.where(is_positive, jnp.log(jnp.where(is_positive, squares, 1.0)), 0.0).sum()
+
+    values = np.array([[1.0, 2.0, -1.0], [0.5, 1.5, 1.0]])
+    x = scaled(values * scale, jnp.float32(scale), "float16")
+    want = 2 * values / scale / np.square(values).sum(-1, keepdims=True)
+    for got in outcomes(jax.grad(function), x):
         np.testing.assert_allclose(got, want, 2e-3)
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax_scalify.config import Pow2RoundMode
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.rules.shared.products import for_constants
 from jax_scalify.scales.algebra import Scale
 
 # A sum of n non-negative terms grows like n. For dtypes of at most 16 bits, the factor is at most
@@ -77,4 +76,4 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
 
 def summed(ctx: RuleContext, total: Any, scale: Scale, unit: Scale) -> Operand:
     """Return the result of a sum: values `total * unit` at `scale`, the grown scale of a term."""
-    return ctx.result(total, for_constants(ctx, scale), unit, saturates=False)
+    return ctx.result(total, ctx.with_room(scale), unit, saturates=False)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify.base import dtypes
-from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
@@ -23,26 +19,6 @@ def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
     if dtypes.is_narrow(dtype):
         return Operand(multiply(raw, ratio_of(unit, scale), dtype), scale)
     return Operand.of_value(multiply(raw, unit, dtype), scale)
-
-
-def with_room(scale: Scale, constant: float, dtype: Any) -> Scale:
-    """Return `scale`, raised so that narrow data holds `2**constant`: see `room`."""
-    return algebra.join(scale, Scale(math.floor(constant)) * room(dtype), narrow=True)
-
-
-def for_constants(ctx: RuleContext, scale: Scale) -> Scale:
-    """Return `scale`, raised so that constants among the elements fit into narrow data.
-
-    In `(3 * where(mask, x, 1))**3` with tiny `x`, some elements are 27, far above the scale of `x`.
-    A constant that the dtype does not hold is ignored. It comes from a mask, and may no longer be
-    among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
-    """
-    if ctx.holds_values or ctx.stays_wide:
-        return scale
-    constant = ctx.facts.constant
-    if constant is None or constant >= jnp.finfo(ctx.out_dtype).maxexp:
-        return scale
-    return with_room(scale, constant, ctx.out_dtype)
 
 
 def widened(ctx: RuleContext, data: Sequence[Any], scale: Scale = ONE) -> list[Any]:
@@ -76,5 +52,5 @@ def bind_product(
     raw = ctx.bind(*widened(ctx, data, scale), **params)
     own = scale * spread
     # Raw data of a narrow dtype is already rounded: a larger scale would be too late.
-    own = own if raw.dtype == ctx.out_dtype else for_constants(ctx, own)
+    own = own if raw.dtype == ctx.out_dtype else ctx.with_room(own)
     return ctx.result(raw, own, scale, fits=fits)
