@@ -32,7 +32,7 @@ class Plain:
         made_with: the explicit sharding of the array, if it has not been made.
     """
 
-    is_scaled = False
+    is_scaled = is_widened = False
     depth = 0
 
     shape: tuple[int, ...]
