@@ -157,7 +157,7 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> float 
         is_one = not eqn.outvars[0].aval.shape or (name == "select_n" and not inputs[0].shape)
         return largest(known if is_one else [*known, *map(_log2_of_constant, floats)])
     if name in _PRODUCTS:
-        if name == "div" and known[1] is not None:
+        if name == "div" and known[-1] is not None and floats[-1].number is None:
             return None  # a guard, as in `where(n == 0, 0, x / where(n == 0, 1, n))`
         left, right = map(_log2_of_factor, floats) if len(floats) == 2 else (None, None)
         if largest(known) is None or left is None or right is None:
