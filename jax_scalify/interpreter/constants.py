@@ -59,7 +59,7 @@ def captured(const: Any) -> Value:
     data = jnp.asarray(data.astype(values.dtype))
     nonneg = not np.iscomplexobj(values) and bool(np.all(values >= 0))
     masked = sizes.size > ordinary.size and sizes.max() < float(finfo.max)
-    constant = math.log2(sizes.max()) if masked else None
+    constant = Scale(math.log2(sizes.max())) if masked else None
     return Operand(data, scale, facts=Facts(nonneg=nonneg, constant=constant))
 
 

@@ -152,10 +152,10 @@ class RuleContext:
         constant = self.facts.constant
         if self.holds_values or self.stays_wide or constant is None:
             return scale
-        if math.floor(constant) > _LARGEST_WITH_ROOM:
+        size = Scale(math.floor(constant.exponent), constant.factors)
+        if size.exponent > _LARGEST_WITH_ROOM:
             return scale
-        floor = Scale(math.floor(constant)) * room(self.out_dtype)
-        return algebra.join(scale, floor, narrow=True)
+        return algebra.join(scale, size * room(self.out_dtype), narrow=True)
 
     def result(
         self,

@@ -14,8 +14,13 @@ from jax_scalify.base.jaxprs import Interpretation, is_var
 from jax_scalify.interpreter.operand import Facts, Operand, largest
 from jax_scalify.interpreter.traits import Traits, traits_of
 from jax_scalify.interpreter.value import Plain, Value
-from jax_scalify.scales.algebra import ONE
+from jax_scalify.scales import algebra
+from jax_scalify.scales.algebra import ONE, Scale
 
+# A constant in a divisor is mostly the guard of a division, `where(n == 0, 1, n)`, which is chosen
+# away. A quotient by it counts as at most this times the scale of the quotient. In float16, its
+# scale is then raised by at most 2**10, and the other elements keep their digits.
+_LARGEST_QUOTIENT = Scale(22)
 _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
@@ -145,8 +150,8 @@ def _one_sided_bound(eqn: Any, inputs: Sequence[Value], traits: Traits) -> float
     return rounded if rounded and math.isfinite(rounded) else None
 
 
-def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> float | None:
-    """Return `log2` of the largest constant among the elements: see `Facts.constant`."""
+def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale | None:
+    """Return the size of the largest constant among the elements: see `Facts.constant`."""
     floats = [v for v in inputs if v.is_scalable]
     known = [v.facts.constant for v in floats]
     if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
@@ -155,44 +160,52 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> float 
     if traits.elements in ("joined", "placed"):
         # If the whole array is chosen at once, its scale is chosen with it.
         is_one = not eqn.outvars[0].aval.shape or (name == "select_n" and not inputs[0].shape)
-        return largest(known if is_one else [*known, *map(_log2_of_constant, floats)])
+        return largest(known if is_one else [*known, *map(_size_of_constant, floats)])
     if name in _PRODUCTS:
-        if name == "div" and known[-1] is not None and floats[-1].number is None:
-            return None  # a guard, as in `where(n == 0, 0, x / where(n == 0, 1, n))`
-        left, right = map(_log2_of_factor, floats) if len(floats) == 2 else (None, None)
-        if largest(known) is None or left is None or right is None:
+        if len(floats) != 2 or not any(known):
             return None
-        return left - right if name == "div" else left + right
+        left, right = map(_size_of_factor, floats)
+        if left is None or right is None:
+            return None
+        size = left / right if name == "div" else left * right
+        divisor = floats[1]
+        if name == "div" and known[1] is not None and isinstance(divisor, Operand):
+            size = algebra.meet(size, left / divisor.scale.largest * _LARGEST_QUOTIENT)
+        return size if size.is_static else Scale(math.ceil(size.exponent), size.factors)
     if name == "reduce_sum":
         (constant,), terms = known, math.prod(inputs[0].shape[a] for a in params["axes"])
         is_symbolic = not isinstance(terms, int)
-        return None if constant is None or is_symbolic else constant + math.log2(max(terms, 1))
+        return (
+            None
+            if constant is None or is_symbolic
+            else constant * Scale(math.ceil(math.log2(max(terms, 1))))
+        )
     if name in ("square", "integer_pow"):
         power = params.get("y", 2)
-        return None if known[0] is None or power < 0 else power * known[0]
+        return None if known[0] is None or power < 0 else known[0] ** power
     keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
     return largest(known) if keeps else None
 
 
-def _log2_of_factor(value: Value) -> float | None:
-    """Return `log2` of a constant, of the constant among elements, or of their static scale."""
+def _size_of_factor(value: Value) -> Scale | None:
+    """Return the size of a constant, of the constant among elements, or their largest scale."""
     if value.constant is not None:
-        return _log2_of_constant(value)
+        return _size_of_constant(value)
     constant = value.facts.constant
     if constant is not None or value.number is not None:
-        is_mask = constant is not None and constant >= jnp.finfo(value.dtype).maxexp
+        is_mask = constant is not None and constant.exponent >= jnp.finfo(value.dtype).maxexp
         return None if is_mask else constant
     scale = value.scale if isinstance(value, Operand) else ONE
-    return scale.exponent if scale.is_static and not scale.is_zero else None
+    return None if scale.is_zero else scale.largest
 
 
-def _log2_of_constant(value: Value) -> float | None:
-    """Return `log2(abs(constant))`; None for 0, non-finite constants and masks."""
+def _size_of_constant(value: Value) -> Scale | None:
+    """Return the size of a constant; None for 0, non-finite constants and masks."""
     number = value.constant
     if number is None or number.dtype.kind == "c" or not number:
         return None
     beyond = abs(float(number)) >= float(jnp.finfo(value.dtype).max)
-    return None if beyond or np.isnan(number) else math.log2(abs(float(number)))
+    return None if beyond or np.isnan(number) else Scale(math.log2(abs(float(number))))
 
 
 def nonnegative_results(jaxpr: Any, nonneg: Sequence[bool]) -> list[bool]:

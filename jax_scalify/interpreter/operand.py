@@ -21,6 +21,7 @@ import numpy as np
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
+from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
@@ -39,8 +40,9 @@ class Facts:
             is not a sum of such sums.
         bound: a lower bound of the elements if it is negative, an upper bound if it is positive:
             the constant of the first half of `clip`. None if there is no bound.
-        constant: `log2` of the largest constant that was written among the elements. At the value's
-            scale, the data of this constant may be near the largest number of the dtype. None if
+        constant: the size of the largest constant that was written among the elements, or of its
+            product with an array. At the value's scale, the data of this constant may be near the
+            largest number of the dtype. A static size may lie between two powers of two. None if
             there is no constant.
         gate, leads: the value is a gate, or the larger term of a gate's derivative: see
             `interpreter/gates.py`.
@@ -51,9 +53,14 @@ class Facts:
     peaked: bool = False
     sums: int = 0
     bound: float | None = None
-    constant: float | None = None
+    constant: Scale | None = None
     gate: bool = False
     leads: bool = False
+
+    def outside_of_trace(self) -> Facts:
+        """Return what is known in every trace: no size that depends on a dynamic scale."""
+        known = self.constant is None or self.constant.is_static
+        return self if known else dataclasses.replace(self, constant=None)
 
     def join(self, other: Facts) -> Facts:
         """Return what is known about a value that may be either of two values."""
@@ -69,9 +76,10 @@ class Facts:
         )
 
 
-def largest(numbers: Iterable[float | None]) -> float | None:
-    """Return the largest number that is not None; None if there is no number."""
-    return max((n for n in numbers if n is not None), default=None)
+def largest(sizes: Iterable[Scale | None]) -> Scale | None:
+    """Return the largest size that is not None; None if there is no size."""
+    known = [size for size in sizes if size is not None]
+    return algebra.join(*known) if known else None
 
 
 NOTHING = Facts()

@@ -29,7 +29,6 @@ from jax_scalify.rules.shared.along_axes import (
     Windows,
     comparable,
     gathered_scale,
-    largest,
     least_scales,
     lies_along,
     own_scales,
@@ -161,7 +160,7 @@ def pad_rule(
     (data,) = at_shared_scale(ctx, (x,), scale)
     own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(padding_config)]
     if any(c != (0, 0, 0) for c in own):
-        new = scale_array(ctx.table, ZERO if number == 0 else largest(scale))
+        new = scale_array(ctx.table, ZERO if number == 0 else scale.largest)
         scale = scale_of(ctx.table, lax.pad(scale.array, new, own))
     if ctx.holds_values:
         out = ctx.bind(data, value.value, padding_config=padding_config, **params)

@@ -211,9 +211,11 @@ def _chosen_scale(table: ScaleTable, which: Any, own: Sequence[Scale], common: S
 def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) -> Any:
     """`scale = max(votes)` of the cases; for multiples of one array, less if all still fit.
 
-    A 0-d predicate chooses the scale too: the result has the scale of the chosen case.
+    A predicate of equal elements chooses the scale too, that of the chosen case.
     """
-    if not np.ndim(which):
+    number = ctx.inputs[0].number
+    if number is not None:
+        which = number
         chosen = _chosen(ctx, which, cases)
         if chosen is not None:
             return chosen

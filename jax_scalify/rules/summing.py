@@ -20,7 +20,7 @@ from jax_scalify.blocks.dot import block_dot_p
 from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.primitives.narrow_dot import SMALLEST_EXPONENT, narrow_dot_p
-from jax_scalify.rules.shared.along_axes import largest, uniform_over, varying_axes, windowed_axes
+from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, growth, summed
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -246,7 +246,7 @@ def ragged_dot_general_rule(
     others = set(range(rhs.ndim)) - set(dims.rhs_group_dimensions)
     rhs = uniform_over(rhs, sorted(others))
     if rhs.scale.ndim and group_sizes.ndim == 1 and rhs.holds_data:
-        whole = largest(rhs.scale)
+        whole = rhs.scale.largest
         ratio = rhs.scale / whole
         rhs = rhs.as_pair(rhs.source, whole)
     else:

@@ -297,6 +297,11 @@ class Scale:
         extent = max(MAX_EXPONENT, int(rest.extent))
         return mapped * atom(function(rest.array), extent=extent)
 
+    @property
+    def largest(self) -> Scale:
+        """The maximum over all axes, as a scalar scale."""
+        return self.map(lambda array: jnp.max(array, initial=0))
+
 
 @dataclasses.dataclass(frozen=True)
 class Computed:

@@ -161,6 +161,27 @@ def test_products_of_constants_among_small_elements(name):
     _are_close(lambda x: AMONG[name](jnp.where(MASK, x, 1.0)), found)
 
 
+WITH_AN_ARRAY = {
+    "product": lambda c, w: (c[:, None] * w) ** 2,
+    "matmul": lambda c, w: (c @ w) ** 2,
+    "quotient": lambda c, w: (c[:, None] / w) ** 2,
+    "variance": lambda c, w: jnp.var(c[:, None] * w),
+}
+
+
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**-6, 1.0])
+@pytest.mark.parametrize("name", WITH_AN_ARRAY)
+def test_products_of_constants_among_elements_and_an_array_of_any_scale(name, size):
+    size = 1 / size if name == "quotient" else size
+    small, weights = np.array([1.5, 1.0, -0.5]) * 2.0**-8, np.array([[1.25], [0.75], [-1.5]]) * size
+    pairs = _pairs(rows(small, 2.0**-8), rows(weights, size))
+    axes = [1, 1 / 32, 8] if name == "product" else [1, 1, 1]
+    for (x, _), dtype in list(pairs):  # a scale along an axis
+        scale = jnp.array(axes, jnp.float32)[:, None] * size
+        pairs.append(((x, jsa.ScaledArray(jnp.asarray(weights / scale, dtype), scale)), dtype))
+    _are_close(lambda x, w: WITH_AN_ARRAY[name](jnp.where(MASK, x, 9.0), w), pairs)
+
+
 @pytest.mark.parametrize("narrow", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_constants_among_elements_are_cast(narrow):
     scales = (2.0**-60, 2.0**-20, 2.0**4)

@@ -78,7 +78,7 @@ class Form:
         is_operand = isinstance(value, Operand)
         array = value.source if is_operand else value.array
         known: dict[str, Any] = dict(
-            facts=value.facts,
+            facts=value.facts.outside_of_trace(),
             sharding=_compat.explicit_sharding(value),
             varying=_compat.varying_axes(value.number if array is None else array),
         )

@@ -59,18 +59,13 @@ def scale_along(
     return scale_array(table, scale, [n if a in axes else 1 for a, n in enumerate(shape)])
 
 
-def largest(scale: Scale) -> Scale:
-    """Return the maximum of a scale over all its axes, as a scalar scale."""
-    return scale.map(lambda s: jnp.max(s, initial=0))
-
-
 def own_scales(*operands: Operand) -> list[Scale]:
     """Return the scale of each operand, where operands keep different scales.
 
     Arrays keep their scales. A constant 0 gets the scale 0, so that any update sets the scale. Any
     other constant gets the scale that all operands would share.
     """
-    together = [x.as_pair(x.source, largest(x.scale)) for x in operands]  # only for their votes
+    together = [x.as_pair(x.source, x.scale.largest) for x in operands]  # only for their votes
     own = []
     for x in operands:
         if x.constant is None:

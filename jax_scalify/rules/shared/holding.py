@@ -8,7 +8,6 @@ from typing import Any
 from jax_scalify.base.dtypes import is_wide
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.rules.shared.along_axes import largest
 from jax_scalify.scales.algebra import ONE, Scale
 
 # A leaf of scale 0 takes a scale within 2**+-16, computed from the term that is added to it. For
@@ -76,7 +75,7 @@ def of_leaf_shape(scale: Scale, *terms: Operand) -> Scale:
     """Return `scale`, made scalar if all leaves among the terms have scalar scales."""
     leaves = [x for x in terms if x.home is not None and x.home == x.scale]
     if scale.ndim and leaves and not any(x.scale.ndim for x in leaves):
-        return largest(scale)
+        return scale.largest
     return scale
 
 
@@ -94,7 +93,7 @@ def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
         return added
     grown = other.scale * _growth(keeper, other, is_sum)
     if not home.ndim:
-        grown = largest(grown)
+        grown = grown.largest
     limit = 2 * LARGEST_HOME if other.facts.nonneg else LARGEST_HOME
     table = home.table
     # In `x + x @ w` the other term is 0 wherever the home is.
