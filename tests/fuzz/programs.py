@@ -168,6 +168,17 @@ class Program:
         found = {i.dtype for i in self.inputs if i.is_float}
         return found | {s.dtype for s in self.statements if s.dtype}
 
+    def inputs_of(self, leaf: int, leaves: int) -> set[str]:
+        """The inputs that one of the leaves depends on; all of them if that is not known."""
+        names = {i.name for i in self.inputs}
+        if self.wrapper not in ("plain", "jit", "vmap") or len(self.outputs) != leaves:
+            return names
+        needed = Statement("", self.outputs[leaf], "").uses()
+        for statement in reversed(self.statements):
+            if statement.target in needed:
+                needed |= statement.uses()
+        return names & needed
+
     def definitions(self) -> str:
         """Source of `g`: the function in its wrapper."""
         arguments = ", ".join(i.name for i in self.inputs)
