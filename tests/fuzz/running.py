@@ -6,8 +6,8 @@ leaf's largest magnitude; of a gradient, also of 1e-3 of the largest gradient, w
 in units of their input. What is further off is looked at again:
 
 - It is right where it is as near to what *plain* JAX gives, in float32 and, if they hold the values
-  of the inputs that the result depends on, in the program's dtypes. So functions that read the dtype (`nan_to_num`) are
-  compared with themselves.
+  of the inputs that the result depends on, in the program's dtypes. So functions that read the
+  dtype (`nan_to_num`) are compared with themselves.
 - It may be off by `_FACTOR` times what *plain* JAX is off, or what rounding noise does to the
   reference (`tests/fuzz/noise.py`). What is sensitive (sums that cancel, comparisons of equals,
   indices of a sort) is so found to be, element by element. Integers and bools may be what noise
