@@ -54,7 +54,7 @@ class Plain:
             shape=array.shape,
             dtype=array.dtype,
             array=array,
-            number=array if array.ndim == 0 else None,
+            number=_number_of(array),
             facts=_with_constant(facts, array),
             known_scale=known_scale,
         )
@@ -110,6 +110,20 @@ def value_of(x: Any, *, facts: Facts = NOTHING) -> Value:
     if isinstance(x, ScaledArray):
         return Operand.of(x).known(facts=facts, number=None, depth=0)
     return Plain.of(x, facts=facts)
+
+
+def _number_of(array: Any) -> Any:
+    """Return the number that every element of an array equals; None if elements may differ.
+
+    A condition of one element, such as `norm(x, keepdims=True) < 1`, is one choice for a whole
+    array: see `rules/choosing.py`.
+    """
+    if array.ndim == 0:
+        return array
+    if array.dtype != np.bool_ or any(size != 1 for size in array.shape):
+        return None
+    number = array.reshape(())
+    return number[()] if isinstance(number, np.ndarray) else number
 
 
 def in_dtype(number: Any, dtype: Any) -> Any:

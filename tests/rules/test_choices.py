@@ -64,6 +64,9 @@ CHOOSERS = {
     "cond": lambda c, a, b: lax.cond(c, lambda: a, lambda: b),
     "piecewise": lambda c, a, b: lax.switch(c.astype(jnp.int32), [lambda: b, lambda: a]),
     "condition of one element": lambda c, a, b: jnp.where(c[None, None], a, b),
+    "computed condition of one element": lambda c, a, b: jnp.where(
+        jnp.sum(a, keepdims=True) * 0 + c > 0.5, a, b
+    ),
     "condition that is computed": lambda c, a, b: jnp.where(jnp.sum(a) * 0 + c > 0.5, a, b),
 }
 
