@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray
@@ -46,7 +47,7 @@ class Plain:
     @classmethod
     def of(cls, array: Any, *, facts: Facts = NOTHING, known_scale: Scale | None = None) -> Plain:
         """Return the value of an array, or of a NumPy or Python number."""
-        if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
+        if not hasattr(array, "dtype"):
             array = np.asarray(array, dtypes.leaf_dtype(array))
         if isinstance(array, np.ndarray) and array.ndim == 0:
             array = array[()]
@@ -121,6 +122,8 @@ def _number_of(array: Any) -> Any:
     if array.ndim == 0:
         return array
     if array.dtype != np.bool_ or any(size != 1 for size in array.shape):
+        return None
+    if not isinstance(jax.typeof(array), ShapedArray):  # a reference
         return None
     number = array.reshape(())
     return number[()] if isinstance(number, np.ndarray) else number
