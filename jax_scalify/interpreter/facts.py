@@ -188,7 +188,7 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
 
 
 def _size_of_factor(value: Value) -> Scale | None:
-    """Return the size of a constant, of the constant among elements, or their largest scale."""
+    """Return the size of a constant, of the constant among elements, or their scalar scale."""
     if value.constant is not None:
         return _size_of_constant(value)
     constant = value.facts.constant
@@ -196,7 +196,7 @@ def _size_of_factor(value: Value) -> Scale | None:
         is_mask = constant is not None and constant.exponent >= jnp.finfo(value.dtype).maxexp
         return None if is_mask else constant
     scale = value.scale if isinstance(value, Operand) else ONE
-    return None if scale.is_zero else scale.largest
+    return None if scale.ndim or scale.is_zero else scale
 
 
 def _size_of_constant(value: Value) -> Scale | None:
