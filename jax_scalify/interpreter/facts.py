@@ -159,10 +159,12 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
     name, params = eqn.primitive.name, eqn.params
     if traits.elements in ("joined", "placed"):
         # If the whole array is chosen at once, its scale is chosen with it.
-        is_one = not eqn.outvars[0].aval.shape or (name == "select_n" and not inputs[0].shape)
+        is_one = not eqn.outvars[0].aval.shape or (
+            name == "select_n" and inputs[0].number is not None
+        )
         return largest(known if is_one else [*known, *map(_size_of_constant, floats)])
     if name in _PRODUCTS:
-        if len(floats) != 2 or not any(known):
+        if len(floats) != 2 or largest(known) is None:
             return None
         left, right = map(_size_of_factor, floats)
         if left is None or right is None:
@@ -175,11 +177,9 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
     if name == "reduce_sum":
         (constant,), terms = known, math.prod(inputs[0].shape[a] for a in params["axes"])
         is_symbolic = not isinstance(terms, int)
-        return (
-            None
-            if constant is None or is_symbolic
-            else constant * Scale(math.ceil(math.log2(max(terms, 1))))
-        )
+        if constant is None or is_symbolic:
+            return None
+        return constant * Scale(math.ceil(math.log2(max(terms, 1))))
     if name in ("square", "integer_pow"):
         power = params.get("y", 2)
         return None if known[0] is None or power < 0 else known[0] ** power
