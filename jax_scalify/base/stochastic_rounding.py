@@ -54,14 +54,8 @@ def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Ar
     if target.bits >= 32 or not jnp.issubdtype(data.dtype, jnp.floating):
         return dtypes.cast(data, dtype)
     data = lax.convert_element_type(data, dtypes.compute_dtype(data.dtype))
-    size = lax.abs(data)
-    if target.minexp == jnp.finfo(data.dtype).minexp:
-        rounded = _with_sign_of(data, _round_upper_half(size, bits, target))
-    else:
-        rounded = _with_sign_of(data, round_sizes(size, dtype, bits))
-    if target.bits > 8:  # these dtypes have an infinity
-        rounded = lax.select(lax.is_finite(data), rounded, data)
-    elif target.minexp < jnp.finfo(data.dtype).minexp:  # E8M0 has no sign and no 0
+    rounded = _with_sign_of(data, round_sizes(lax.abs(data), dtype, bits))
+    if target.minexp < jnp.finfo(data.dtype).minexp:  # E8M0 has no sign, no 0 and no infinity
         return dtypes.cast(lax.select(lax.is_finite(data), rounded, data), dtype)
     return lax.convert_element_type(rounded, dtype)
 
@@ -90,17 +84,34 @@ def _with_sign_of(data: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None = None) -> jax.Array:
-    """Round positive float32 or float64 numbers to a dtype of a shorter range.
+    """Round positive float32 or float64 numbers to a dtype with fewer bits.
 
-    The ulp and its inverse are powers of two, made from the bits of the exponent, so that every
-    step is exact. Infinity is rounded to the largest number; nan stays nan.
+    Finite numbers saturate. Infinity is rounded to the largest number of FP8 and FP4, and stays
+    infinite in other dtypes; nan stays nan.
 
     Args:
         size: array of positive numbers.
         dtype: the target dtype.
         bits: random `uint32`, of the shape of `size`. None rounds to nearest even.
     """
-    wide, target, source = size.dtype, jnp.finfo(dtype), jnp.finfo(size.dtype)
+    wide, target = size.dtype, jnp.finfo(dtype)
+    largest = np.array(target.max, wide)
+    rounded = _to_nearest(size, target) if bits is None else _up_or_down(size, bits, target)
+    if (
+        target.minexp < jnp.finfo(wide).minexp
+    ):  # XLA may flush numbers that are subnormal in float32
+        rounded = lax.select(size < jnp.finfo(wide).smallest_normal, size, rounded)
+    other = size if target.bits > 8 else lax.min(size, largest)
+    return lax.select(lax.is_finite(size), rounded, other)
+
+
+def _to_nearest(size: jax.Array, target: Any) -> jax.Array:
+    """Round positive numbers to nearest even.
+
+    The ulp and its inverse are powers of two, made from the bits of the exponent, so that every
+    step is exact.
+    """
+    wide, source = size.dtype, jnp.finfo(size.dtype)
     integer, nmant = pow2.exponent_layout(wide)
     bias = source.maxexp - 1
     low = max(target.minexp + bias, 1)
@@ -110,18 +121,34 @@ def round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None = None) -> j
         for biased in (low, high, 2 * bias + target.nmant, target.nmant)
     )
     exponent = lax.clamp(low, binade_bits(size), high)
-    ulp = lax.bitcast_convert_type(exponent - digits, wide)
     steps = size * lax.bitcast_convert_type(top - exponent, wide)
-    if bits is None:
-        steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
-    else:
-        down = lax.floor(steps)
-        threshold = ((steps - down) * np.array(2.0**32, wide)).astype(jnp.uint32)
-        steps = down + (bits < threshold).astype(wide)
-    rounded = steps * ulp
-    if target.minexp < source.minexp:  # XLA may flush numbers that are subnormal in float32
-        rounded = lax.select(size < source.smallest_normal, size, rounded)
+    ulp = lax.bitcast_convert_type(exponent - digits, wide)
+    rounded = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN) * ulp
     return lax.min(rounded, np.array(target.max, wide))
+
+
+def _up_or_down(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
+    """Round positive finite numbers up where `bits` is below the dropped part of their mantissa.
+
+    The sum carries into the kept bits if the dropped part, plus the complement of as many random
+    bits, is at least the ulp. Below the smallest normal number of the target the ulp is constant,
+    but the number of dropped bits is not. Such numbers are moved to the next binade.
+    """
+    wide = size.dtype
+    integer, nmant = pow2.exponent_layout(wide)
+    dropped, moved = nmant - target.nmant, None
+    if target.minexp > jnp.finfo(wide).minexp:
+        # XLA:GPU would store an array of 0.0 if another equation needs one, and read it here.
+        smallest, nothing = np.array([target.smallest_normal, -0.0], wide)
+        moved = jnp.where(size < smallest, smallest, nothing)
+        size = size + moved
+    random = lax.bitwise_not(bits).astype(integer)
+    random = random >> (32 - dropped) if dropped <= 32 else random << (dropped - 32)
+    kept = np.array(-1 << dropped).astype(integer)
+    largest = np.array(target.max, wide).view(integer)
+    pattern = lax.bitwise_and(lax.bitcast_convert_type(size, integer) + random, kept)
+    rounded = lax.bitcast_convert_type(lax.min(pattern, largest), wide)
+    return rounded if moved is None else rounded - moved
 
 
 def binade(size: jax.Array) -> jax.Array:
@@ -134,13 +161,3 @@ def binade_bits(size: jax.Array) -> jax.Array:
     integer, _ = pow2.exponent_layout(size.dtype)
     infinity = np.array(np.inf, size.dtype).view(integer)
     return lax.bitwise_and(lax.bitcast_convert_type(size, integer), infinity)
-
-
-def _round_upper_half(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
-    """Round positive float32 numbers, also subnormal numbers, to bfloat16: their upper 16 bits."""
-    pattern = lax.bitcast_convert_type(size, jnp.uint32)
-    # The sum carries into the upper half with the probability `lower half / 2**16`.
-    pattern += lax.shift_right_logical(bits, np.uint32(16))
-    pattern = lax.bitwise_and(pattern, np.uint32(0xFFFF0000))
-    largest = np.float32(target.max).view(np.uint32)
-    return lax.bitcast_convert_type(lax.min(pattern, largest), jnp.float32)

@@ -15,7 +15,7 @@ from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
 from jax_scalify.ops.scaling import match_scales, stop_scaling
 from jax_scalify.optim.applying import check_policy, rounded, widen
-from jax_scalify.optim.gradient_layout import row_major
+from jax_scalify.optim.gradients import read_gradients
 from jax_scalify.optim.leaves import Kind, Leaf, store_leaf
 from jax_scalify.optim.random_bits import count_of
 from jax_scalify.optim.scale_choice import GRADIENT_EXPONENTS
@@ -229,7 +229,7 @@ class _LowPrecision:
         # Scales by statistic do not depend on other scales, and a step on plain numbers is shorter.
         plain = self.policy == "statistic"
         if plain:
-            grads, (olds, state) = row_major(grads), _read_together(state)
+            grads, (olds, state) = read_gradients(grads), _read_together(state)
         else:
             olds = _stored_leaves(state)
         roots = list(map(is_root, jax.tree.leaves(state, is_leaf=is_leaf)))

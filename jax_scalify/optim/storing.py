@@ -124,7 +124,7 @@ def _is_of_one_kind(likes: list[Any], kind: Kind) -> bool:
     """Return whether all leaves of a stack have scales of one kind."""
     if not all(map(is_scaled, likes)):
         return False
-    likes = list(map(_with_array, likes))
+    likes = list(map(with_array, likes))
     return all(has_one_scale(x, kind) for x in likes) and len(set(map(is_fixed, likes))) == 1
 
 
@@ -137,9 +137,9 @@ def _at_own_scale(leaf: Leaf, count: jax.Array | None) -> ScaledArray:
 
 def _with_values(leaf: Leaf, kind: Kind) -> Leaf:
     """Return a leaf of values. The scales of `like` are floats if static, arrays if dynamic."""
-    salt = _with_array(leaf.salt) if kind.degree is not None else _value(leaf.salt)
+    salt = with_array(leaf.salt) if kind.degree is not None else _value(leaf.salt)
     is_stack = isinstance(leaf.like, list)
-    like = list(map(_with_array, leaf.like)) if is_stack else _with_array(leaf.like)
+    like = list(map(with_array, leaf.like)) if is_stack else with_array(leaf.like)
     return Leaf(_value(leaf.x), like, salt, leaf.bits)
 
 
@@ -147,7 +147,7 @@ def _value(x: Any) -> Any:
     return x.to_array(dtypes.compute_dtype(x.dtype)) if is_scaled(x) else x
 
 
-def _with_array(x: Any) -> ScaledArray:
+def with_array(x: Any) -> ScaledArray:
     """Return a rule's operand with its `Scale` as a float if static, as an array if dynamic."""
     if not is_scaled(x):
         return ScaledArray(x, 1.0)
@@ -174,7 +174,7 @@ def _load(leaves: list[Any]) -> jax.Array:
 def _loaded(leaves: list[Any]) -> jax.Array:
     arena = Arena.of([x.shape for x in leaves])
     if all(map(is_scaled, leaves)):
-        leaves = list(map(_with_array, leaves))
+        leaves = list(map(with_array, leaves))
         if not any(jnp.ndim(x.scale) for x in leaves):
             data = _load.__wrapped__([x.data for x in leaves])
             return data * arena.spread(joined_scales(leaves)).astype(data.dtype)
