@@ -15,6 +15,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
 from jax_scalify.base.jaxprs import is_var, sub_jaxprs
 from jax_scalify.config import ScalifyConfig
+from jax_scalify.interpreter.clips import as_clip
 from jax_scalify.interpreter.constants import captured, promote
 from jax_scalify.interpreter.context import RuleContext
 from jax_scalify.interpreter.corrections import Corrections
@@ -85,6 +86,7 @@ def _equation(ctx: RuleContext) -> list[Value]:
     number = uniform(ctx.eqn, ctx.inputs)
     if number is not None:
         return [number]
+    ctx = as_clip(ctx)
     info = _rule_for(ctx)
     if info is None:
         return _checked(ctx, ctx.bind(*(v.whole() for v in ctx.inputs), **ctx.eqn.params))

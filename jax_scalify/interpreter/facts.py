@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import Interpretation, is_var
-from jax_scalify.interpreter.operand import Facts, Operand, largest
+from jax_scalify.interpreter.operand import Bound, Facts, Operand, largest
 from jax_scalify.interpreter.traits import Traits, traits_of
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.scales import algebra
@@ -21,6 +21,9 @@ from jax_scalify.scales.algebra import ONE, Scale
 # away. A quotient by it counts as at most this times the scale of the quotient. In float16, its
 # scale is then raised by at most 2**10, and the other elements keep their digits.
 _LARGEST_QUOTIENT = Scale(22)
+# For each operand, the sign of a constant beside it that makes the equation half of a clip.
+_SIDES = {"max": (-1, -1), "min": (1, 1)}
+_SIDES |= {"gt": (1, -1), "ge": (1, -1), "lt": (-1, 1), "le": (-1, 1)}
 _PRODUCTS = ("mul", "div", "dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
@@ -136,18 +139,22 @@ def _count_sums(eqn: Any, inputs: Sequence[Value], traits: Traits) -> int:
     return max(counts) if traits.is_given and not _repeats(eqn) else 0
 
 
-def _one_sided_bound(eqn: Any, inputs: Sequence[Value], traits: Traits) -> float | None:
-    """Return the constant of `max(x, c < 0)` or `min(x, c > 0)`, also after a cast."""
-    name = eqn.primitive.name
-    if name in ("max", "min"):
-        numbers = [float(v.constant) for v in inputs if v.is_scalable and v.constant is not None]
-        return next((n for n in numbers if (n < 0 if name == "max" else n > 0)), None)
-    bound = inputs[0].facts.bound if len(inputs) == 1 else None
+def _one_sided_bound(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Bound | None:
+    """Return the bound of `max(x, c < 0)`, `min(x, c > 0)`, `x > c > 0` and `x < c < 0`.
+
+    A cast of the array keeps its bound.
+    """
+    name, bound = eqn.primitive.name, inputs[0].facts.bound if len(inputs) == 1 else None
+    if name in _SIDES:
+        for x, c, side in zip(inputs, inputs[::-1], _SIDES[name], strict=True):
+            if isinstance(x, Operand) and _is_bound(c, side):
+                return Bound(float(c.constant), x)
+        return None
     if bound is None or name != "convert_element_type":
         return bound if traits.elements in ("same", "rescaled") else None
     dtype = eqn.outvars[0].aval.dtype  # rounding keeps the order of numbers
-    rounded = float(np.asarray(bound).astype(dtype)) if dtypes.is_scalable(dtype) else 0
-    return rounded if rounded and math.isfinite(rounded) else None
+    rounded = float(np.asarray(bound.number).astype(dtype)) if dtypes.is_scalable(dtype) else 0
+    return Bound(rounded, bound.x) if rounded and math.isfinite(rounded) else None
 
 
 def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale | None:
@@ -162,7 +169,9 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
         is_one = not eqn.outvars[0].aval.shape or (
             name == "select_n" and inputs[0].number is not None
         )
-        return largest(known if is_one else [*known, *map(_size_of_constant, floats)])
+        sides = (-1, 0, 1) if name == "clamp" else _SIDES.get(name, (0,) * len(floats))
+        written = [v for v, side in zip(floats, sides, strict=True) if not _is_bound(v, side)]
+        return largest(known if is_one else [*known, *map(_size_of_constant, written)])
     if name in _PRODUCTS:
         if len(floats) != 2 or largest(known) is None:
             return None
@@ -185,6 +194,11 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
         return None if known[0] is None or power < 0 else known[0] ** power
     keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
     return largest(known) if keeps else None
+
+
+def _is_bound(value: Value, side: int) -> bool:
+    """Return whether a value is the bound of a clip, which replaces larger elements only."""
+    return bool(side) and value.constant is not None and bool(side * value.constant > 0)
 
 
 def _size_of_factor(value: Value) -> Scale | None:

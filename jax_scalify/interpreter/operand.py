@@ -27,6 +27,19 @@ from jax_scalify.scales.multiplying import multiply
 
 
 @dataclasses.dataclass(frozen=True)
+class Bound:
+    """A bound of the elements of an array.
+
+    Attributes:
+        number: a lower bound if it is negative, an upper bound if it is positive.
+        x: the array that was compared with the number; None if it belongs to another trace.
+    """
+
+    number: float
+    x: Operand | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
 class Facts:
     """What is known about the elements of a value.
 
@@ -38,8 +51,8 @@ class Facts:
             large as the sum of all others, and the dtype does not hold both extremes.
         sums: how many sums over axes, such as matmuls, were added to give the value; 0 if the value
             is not a sum of such sums.
-        bound: a lower bound of the elements if it is negative, an upper bound if it is positive:
-            the constant of the first half of `clip`. None if there is no bound.
+        bound: the bound of the elements after the first half of `clip`; of a condition such as
+            `x > 1`, the bound of `x` where it is false. None if there is no bound.
         constant: the size of the largest constant that was written among the elements, or of its
             product with an array. At the value's scale, the data of this constant may be near the
             largest number of the dtype. A static size may lie between two powers of two. None if
@@ -52,15 +65,16 @@ class Facts:
     computed: bool = False
     peaked: bool = False
     sums: int = 0
-    bound: float | None = None
+    bound: Bound | None = None
     constant: Scale | None = None
     gate: bool = False
     leads: bool = False
 
     def outside_of_trace(self) -> Facts:
-        """Return what is known in every trace: no size that depends on a dynamic scale."""
-        known = self.constant is None or self.constant.is_static
-        return self if known else dataclasses.replace(self, constant=None)
+        """Return what is known in every trace: no array, and no size with a dynamic scale."""
+        constant = self.constant if self.constant and self.constant.is_static else None
+        bound = Bound(self.bound.number) if self.bound else None
+        return dataclasses.replace(self, constant=constant, bound=bound)
 
     def join(self, other: Facts) -> Facts:
         """Return what is known about a value that may be either of two values."""

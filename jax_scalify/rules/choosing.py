@@ -46,8 +46,8 @@ def _extremum_rule(sign: int) -> Rule:
             scale, limit = other.scale, _bound(args[which])
             if sign < 0 and other.facts.nonneg:  # 0 <= min(x, c) <= c
                 scale = algebra.meet(scale, limit)
-            elif other.facts.bound is not None and sign * other.facts.bound > 0:
-                bound = other.facts.bound  # `other` is the first half of `clip`
+            elif other.facts.bound is not None and sign * other.facts.bound.number > 0:
+                bound = other.facts.bound.number  # `other` is the first half of `clip`
                 own = Scale(pow2.split_constant(bound)[1])
                 scale = algebra.meet(scale, algebra.join(limit, own))
         else:

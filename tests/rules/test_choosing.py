@@ -1,5 +1,7 @@
 """Elements of very different origin in one array: multiples of one array, and constants."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -218,6 +220,47 @@ def test_the_gradient_of_a_guarded_logarithm(scale):
     want = 2 * values / scale / np.square(values).sum(-1, keepdims=True)
     for got in outcomes(jax.grad(function), x):
         np.testing.assert_allclose(got, want, 2e-3)
+
+
+CLIPS = {
+    "hard_tanh": jax.nn.hard_tanh,
+    "where": lambda x: jnp.where(x >= 1, 1, jnp.where(-1 > x, -1, x)),
+    "other_way": lambda x: jnp.where(x < -1, -1, jnp.where(x > 1, 1, x)),
+    "in_a_jit": jax.jit(lambda x: jax.jit(jax.nn.hard_tanh)(x)),
+}
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 2.0**8, 2.0**14])
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_clip_by_choices_has_the_scale_of_clip(name, scale):
+    """At the scale of `x`, powers of the clipped elements would underflow."""
+    data = np.array([-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 3.0])
+    for dtype, kind in itertools.product(DTYPES, (float, jnp.float32)):
+        x = scaled(data * scale, kind(scale), dtype)
+        want = jsa.asarray(jsa.scalify(lambda x: jnp.clip(x, -1, 1))(x), jnp.float32)
+        for got in outcomes(CLIPS[name], x):
+            np.testing.assert_array_equal(got, want)
+        got = jsa.asarray(jsa.scalify(lambda x: jnp.mean(CLIPS[name](x) ** 4))(x), jnp.float32)
+        np.testing.assert_allclose(got, np.mean(np.float64(want) ** 4), 2e-2)
+
+
+def test_a_choice_of_something_else_is_no_clip():
+    x = scaled([-3.0, 0.5, jnp.nan, jnp.inf, 3.0], 2.0**-2, "float16")
+    y = scaled([9.0, 8.0, 7.0, 6.0, 5.0], 2.0**3, "float16")
+    for function in (
+        lambda x, y: jnp.where(x > 1, 1, y),
+        lambda x, y: jnp.where(x > 1, 2, x),
+        lambda x, y: jnp.where(x > 1, x, 1),
+        lambda x, y: jnp.where(x > 1, 1, 4 * x),
+        lambda x, y: jnp.where(2 * x > 1, 1, x),
+        lambda x, y: jnp.where(x < 1, 1, x),
+        lambda x, y: jnp.where(y > 1, 1, jnp.maximum(x, -1)),
+        lambda x, y: jnp.where(x > 1, 1, jnp.maximum(y, -1)),
+        lambda x, y: lax.scan(lambda c, _: (jnp.where(c > 1, 1, x), c), x, length=2)[0],
+    ):
+        want = function(*(jsa.asarray(v, jnp.float32) for v in (x, y)))
+        for got in outcomes(function, x, y):
+            np.testing.assert_array_equal(got, want)
 
 
 # Functions behind which nothing is left of a mask.
