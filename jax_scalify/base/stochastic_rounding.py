@@ -38,6 +38,8 @@ def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Ar
     """Round each element to one of its neighbours in `dtype`. The expected result is the element.
 
     `P(up) = (x - low) / (high - low)`: 1.25 between 1 and 2 is rounded up with probability 1/4.
+    Below the smallest normal number of `dtype`, float32 data is first rounded to nearest, to a
+    multiple of `2**-13` of the distance between neighbours (in FP8, at most `2**-20`).
     Numbers of `dtype` are unchanged. Finite values saturate in every dtype. A cast of integers, or
     to a dtype of at least 32 bits, is an ordinary cast. In E8M0, the smallest binade is rounded to
     nearest, because it is subnormal in float32.

@@ -142,7 +142,7 @@ def _count_sums(eqn: Any, inputs: Sequence[Value], traits: Traits) -> int:
 def _one_sided_bound(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Bound | None:
     """Return the bound of `max(x, c < 0)`, `min(x, c > 0)`, `x > c > 0` and `x < c < 0`.
 
-    A cast of the array keeps its bound.
+    A cast of the array keeps its bound. A cast of the condition has none: it is a mask.
     """
     name, bound = eqn.primitive.name, inputs[0].facts.bound if len(inputs) == 1 else None
     if name in _SIDES:
@@ -152,6 +152,8 @@ def _one_sided_bound(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Bound
         return None
     if bound is None or name != "convert_element_type":
         return bound if traits.elements in ("same", "rescaled") else None
+    if not inputs[0].is_scalable:
+        return None
     dtype = eqn.outvars[0].aval.dtype  # rounding keeps the order of numbers
     rounded = float(np.asarray(bound.number).astype(dtype)) if dtypes.is_scalable(dtype) else 0
     return Bound(rounded, bound.x) if rounded and math.isfinite(rounded) else None

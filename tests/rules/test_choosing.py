@@ -257,6 +257,12 @@ def test_a_choice_of_something_else_is_no_clip():
         lambda x, y: jnp.where(y > 1, 1, jnp.maximum(x, -1)),
         lambda x, y: jnp.where(x > 1, 1, jnp.maximum(y, -1)),
         lambda x, y: lax.scan(lambda c, _: (jnp.where(c > 1, 1, x), c), x, length=2)[0],
+        lambda x, y: jax.nn.relu((x > 0.25).astype(x.dtype)),
+        lambda x, y: jnp.minimum((x < -0.25).astype(x.dtype), 1) * y,
+        lambda x, y: jnp.where((x > 0.25).astype(x.dtype) > 0.5, 1, x),
+        lambda x, y: jnp.where(~(x > 1), 1, x),
+        lambda x, y: jnp.where((x > 1) & (y > 6), 1, x),
+        lambda x, y: jnp.where((x > 1)[::-1], 1, x),
     ):
         want = function(*(jsa.asarray(v, jnp.float32) for v in (x, y)))
         for got in outcomes(function, x, y):
