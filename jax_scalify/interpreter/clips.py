@@ -11,7 +11,7 @@ import dataclasses
 from jax import lax
 
 from jax_scalify.interpreter.context import RuleContext
-from jax_scalify.interpreter.operand import Operand
+from jax_scalify.interpreter.operand import Bound, Operand
 from jax_scalify.interpreter.value import Value
 
 
@@ -25,17 +25,22 @@ def as_clip(ctx: RuleContext) -> RuleContext:
         return ctx
     condition, x, constant = ctx.inputs
     bound = condition.facts.bound
-    if bound is None or constant.constant != bound.number or not _is_clipped(x, bound.x):
+    if bound is None or constant.constant != bound.number or not _is_half(x, bound):
         return ctx
     primitive = lax.min_p if bound.number > 0 else lax.max_p
     eqn = ctx.eqn.replace(primitive=primitive, params={}, invars=ctx.eqn.invars[1:])
     return dataclasses.replace(ctx, eqn=eqn, inputs=(x, constant))
 
 
-def _is_clipped(x: Value, of: Operand | None) -> bool:
-    """Return whether a value is an array, or the first half of its clip."""
-    if of is None or not isinstance(x, Operand):
+def _is_half(x: Value, bound: Bound) -> bool:
+    """Return whether a value is the array of a bound, or its clip on the other side."""
+    if _is_same(x, bound.x):
+        return True
+    own = x.facts.bound
+    return own is not None and own.number * bound.number < 0 and _is_same(own.x, bound.x)
+
+
+def _is_same(x: Value | None, y: Operand | None) -> bool:
+    if not isinstance(x, Operand) or y is None:
         return False
-    same = x.source is of.source and (x.scale, x.unit) == (of.scale, of.unit)
-    bound = x.facts.bound
-    return same or bound is not None and bound.x is not x and _is_clipped(of, bound.x)
+    return x.source is y.source and (x.scale, x.unit) == (y.scale, y.unit)
