@@ -186,9 +186,10 @@ class RuleContext:
         # With dynamic scales XLA for GPUs would fuse a mask into a softmax too, but would compile a
         # kernel for each layer: they differ in the place of the scale that they read.
         fits = fits and scale.is_static and not self.pending.exponent
-        if any(v.is_widened for v in self.inputs):
+        dtype = self.out_dtype
+        if raw.dtype != dtype:  # data that is rounded already would gain nothing
             scale = self.with_room(scale)
-        scale, dtype = scale * Scale(self.pending.take()), self.out_dtype
+        scale *= Scale(self.pending.take())
         raw = multiply(raw, ratio_of(unit, scale))
         if raw.dtype == dtype:
             return Operand(raw, scale)

@@ -17,7 +17,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes
-from jax_scalify.rules.shared.growth import Terms, growth, summed
+from jax_scalify.rules.shared.growth import Terms, growth
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.multiplying import multiply
@@ -130,7 +130,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     if sum_dtype == jnp.float8_e5m2 and not positional and _is_gradient(ctx, names):
         data = x.at_unit(scale)  # E5M2 needs data of unit size, not values
         total, scale = _summed_in_fp8(ctx, data, params, devices), _moved(scale, params)
-        result = summed(ctx, total, scale * factor, scale)
+        result = ctx.result(total, scale * factor, scale, saturates=False)
         is_part = ctx.primitive.name == "reduce_scatter"
         return result if is_part else _gathered(ctx, result, params, devices)
     widens = sum_dtype == jnp.float32 or positional or dtypes.is_fp8(out)
@@ -140,7 +140,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
         total = ctx.bind(dtypes.cast(data, travels), **params)
         return ScaledArray(total, _moved(scale, params) * factor)
     total, scale = ctx.bind(dtypes.cast(data, travels), **params), _moved(scale, params)
-    return summed(ctx, total, scale * factor, ctx.unit(scale))
+    return ctx.result(total, scale * factor, ctx.unit(scale), saturates=False)
 
 
 def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:

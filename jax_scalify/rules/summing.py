@@ -21,7 +21,7 @@ from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.primitives.narrow_dot import SMALLEST_EXPONENT, narrow_dot_p
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
-from jax_scalify.rules.shared.growth import Terms, growth, summed
+from jax_scalify.rules.shared.growth import Terms, growth
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
@@ -45,7 +45,7 @@ def _sum(
     total = ctx.bind(lax.convert_element_type(terms, dtypes.compute_dtype(x.dtype)), **params)
     if ctx.holds_values:
         return ctx.of_value(total, scale * factor, unit)
-    return summed(ctx, total, scale * factor, unit)
+    return ctx.result(total, scale * factor, unit, saturates=False)
 
 
 @register_scale_rule(lax.cumsum_p, elements="new", nonnegative="keeps", degree=1)
@@ -154,7 +154,7 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
     total = lax.dot_general_p.bind(
         lhs.source, rhs.source, preferred_element_type=preferred, **params
     )
-    return summed(ctx, total, scale, unit)
+    return ctx.result(total, scale, unit, saturates=False)
 
 
 @register_scale_rule(narrow_dot_p, elements="summed", degree="product")
@@ -201,7 +201,7 @@ def block_dot_rule(
     preferred = _preferred(ctx, {ctx.out_dtype})
     params |= dict(quantisers=tuple(of_unit_size), preferred_element_type=preferred)
     scale, _ = _of_sum(ctx, lhs, rhs, left, right, count)
-    return summed(ctx, block_dot_p.bind(*data, **params), scale, left * right)
+    return ctx.result(block_dot_p.bind(*data, **params), scale, left * right, saturates=False)
 
 
 def _preferred(ctx: RuleContext, kinds: set[Any]) -> Any:
@@ -260,7 +260,7 @@ def ragged_dot_general_rule(
     count = math.prod(lhs.shape[a] for a in contract)
     if set(contract) & set(dims.lhs_ragged_dimensions):
         count //= max(1, ctx.in_avals[2].shape[-1])
-    return summed(ctx, total, *_of_sum(ctx, lhs, rhs, lhs.scale, rhs.scale, count))
+    return ctx.result(total, *_of_sum(ctx, lhs, rhs, lhs.scale, rhs.scale, count), saturates=False)
 
 
 def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, low: int):
@@ -334,4 +334,4 @@ def conv_general_dilated_rule(
     left = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
     right = rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))
     count = _convolved_terms(ctx, params)
-    return summed(ctx, total, *_of_sum(ctx, lhs, rhs, left, right, count))
+    return ctx.result(total, *_of_sum(ctx, lhs, rhs, left, right, count), saturates=False)

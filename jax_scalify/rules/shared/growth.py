@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -72,8 +71,3 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
     if terms is Terms.NONNEGATIVE and jnp.finfo(ctx.out_dtype).bits < 32:
         exponent = min(exponent, NONNEGATIVE_LIMIT)
     return Scale(exponent)
-
-
-def summed(ctx: RuleContext, total: Any, scale: Scale, unit: Scale) -> Operand:
-    """Return the result of a sum: values `total * unit` at `scale`, the grown scale of a term."""
-    return ctx.result(total, ctx.with_room(scale), unit, saturates=False)

@@ -50,7 +50,4 @@ def bind_product(
         return ctx.on_values(scale * spread, *operands, **params)
     data = [x.data for x in operands]
     raw = ctx.bind(*widened(ctx, data, scale), **params)
-    own = scale * spread
-    # Raw data of a narrow dtype is already rounded: a larger scale would be too late.
-    own = own if raw.dtype == ctx.out_dtype else ctx.with_room(own)
-    return ctx.result(raw, own, scale, fits=fits)
+    return ctx.result(raw, scale * spread, scale, fits=fits)
