@@ -62,6 +62,7 @@ def _jvp(primals: Any, tangents: Any, *, jaxpr: Any, applied: AppliedRule) -> An
     """Differentiate the plain function. The equations of the derivative have their own rules."""
     outputs = custom_scale_p.bind(*primals, jaxpr=jaxpr, applied=applied)
     slopes = jvp_of_moved(as_function(jaxpr), primals, tangents)[1]
+    # The tangent of an integer has the dtype float0. JAX takes `Zero` for it.
     slopes = [
         s if dtypes.is_scalable(aval.dtype) else ad.Zero(aval.to_tangent_aval())
         for s, aval in zip(slopes, jaxpr.out_avals, strict=True)

@@ -120,6 +120,7 @@ def _batch_first(primitive: Primitive, args: Any, dims: Any, **params: Any) -> A
     """Map the first operand, and the others (scales) only if any of them is mapped."""
     if any(d is not None for d in dims[1:]):
         return batch_all(primitive, args, dims, **params)
+    # `get_data_and_scale` has a second result, the scale, which all examples share.
     out = primitive.bind(*args, **params)
     return out, [dims[0], None] if primitive.multiple_results else dims[0]
 
@@ -169,6 +170,7 @@ def _batch_delayed(
 ) -> Any:
     """Give each example its own scale, and so its own history: `(length, examples, ...)`."""
     x, history = _at_front(args, dims)
+    # From (examples, length, ...) to (length, examples, ...).
     history = jnp.moveaxis(history, 0, 1)
     aligned = aligned_history(history, x.ndim)
     x, aligned, finite = primitive.bind(x, aligned, batch_ndim=batch_ndim + 1, **params)
@@ -186,12 +188,14 @@ _define_cast = functools.partial(
 set_scaling_p = _define_identity("set_scaling", transpose=first, batch=_batch_first)
 rebalance_scale_p = _define_identity("rebalance_scale", transpose=first, batch=_batch_first)
 stop_scaling_p = _define_identity("stop_scaling", transpose=first, batch=_batch_first)
+# The result takes the shape of the partner's scale, so both operands need the mapped axis.
 match_scale_p = _define_identity("match_scale", transpose=first, batch=batch_all)
 on_backward_p = define(
     "on_backward",
     first,
     first,
     jvp=_jvp_on_backward,
+    # Tangents go through this primitive (`_jvp_on_backward`), so cotangents come here.
     transpose=lambda cotangent, x, *operands, function: function(cotangent, *operands),
     batch=_batch_on_backward,
 )

@@ -40,6 +40,7 @@ def _wide(lhs: Any, rhs: Any, *, exponent: int, pinned: bool = False, **params: 
     total = lax.dot_general_p.bind(lhs, rhs, preferred_element_type=np.dtype("float32"), **params)
     if exponent:
         factor = np.float32(math.ldexp(1.0, exponent))
+        # If the factor is pinned, kernels that differ only in the factor are compiled once.
         total = lax.mul(pin_constant(factor) if pinned else factor, total)
     return lax.convert_element_type(total, jnp.float16)
 
@@ -48,6 +49,7 @@ def _narrow(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
     behind = max(exponent, _SMALLEST_BEHIND)
     if exponent < behind:
         factor = np.float16(math.ldexp(1.0, exponent - behind))
+        # This factor is a pass over an operand, so it goes to the smaller one.
         lhs, rhs = (lhs * factor, rhs) if lhs.size < rhs.size else (lhs, rhs * factor)
     total = lax.dot_general_p.bind(lhs, rhs, preferred_element_type=np.dtype("float16"), **params)
     return lax.mul(total, np.float16(math.ldexp(1.0, behind))) if behind else total

@@ -26,6 +26,7 @@ def _selected(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _added(x: jax.Array, y: jax.Array) -> jax.Array:
+    # In float32, a finite `y` adds less than 2**128 * 2**-252 = 2**-124. inf and nan remain.
     tiny = jnp.finfo(y.dtype).tiny
     return x + y * tiny * tiny
 

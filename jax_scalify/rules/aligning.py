@@ -116,6 +116,7 @@ def concatenate_rule(
     With scales of shape `(4,)` and `()`, operands of shape `(4,)` and `(2,)` give scales of shape
     `(6,)`.
     """
+    # An empty array may have an empty array of scales. Its maximum is the scale 0, which any fits.
     args = tuple(x if x.size else uniform_over(x) for x in args)
     if not any(lies_along(x, dimension) for x in args):
         scale = scale_for(args)
@@ -160,6 +161,8 @@ def pad_rule(
     (data,) = at_shared_scale(ctx, (x,), scale)
     own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(padding_config)]
     if any(c != (0, 0, 0) for c in own):
+        # The gradient of `x[:2]` pads with zeros. In a sum of such gradients, the scale 0 of the
+        # zeros leaves the other terms their scales.
         new = scale_array(ctx.table, ZERO if number == 0 else scale.largest)
         scale = scale_of(ctx.table, lax.pad(scale.array, new, own))
     if ctx.holds_values:
@@ -194,6 +197,7 @@ def dynamic_update_slice_rule(
     if not partial <= set(axes):  # some old elements share a scale with new elements
         new = lax.max(new, lax.dynamic_slice(old, offsets, new.shape))
     scale = scale_of(ctx.table, lax.dynamic_update_slice(old, new, offsets))
+    # Elements that are overwritten need not be brought to the new scales.
     kept = own[0] if partial <= set(axes) else scale
     data = at_shared_scale(ctx, (x,), kept)
     data += at_shared_scale(ctx, (update,), scale_of(ctx.table, new))
@@ -215,6 +219,8 @@ def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> Sc
     scale = algebra.join(x.scale, constant_floor(fill, x.dtype))
     if ctx.holds_values:
         return ctx.on_values(gathered_scale(ctx, scale, indices, windows), x, indices, **params)
+    # The fill value is a static parameter of `gather`, but with a dynamic scale its data is not
+    # known while tracing. So the gather fills with 0, and the fill value is chosen afterwards.
     data = multiply(x.data, x.scale / scale, x.dtype)
     taken = ctx.bind(data, indices, **{**params, "fill_value": 0})
     inside = jnp.ones(ctx.in_avals[0].shape, bool)
@@ -250,6 +256,7 @@ def scatter_rule(
         density = Scale(round(math.log2(updates.size / x.size) / 2))
         if dtypes.is_narrow(x.dtype):
             density = algebra.join(density, _LEAST_DENSITY)
+    # In the gradient of an embedding, thousands of updates may be added to one row, in float32.
     compute = dtypes.compute_dtype(ctx.out_dtype) if sums else ctx.out_dtype
     if x.scale.ndim or updates.scale.ndim:
         out, scale = scatter_along_axes(ctx, x, indices, updates, density, params, compute)
@@ -268,6 +275,7 @@ def select_and_scatter_add_rule(
     ctx: RuleContext, source: Operand, operand: Operand, **params: Any
 ) -> ScaledArray:
     """`scale = source.scale`, added up in float32; the operand only selects positions."""
+    # The gradient of max pooling: an element that several windows choose gets a sum.
     axes = windowed_axes(ctx, **params)
     source = uniform_over(source, axes)
     compute = dtypes.compute_dtype(ctx.out_dtype)

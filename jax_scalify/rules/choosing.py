@@ -44,10 +44,11 @@ def _extremum_rule(sign: int) -> Rule:
             which = harmless.index(True)
             other = args[which ^ 1]
             scale, limit = other.scale, _bound(args[which])
-            if sign < 0 and other.facts.nonneg:  # 0 <= min(x, c) <= c
+            if sign < 0 and other.facts.nonneg:  # relu6: 0 <= min(x, 6) <= 6
                 scale = algebra.meet(scale, limit)
             elif other.facts.bound is not None and sign * other.facts.bound.number > 0:
                 bound = other.facts.bound.number  # `other` is the first half of `clip`
+                # No element of `clip(x, -1, 2)` is larger than 2.
                 own = Scale(pow2.split_constant(bound)[1])
                 scale = algebra.meet(scale, algebra.join(limit, own))
         else:
@@ -56,7 +57,8 @@ def _extremum_rule(sign: int) -> Rule:
             return number
         out = ctx.bind(*aligned(scale, *args), **params)
         if bound is not None and not ctx.holds_values:
-            # It may have underflowed at the scale of the first half.
+            # At the scale 2**30, the first half of `clip(x, -1, 1)` has a bound of -2**-24, the
+            # smallest number of float16, and thus the value -64. At the new scale the bound fits.
             again = align_constant(bound, out.dtype, scale)
             out = lax.max(out, again) if sign < 0 else lax.min(out, again)
         return ctx.result(out, scale)
@@ -91,12 +93,15 @@ def clamp_rule(
     else:
         bounds = _bound(low), _bound(high)
         scale = algebra.meet(x.scale, algebra.join(*bounds))
+        # No element of `clip(x, 0.1, 10)` is below 0.1, however small `x.scale` is.
         if low.constant > 0 or high.constant < 0:
             scale = algebra.join(scale, algebra.meet(*bounds))
     out, operands = ctx.out_avals[0], (low, x, high)
     if (number := _own_number(ctx, operands, scale, params)) is not None:
         return number
     args = [a.value if ctx.holds_values else align(a, scale) for a in operands]
+    # `lax.clamp` takes bounds of rank 0 or of the full shape. At a scale with axes, the data of a
+    # constant has the shape of the scale.
     args = [a if i != 1 and not np.ndim(a) else filled(a, out) for i, a in enumerate(args)]
     return ctx.result(ctx.bind(*same_dtype(*args), **params), scale)
 
@@ -138,6 +143,8 @@ def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:
         return algebra.ONE
     exponents = [0, *(m.exponent for m in multiples)]
     dtype = dtypes.compute_dtype(first.dtype) if ctx.stays_wide else first.dtype
+    # For `x` and `4096 * x`, 2**-12: the data of `x` stays as it is, and the data of `4096 * x` is
+    # multiplied by 4096. float16 has room for 2**12.
     return Scale(max(min(exponents) - max(exponents), room(dtype).exponent))
 
 
@@ -156,6 +163,8 @@ def _chosen(ctx: RuleContext, which: Any, cases: Sequence[Operand]) -> Operand |
     numbers = [None if x.constant is None else np.complex128(x.constant) for x in cases]
     scales = [x.scale for x, n in zip(cases, numbers) if n is None or (n != 0 and np.isfinite(n))]
     scales = [s for s in scales if not s.is_zero]
+    # If `where(ok, g, 0)` chooses the zero, the result has the scale 0, so that the old scale of
+    # `g` has no effect later. If `g` has a static scale, the result keeps it.
     has_zero = any(n == 0 for n in numbers) and not all(s.is_static for s in scales)
     if not ctx.table.splits_scalars or len(set(scales)) + has_zero < 2:
         return None
@@ -215,6 +224,7 @@ def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) 
     """
     number = ctx.inputs[0].number
     if number is not None:
+        # `jnp.where` may have broadcast a 0-d predicate. This is the 0-d predicate itself.
         which = number
         chosen = _chosen(ctx, which, cases)
         if chosen is not None:

@@ -55,6 +55,7 @@ def _largest(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) 
 
 def _collected(ctx: RuleContext, scale: Scale, data: Any, params: dict[str, Any]) -> Scale:
     """Apply the collective to the scale, typed to vary along the mesh axes of the data."""
+    # A checked `shard_map` refuses to collect an array whose type does not vary along the axes.
     varying = _compat.varying_axes(data) & set(_axis_names(params))
     return ctx.table.atom(ctx.bind(_compat.as_varying(scale.array, varying), **params))
 
@@ -101,6 +102,7 @@ def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
 def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = max` over all devices; scales along a gathered axis are gathered too."""
     if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
+        # For example, weights that are sharded along their rows, with a scale for each row.
         scale = _collected(ctx, x.scale, x.source, params)
         return x.moved(ctx.bind(x.source, **params), scale)
     data, scale = _at_one_scale(ctx, x, params)
@@ -123,6 +125,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     positional = [a for a in params.get("axes", ()) if isinstance(a, int)]
     groups = params.get("axis_index_groups")
     names = _axis_names(params)
+    # JAX evaluates `psum` of a Python number while tracing.
     devices = lax.psum(1, names, axis_index_groups=groups) if names else 1
     count = devices * math.prod(ctx.in_avals[0].shape[a] for a in positional)
     factor = growth(ctx, count, Terms.of(x))
@@ -145,6 +148,8 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 
 def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:
     """Return whether `psum` adds gradients: arrays of rank 2 or more, outside a forward pass."""
+    # With tensor parallelism, a forward pass adds activations. It is only recognised if it is
+    # differentiated, so an evaluation must not set `sum_dtype` to E5M2.
     is_forward = _compat.is_forward_pass()
     is_real = jnp.issubdtype(ctx.out_dtype, jnp.floating)
     return bool(names) and is_real and ctx.in_avals[0].ndim > 1 and not is_forward
@@ -164,9 +169,11 @@ def _summed_in_fp8(ctx: RuleContext, data: Any, params: dict[str, Any], devices:
     # The cast saturates, but an infinity must stay infinite.
     infinite = lax.convert_element_type(data, jnp.float8_e5m2)
     parts = lax.select(jnp.isinf(data), infinite, dtypes.cast(data, jnp.float8_e5m2))
+    # Shape (..., devices, size, ...): a part for each device.
     parts = parts.reshape(*data.shape[:axis], devices, size, *data.shape[axis + 1 :])
     groups = params.get("axis_index_groups")
     parts = lax.all_to_all(parts, _axis_names(params), axis, 0, axis_index_groups=groups)
+    # Shape (devices, ..., size, ...): the terms of one part, from all devices.
     total = jnp.sum(parts.astype(dtypes.compute_dtype(ctx.out_dtype)), 0)
     return total if params.get("tiled", True) else jnp.squeeze(total, axis)
 
@@ -192,6 +199,7 @@ def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: 
         tiled=True,
         to="invarying" if ctx.primitive.name == "psum_invariant" else "varying",
     )
+    # `_summed_in_fp8` may have padded the axis.
     return part.moved(lax.slice_in_dim(whole, 0, aval.shape[axis], axis=axis), part.scale)
 
 

@@ -37,6 +37,8 @@ def fused_attention_gradients_rule(
     value, result, cotangent = (uniform_over(args[i]) for i in (_VALUE, _RESULT, _COTANGENT))
     arrays = [ctx.dequantise(x, x.dtype) for x in args]
     arrays[_VALUE], arrays[_COTANGENT] = value.data, cotangent.data
+    # The kernel computes `cotangent @ value.T - sum(cotangent * result)` for each query, so value
+    # and result must have the same unit.
     arrays[_RESULT] = result.at_unit(value.scale, result.dtype)
     gradients = ctx.bind(*arrays, **params)
     scales = [cotangent.scale * value.scale] * len(gradients)

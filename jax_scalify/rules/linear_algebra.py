@@ -26,6 +26,7 @@ def _factor_rule(*degrees: int) -> Rule:
     def rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
         x = uniform_over(x, _MATRIX)
         results = []
+        # There may be fewer results: `svd` without vectors has the singular values only.
         for out, degree in zip(ctx.bind(x.value, **params), degrees, strict=False):
             if not dtypes.is_scalable(out.dtype):
                 results.append(out)

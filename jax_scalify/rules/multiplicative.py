@@ -54,6 +54,7 @@ def _is_no_larger(ctx: RuleContext, *factors: Operand) -> bool:
     """Return whether one factor is a constant, and the product's data is at most the other's."""
     if ctx.holds_values:
         return False
+    # In `0.3 * x` the constant is `0.6 * 2**-1`: its data is at most 1, so no element grows.
     others = [x for x in factors if x.constant is None or not abs(x.data) <= 1]
     return len(others) < 2 and all(x.fits for x in others)
 
@@ -154,6 +155,7 @@ def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
     halves = 2 * float(number)
     if not halves.is_integer() or abs(halves) > _LARGEST_POWER:
         return wide_rule(ctx, x, y, **params)
+    # For `y = 1.5`: with `scale = root**2 * rest`, `x**y` is `(data * rest)**1.5 * root**3`.
     root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
     scale = root ** int(halves) if halves % 2 else root ** int(number)
     base = _base(ctx, x, rest)

@@ -45,6 +45,7 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
 )
 def rounding_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = max(1, scale)`, evaluated on plain values."""
+    # Results are integers: `floor(-0.001)` is -1, however small the scale is.
     return ctx.on_values(algebra.join(ONE, x.scale), x, saturates=False, **params)
 
 

@@ -37,6 +37,7 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
         if not number:
             return algebra.ZERO
         return Scale(max(-limit, min(limit, pow2.floor_exponent(number))))
+    # A scale of shape (2,) for data of shape (2, 3) lies along the leading axis: (2, 1).
     plain = jnp.abs(ctx.dequantise(value)).astype(ctx.table.dtype)
     return ctx.table.atom(
         pow2.round_down(array_lib.align_scale(plain, len(ctx.out_avals[0].shape)))
@@ -140,6 +141,8 @@ def dynamic_rescale_rule(
     if ctx.config.rounding_mode is Pow2RoundMode.UP:
         power = jnp.where(wide > power, 2 * power, power)
     power = lax.mul(power, jnp.asarray(1 / target, power.dtype))
+    # The power of zeros is 0. The data is then multiplied by `0**-1`, which counts as 1 in the
+    # algebra of scales, so zeros do not become nan.
     factor = ctx.table.atom(jnp.where(finite, power, jnp.ones_like(power)))
     flag = _of_examples(finite, examples)
     out = at_scale(x, x.scale * factor)
@@ -178,6 +181,7 @@ def delayed_rescale_rule(
     amax, finite = _amax_exponent(ctx, x, seen.shape[1:])
     expected = jnp.max(seen, 0) if algorithm == "max" else seen[0]
     scale = pow2.power(expected - top, ctx.table.dtype)
+    # Where the requested scale is 0, `_at_scale` keeps the scale of the value.
     scale = jnp.where(expected == primitives.NOTHING_SEEN, jnp.zeros_like(scale), scale)
     entered = jnp.concatenate([amax[None], seen[:-1]])
     return [
@@ -194,6 +198,8 @@ def _amax_exponent(
     shared = [d == 1 for d in shape] or [True] * x.ndim
     own = [d == 1 for d in x.scale.shape] or [True] * x.ndim
     axes = tuple(a for a in range(x.ndim) if shared[a] and own[a])
+    # Elements of one scale are compared as data. Maxima of different scales that share an entry
+    # of the history are compared below, as exponents of values.
     largest = statistic(x.data, "max", axes)
     power = pow2.round_down(largest)
     if x.scale.is_static and not x.scale.is_zero:

@@ -34,6 +34,7 @@ def is_finite_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
 def _can_be_infinite(x: Operand) -> bool:
     """Return whether finite data times its scale may be infinite in the dtype of computation."""
     finfo = jnp.finfo(dtypes.compute_dtype(x.dtype))
+    # float16 data is below 2**16. Up to a scale of 2**112, its values are finite in float32.
     return x.unit.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
 
 
@@ -58,6 +59,7 @@ def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any)
     if any(n is not None and n == 0 for n in numbers):  # a sign does not depend on the scale
         return ctx.bind(*same_dtype(lhs.source, rhs.source), **params)
     if any(n is not None and not np.isfinite(np.complex128(n)) for n in numbers):
+        # `x < inf` is about the value, which may be infinite although the data is finite.
         wide = [ctx.dequantise(x) if _can_be_infinite(x) else x.source for x in (lhs, rhs)]
         return ctx.bind(*same_dtype(*wide), **params)
     return ctx.bind(*_together(lhs, rhs), **params)

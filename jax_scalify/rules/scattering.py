@@ -73,15 +73,19 @@ def scatter_along_axes(
     own = own_scales(x, updates)
     replaces = False
     if not partial & set(axes):
+        # No index chooses a scale: `x.at[rows].add(u)` with a scale for each column.
         scale = algebra.join(own[0], own[1].map(windows.on_operand)) * factor
         there = scale.map(lambda s: windows.on_windows(s, updates.ndim))
     else:
+        # Indices choose scales: `x.at[rows].add(u)` with a scale for each row. The array of scales
+        # has length 1 along other axes, and is gathered and scattered by the same rows.
         inner, columns = windows.along(axes, indices)
         old = scale_along(ctx.table, own[0], axes, x.shape)
         new = scale_array(ctx.table, own[1], inner.shape_along(axes, updates.shape))
         replaces = ctx.primitive is lax.scatter_p and partial <= set(axes)
         kept = old
         if replaces:
+            # The scale 0 loses every maximum, so the scales of replaced elements do not count.
             kept = inner.write(lax.scatter, old, columns, jnp.zeros_like(new), params["mode"])
         joined = inner.write(lax.scatter_max, kept, columns, new, params["mode"])
         taken = inner.take(joined, columns)
@@ -111,6 +115,8 @@ def _with_few_scales(
     # The gradient of a diagonal scatters updates with one scale each into zeros.
     if _is_worth_it(x, axes) or (each and into_zeros):
         return updates, axes
+    # For `x.at[i, j].set(u)`, `whole` is empty, and the updates get one scale. For `x.at[i].set(u)`
+    # they may keep a scale for each column.
     whole = [d for d, a in windows.inside.items() if a not in partial]
     updates = uniform_over(updates, [d for d in range(updates.ndim) if d not in whole])
     axes = _axes_of_result(x, updates, windows, partial)
@@ -130,6 +136,7 @@ def _axes_of_result(x: Operand, updates: Operand, windows: Windows, partial: set
         elif apart.index(dim) in batch:
             axes.add(batch[apart.index(dim)])
         else:
+            # A scale for each window lies along the axes that the indices move the window on.
             axes |= partial - set(batch.values())
     return sorted(axes)
 
@@ -162,6 +169,7 @@ def apply_function(
     aval, updates = ctx.in_avals[0], ctx.in_avals[2]
 
     def function(value: Any) -> Any:
+        # JAX traces `f` on one element, with a second operand that it ignores, the update.
         return jex_core.jaxpr_as_fun(closed)(value, value)[0]
 
     for _ in aval.shape:
@@ -169,6 +177,7 @@ def apply_function(
 
     def program(x: Any, indices: Any) -> Any:
         marks = jnp.ones(updates.shape, np.int32)
+        # How often the indices name each element: twice in `x.at[[0, 0]].apply(f)`.
         count = scatter(lax.scatter_add_p, jnp.zeros(aval.shape, np.int32), indices, marks, params)
 
         def step(i: Any, x: Any) -> Any:

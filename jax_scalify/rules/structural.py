@@ -24,7 +24,7 @@ from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_ov
 from jax_scalify.rules.shared.joining import same_dtype
 from jax_scalify.scales.algebra import ONE, Scale
 
-# How far from 1, in octaves, one float32 factor may be.
+# A cast applies a scale as one float32 factor if it is at most this far from 1, in octaves.
 _LARGEST_SPAN = 120
 
 
@@ -67,14 +67,16 @@ def _moved(ctx: RuleContext, x: Operand, source: Any, scale: Scale) -> Operand:
     """Return `x` with its source and scale moved, rounded if the source is widened."""
     if not (ctx.stays_wide or x.is_widened):
         return x.moved(source, scale)
+    # In `square(x).reshape(-1)` the square may arrive in float32. It is rounded here, unless the
+    # result may stay in float32 too.
     return ctx.result(source, scale, fits=x.fits)
 
 
 def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
     """Return the scale of a result, given the array of the scale.
 
-    A scale with one element keeps its axes if the result has an axis of length 1. It then counts as
-    the scale of this index only: the gradient of a slice pads with zeros, which must not get it.
+    A scale with one element keeps its axes if the result has an axis of length 1. It is then the
+    scale of this index only: where the gradient of a slice pads this axis, the zeros do not get it.
     """
     own = math.prod(array.shape) == 1 and 1 in aval.shape
     return ctx.table.atom(array) if own else scale_of(ctx.table, array)
@@ -115,12 +117,15 @@ def _slice_scale(
 ) -> Any:
     strides = strides or [1] * scale.ndim
     taken = zip(scale.shape, start_indices, limit_indices, strides, strict=True)
+    # An axis of length 1 has one scale for all indices, so it is not sliced.
     bounds = [(0, 1, 1) if size == 1 else own for size, *own in taken]
     return lax.slice(scale, *zip(*bounds, strict=True))
 
 
 def _dynamic_slice_scale(scale: Any, *starts: Any, slice_sizes: Any, **_: Any) -> Any:
     varies = [size != 1 for size in scale.shape]
+    # The start on an axis of length 1 is 0. So in a loop over `x[i]`, scales of columns do not
+    # depend on `i`, and all steps share them.
     starts = tuple(s if v else np.zeros((), s.dtype) for s, v in zip(starts, varies, strict=True))
     sizes = [size if v else 1 for size, v in zip(slice_sizes, varies, strict=True)]
     return lax.dynamic_slice(scale, starts, sizes)
@@ -186,6 +191,7 @@ def reshape_rule(
             for a in axes:
                 wide[a] = x.shape[a] if v else 1
             shape += sizes if v else [1] * len(sizes)
+        # From (4, 6) to (24,): scales of shape (4, 1) are broadcast to (4, 6), and then reshaped.
         scale = scale.map(lambda s: jnp.broadcast_to(s, wide).reshape(shape))
     return _moved(ctx, x, ctx.bind(x.source, **params), scale)
 
@@ -198,6 +204,7 @@ def _reshaped_groups(
     `(4, 6)` to `(2, 2, 6)` gives `[([0], [2, 2]), ([1], [6])]`.
     """
     if 0 in before:
+        # All products that contain a 0 are equal, so smaller groups would be ambiguous.
         return [(list(range(len(before))), list(after))]
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
@@ -247,6 +254,7 @@ def select_and_gather_add_rule(
     ctx: RuleContext, tangents: Operand, operand: Operand, **params: Any
 ) -> ScaledArray:
     """`scale = tangents.scale`; the operand only selects positions."""
+    # JAX differentiates max pooling with this primitive, in forward mode.
     axes = windowed_axes(ctx, **params)
     tangents = uniform_over(tangents, axes)
     if ctx.holds_values:
@@ -275,6 +283,7 @@ def reduce_precision_rule(
 def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """`out = f(data)`, scale unchanged, for each operand."""
     data = [x.source if isinstance(x, Operand) else x for x in args]
+    # A number beside arrays may be 0-d, but the results must have the shapes of the equation.
     data = [filled(d, aval) for d, aval in zip(data, ctx.in_avals, strict=True)]
     out = ctx.bind(*data, **params)
     out = out if ctx.primitive.multiple_results else [out]
@@ -290,6 +299,7 @@ def sort_rule(
     ctx: RuleContext, *args: Any, dimension: int, num_keys: int, **params: Any
 ) -> list[Any]:
     """`out = f(data)`; each operand has one scale along the sorted axis."""
+    # Keys are compared, so small keys must keep their order. Other operands are only moved.
     args = tuple(
         x
         if not isinstance(x, Operand)
@@ -311,6 +321,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     if not isinstance(x, Operand):  # integers and bools have scale 1
         return ScaledArray(ctx.bind(x, **params), ONE)
     if not dtypes.is_scalable(dtype):
+        # A cast to bool is `x != 0`, which the data decides. An integer needs the value.
         return ctx.bind(x.source if dtype == jnp.bool_ else ctx.dequantise(x), **params)
     if not dtypes.is_narrow(dtype):
         source, unit = dtypes.cast(x.source, dtype), x.unit
@@ -319,10 +330,12 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
         return ctx.of_value(source, x.scale, unit)  # a scalar unit is kept, not multiplied
     if dtypes.is_narrow(x.dtype):
         return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
+    # In `jnp.where(m, x, 1).astype(float16)` with tiny `x`, the 1 must fit at the scale too.
     scale = ctx.with_room(x.scale)
     if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
         scale = scale.bounded()  # the unbounded factor may be infinite, and 0 * inf is nan
     if dtypes.is_fp8(dtype):  # never stays in float32: the program rounds here
         return ScaledArray(x.at_unit(scale, dtype), scale)
+    # A real dtype takes the real part. It is taken first, because complex numbers cannot saturate.
     source = lax.real(x.source) if jnp.iscomplexobj(x.source) else x.source
     return ctx.result(source, scale, x.unit)

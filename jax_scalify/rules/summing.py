@@ -42,6 +42,8 @@ def _sum(
     factor = growth(ctx, count, Terms.of(x))
     scale = x.scale.map(move) if move else x.scale
     terms, unit = x.at_scalar_unit if ctx.holds_values else (x.data, scale)
+    # JAX sums the gradient of a bias in the dtype of the cotangent. Added one by one in float16,
+    # ones would stop at 2048, because 2048 + 1 rounds to 2048.
     total = ctx.bind(lax.convert_element_type(terms, dtypes.compute_dtype(x.dtype)), **params)
     if ctx.holds_values:
         return ctx.of_value(total, scale * factor, unit)
@@ -67,16 +69,19 @@ def fft_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     """`scale = scale * pow2(sqrt(n))` for n points; for the inverse, `scale / pow2(sqrt(n))`."""
     lengths = params["fft_lengths"]
     x = uniform_over(x, range(x.ndim - len(lengths), x.ndim))
+    # Terms are multiplied by roots of unity, so they have all signs even if `x >= 0`. The inverse
+    # divides its sums by n, and `sqrt(n) / n` is `1 / sqrt(n)`.
     factor = growth(ctx, math.prod(lengths), Terms.INDEPENDENT)
     inverse = params["fft_type"] in (lax.FftType.IFFT, lax.FftType.IRFFT)
     return ctx.on_values(x.scale * (factor**-1 if inverse else factor), x, **params)
 
 
 def _floating(ctx: RuleContext, *operands: Any) -> list[Operand]:
-    """Return the operands. Integers and bools get the scale 1, in the dtype of JAX's product."""
+    """Return the operands. Integers and bools become floats, at the scale 1."""
     out = []
     for x, value in zip(operands, ctx.inputs, strict=False):
         if not isinstance(x, Operand):
+            # float16 holds every int8, but int32 reaches far beyond its largest number, 65504.
             few = x.dtype == np.bool_ or np.iinfo(x.dtype).bits <= 8
             dtype = ctx.out_dtype if few else dtypes.compute_dtype(ctx.out_dtype)
             x = Operand(lax.convert_element_type(x, dtype), ONE, facts=value.facts)
@@ -88,6 +93,8 @@ def _operand_scale(x: Operand, contract: Any, batch: Any, before: int, after: in
     """Reshape an operand's scale to the result's dims: batch, lhs free, rhs free."""
 
     def move(scale: Any) -> Any:
+        # Contracted dims have length 1, and are dropped. In `(M, K) @ (K, N)` the scales have the
+        # shapes (M, 1) and (1, N) in the end.
         free = [a for a in range(x.ndim) if a not in contract and a not in batch]
         scale = lax.transpose(scale, (*batch, *free, *contract))
         shape = scale.shape[: len(batch) + len(free)]
@@ -119,6 +126,7 @@ def _factors_together(
             shape[a] = scale.shape[b]
         return lax.reshape(lax.transpose(scale, (*(b for _, b in pairs), *free)), shape)
 
+    # In `(M, K) @ (K, N)`, `part` has the shape (K, 1), and (1, K) beside lhs.
     part = rhs.scale.map(lambda s: jnp.max(s, free, keepdims=True, initial=0))
     left, right = lhs.scale * part.map(along_lhs), rhs.scale / part
     return lhs.as_pair(lhs.source, left), rhs.as_pair(rhs.source, right)
@@ -141,6 +149,8 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
     lhs, rhs, left, right, count = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     scale, unit = _of_sum(ctx, lhs, rhs, left, right, count)
     kinds = {x.dtype for x in (lhs.source, rhs.source, ctx.out_avals[0])}
+    # On a GPU, cuBLAS multiplies its float32 sums by a constant and writes float16. This is for
+    # factors from 2**-16 to 1, if no constant among the elements needs a larger scale.
     if ctx.config.sum_dtype != np.float32 and kinds == {np.dtype("float16")}:
         corrected = scale * Scale(ctx.pending.exponent)
         ratio, fits = ratio_of(unit, corrected), ctx.with_room(scale) == scale
@@ -218,6 +228,7 @@ def _along_rows(ctx: RuleContext, scale: Any, group_sizes: Any, dims: Any) -> An
     shape = [1] * ctx.out_avals[0].ndim
     place = len(batch[0]) + free.index(ragged)
     shape[place] = ctx.out_avals[0].shape[place]
+    # Groups of 2 and 1 rows with the scales `[a, b]` give `[a, a, b]`.
     rows = jnp.repeat(jnp.ravel(scale), group_sizes, total_repeat_length=shape[place])
     return lax.reshape(rows, shape)
 
@@ -245,6 +256,7 @@ def ragged_dot_general_rule(
     lhs, ratio = uniform_over(lhs), ONE
     others = set(range(rhs.ndim)) - set(dims.rhs_group_dimensions)
     rhs = uniform_over(rhs, sorted(others))
+    # In a mixture of experts, weights of shape (experts, in, out) may have a scale for each expert.
     if rhs.scale.ndim and group_sizes.ndim == 1 and rhs.holds_data:
         whole = rhs.scale.largest
         ratio = rhs.scale / whole
@@ -269,7 +281,10 @@ def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole:
     Other taps meet padding, or the holes of a dilated input. A kernel of 3 taps over 4 elements
     with `SAME` padding has `(2 + 3 + 3 + 2) / 4 = 2.5`.
     """
-    first = np.arange(taps) * dilation - low  # the position of each tap of the first output
+    # Tap t of output o meets the position `first[t] + o * stride` of the dilated input. From the
+    # output `begin[t]` to the output `end[t]` this position lies inside. One in `hole` positions
+    # holds an element.
+    first = np.arange(taps) * dilation - low
     begin = np.maximum(0, -(first // stride))
     end = np.minimum(out - 1, ((size - 1) * hole - first) // stride)
     return float(np.sum(np.maximum(0, end - begin + 1))) / max(1, out) / hole
@@ -311,9 +326,12 @@ def conv_general_dilated_rule(
     dims = params["dimension_numbers"]
     batched = params["batch_group_count"] > 1
     lhs, rhs = _floating(ctx, lhs, rhs)
+    # With groups, rhs has fewer input channels than lhs, so their scales do not form pairs.
     if not batched and params["feature_group_count"] == 1:
         contract = ((dims.lhs_spec[1],), (dims.rhs_spec[1],))
         lhs, rhs = _factors_together(lhs, rhs, contract, ((), ()))
+    # The gradient of a grouped kernel has a `batch_group_count`: each group of the batch makes
+    # output channels of its own, so the batch axis of the result is not that of lhs.
     lhs = uniform_over(lhs, dims.lhs_spec if batched else dims.lhs_spec[1:])
     rhs = uniform_over(rhs, dims.rhs_spec[1:])
     total = ctx.bind(

@@ -69,6 +69,8 @@ def _held(forms: list[Form], before: Sequence[Any], after: Sequence[Any]) -> lis
     out = list(after)
     for at, form in scales_of(forms).items():
         if form.keeps_scale:
+            # A carry of zeros has the scale 0, and takes the first other scale. The carry holds
+            # values, so its array is right at any scale.
             out[at] = jnp.where(before[at] == 0, after[at], before[at])
     return out
 
@@ -108,9 +110,12 @@ def scan_rule(
         x_arrays = [next(rest) if is_sliced else array for array, is_sliced in given]
         out = body([*captured, *before, *x_arrays], [*carry_forms, *y_forms])
         after, ys = _held(carry_forms, before, out[: len(before)]), out[len(before) :]
+        # Shape (count,); the scan stacks the tables of all steps to (length, count). Scales that
+        # all steps share are a carry: each step overwrites them with the same scales.
         tables = [jnp.stack([ys[at] for at in which]) for which in together]
         return (after, [ys[at] for at in shared]), ([ys[at] for at in alone], tables)
 
+    # A loop of length 0 returns these scales.
     zeros = [
         _compat.as_varying(jnp.zeros(f.scale_shape, ctx.table.dtype), f.varying)
         for f in shared.values()
@@ -125,6 +130,7 @@ def scan_rule(
     for at, form in scales_of(y_forms).items():
         shape = form.scale_shape or (1,) * len(form.shape)
         if at not in shared:
+            # A scale for each step: shape (length, 1, 1) beside data of shape (length, 6, 6).
             ys[at] = jnp.reshape(ys[at], (length, *shape))
         elif form.scale_shape:
             ys[at] = ys[at].reshape((1, *shape))
@@ -136,12 +142,13 @@ def scan_rule(
 def _stacked_scales(
     forms: list[Form], varies: list[bool]
 ) -> tuple[dict[int, Form], list[list[int]], list[int]]:
-    """Divide the arrays of stacked results, of which those that `varies` marks differ in each step.
+    """Divide the arrays of stacked results into shared scales, tables of scales, and the rest.
 
-    Scales that all steps share are carried. Without this, each block of a `lax.map` with
-    `batch_size` would have its own scale. Reshaping the blocks to one axis would then give each
-    element of this axis a scale. Other scalar scales are stacked together as one array, because XLA
-    launches one kernel on a GPU for each array that a step writes.
+    `varies` marks the arrays that may differ between steps. Scales that all steps share are
+    carried. Without this, each block of a `lax.map` with `batch_size` would have its own scale.
+    Reshaping the blocks to one axis would then give each element of this axis a scale. Other scalar
+    scales are stacked together as one array, because XLA launches one kernel on a GPU for each
+    array that a step writes.
     """
     scales = scales_of(forms)
     shared = {at: form for at, form in scales.items() if not varies[at]}
@@ -180,6 +187,7 @@ def while_rule(
     """Interpret condition and body on data and scales."""
     if cond_jaxpr.out_avals[0].shape:
         cond_jaxpr, body_jaxpr = _of_a_batch(cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts)
+        # The new body evaluates the condition, so it takes the constants of the condition as well.
         args = (*args[:cond_nconsts], *args)
         body_nconsts += cond_nconsts
     cond_consts, body_consts = args[:cond_nconsts], args[cond_nconsts:][:body_nconsts]
@@ -218,6 +226,7 @@ def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple
         before = args[cond_count + body_count :]
         (running,) = goes_on(*args[:cond_count], *before)
         return [
+            # `running` has the batch axes, which are the first axes of each carry.
             jnp.where(running.reshape(running.shape + (1,) * (a.ndim - running.ndim)), a, b)
             for a, b in zip(step(*args[cond_count:]), before, strict=True)
         ]
@@ -249,6 +258,7 @@ def cond_rule(
     if branches_platforms is None:
         out = lax.switch(index.whole(), calls, *operands)
     else:
+        # JAX lowers only the branches of the platforms at hand. Others need not compile there.
         named = {
             platform: call
             for call, platforms in zip(calls, branches_platforms, strict=True)
@@ -263,6 +273,7 @@ def remat_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> lis
     """Interpret the body on data and scales; it is rematerialised as before."""
     forms = [Form.of(v) for v in args]
     body = interpret(ctx, _compat.close_jaxpr(jaxpr, ()), forms)
+    # `remat2` holds an open jaxpr, so constants of the body are operands.
     operands = [*body.jaxpr.consts, *pack(forms, args, ctx.table)]
     out = ctx.bind(*operands, jaxpr=_compat.open_jaxpr(body.jaxpr), **params)
     return unpack(body.forms, out, ctx.table)
@@ -277,6 +288,7 @@ def custom_linear_solve_rule(
     consts = {}
     for name, count in const_lengths._asdict().items():
         consts[name], rest = rest[:count], rest[count:]
+    # `jnp.linalg.solve` is direct. `jax.scipy.sparse.linalg.cg` is a loop.
     names = {e.primitive.name for e in all_equations(jaxprs.solve.jaxpr)}
     if names.isdisjoint(("while", "scan")):
         return ctx.scale_jaxpr(jaxprs.solve, [*consts["solve"], *rest])

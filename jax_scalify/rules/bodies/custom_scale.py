@@ -35,6 +35,7 @@ def custom_scale_rule(
 ) -> list[Value]:
     """Apply the function's own rule; without a rule, interpret the body in place."""
     values = args[applied.num_consts :]
+    # Constants are scaled from the start, so a constant operand suffices.
     has_scale = any(v.is_scaled or (v.is_scalable and v.constant is not None) for v in values)
     if applied.rule is None or not has_scale:
         return ctx.scale_jaxpr(closed_jaxpr(jaxpr), list(args))
@@ -47,6 +48,7 @@ def custom_scale_rule(
         else:
             operands.append(value.whole())
     rule = functools.partial(_apply, applied)
+    # The innermost `vmap` comes first: the rule itself is for one of its examples.
     for batched, size, name in applied.batched:
         rule = functools.partial(_map, rule, batched, size, name, ctx.table.dtype)
     results = rule(*operands)
@@ -63,7 +65,7 @@ def _nonnegative(jaxpr: Any, applied: AppliedRule, given: list[bool]) -> list[bo
     """Return for each result whether it is non-negative.
 
     A gradient is linear in the cotangents, so its sign is unknown if their signs are unknown. A
-    lazy jaxpr is not traced then, nor if it has no cotangents.
+    lazy jaxpr is traced only if a cotangent is known to be non-negative.
     """
     cotangents = given[len(given) - applied.num_cotangents :]
     if isinstance(jaxpr, LazyJaxpr) and not any(cotangents):
@@ -166,6 +168,7 @@ def _map(
             x = Operand(x, static.scale, home=static.home)
         elif scale is not None:
             if not next(differs) and all(axis is None for axis in axes):
+                # Shape (size, ...): `vmap` returns a scale for each example, but these are equal.
                 scale = scale[:1] if scale.ndim > 1 else scale[0]
             x = ScaledArray(x, scale)
         results.append(x)
@@ -179,6 +182,8 @@ def _scale_and_axis(x: Any, has_axis: bool, size: int) -> tuple[Any, int | None]
     array = x.scale.array
     if not array.ndim or not has_axis:
         return array, None
+    # An example has a scalar scale if the scales have the shape (examples, 1, 1), and scales of
+    # shape (4, 1) if they have the shape (examples, 4, 1).
     shape = array.shape[1:] if any(n != 1 for n in array.shape[1:]) else ()
     if array.shape[0] != size:
         return array.reshape(shape), None

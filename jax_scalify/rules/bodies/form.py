@@ -98,6 +98,7 @@ class Form:
     def slice(self) -> Form:
         """Return the form of one step of a scanned value."""
         rest = self.scale_shape[1:]
+        # Scales of shape (3, 1, 1), for three steps, give each step a scalar scale.
         rest = () if math.prod(rest) == 1 else rest
         sharding = self.sharding
         if sharding is not None:
@@ -176,6 +177,7 @@ class Form:
     def unpack(self, arrays: Sequence[Any], table: ScaleTable) -> Value:
         """Return the value that arrays in this form stand for."""
         if self.kind == "constant":
+            # If float16 does not hold a constant, the number is in float32: see `Plain`.
             held = not self.shape and self.constant.dtype == self.dtype
             return Plain.of(self.constant) if held else Plain.filled(self, self.constant)
         if self.kind == "uniform":
@@ -215,6 +217,7 @@ def _joined_scales(a: Form, b: Form) -> dict[str, Any]:
     scales = {f.scale for f in scaled}
     if zero and None not in scales and len(scales) == 1:
         return known | dict(scale=scaled[0].scale, is_home=a.is_home and b.is_home)
+    # Static scales that differ, as in `cond(p, lambda: x, lambda: 4 * x)`, become an array.
     shape = jnp.broadcast_shapes(a.scale_shape, b.scale_shape)
     return known | dict(scale_shape=shape, extent=max(a.extent, b.extent))
 
@@ -249,6 +252,7 @@ class Body:
         results = _compat.inlined(self.jaxpr, arrays)
         if list(forms) == self.forms:
             return results
+        # For example, this branch returns a static scale, and another branch a dynamic scale.
         table = ScaleTable(self.table_dtype)
         return pack(forms, unpack(self.forms, results, table), table)
 
@@ -267,7 +271,8 @@ def interpret(ctx: RuleContext, closed: Any, forms: Sequence[Form]) -> Body:
 
 
 def fixpoint(make: Callable[[list[Form]], Body], forms: list[Form]) -> tuple[Body, list[Form]]:
-    """Return the body, and the least forms of its carries, from `forms` on, that it preserves."""
+    """Return the body and the least forms of its carries that hold `forms` and its results."""
+    # `join` only moves up in the order of forms, so this ends.
     while True:
         body = make(forms)
         joined = [_carried(a, b) for a, b in zip(forms, body.forms[: len(forms)], strict=True)]

@@ -45,11 +45,13 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
     def body(*arrays: Any) -> list[Any]:
         def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
             outputs = ctx.scale_jaxpr(closed, unpack(inner, arrays, table), table)
+            # A number that all elements equal on one device may differ between devices.
             found[:] = [Form.of(value).as_array() for value in outputs]
             return pack(found, outputs, table)
 
         results = _compat.inlined(ctx.trace(flat, arrays), arrays)
         specs = _specs(found, out_specs)
+        # Without `check_vma`, types do not say along which mesh axes a scale varies: assume all.
         checked = names if not params["check_vma"] else None
         return _at_common_scales(found, results, specs, names, checked)
 

@@ -92,6 +92,7 @@ def comparable(x: Operand, axes: Sequence[int] | None = None) -> Operand:
         return x
     if not dtypes.is_narrow(x.dtype):
         return uniform_over(Operand.of_value(x.value, x.scale), axes)
+    # In float16, `3 * 2**-30` at the scale 1 would be 0, and `argsort` would confuse it with zeros.
     wide = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
     return uniform_over(x.as_pair(wide, x.scale), axes)
 
@@ -145,6 +146,8 @@ class Windows:
         """Return the windows and indices for an operand whose length is 1 except along `axes`."""
         sizes = tuple(n if a in axes else 1 for a, n in enumerate(self.sizes))
         batch = {a: b for a, b in self.batch.items() if a in axes}
+        # If all examples share their scales, the batch axis has length 1 here. It is collapsed,
+        # because a batch axis of the operand must be as long as that of the indices.
         apart = {*self.inside.values(), *batch}
         dims = self.dims._replace(
             collapsed_slice_dims=tuple(a for a in range(len(sizes)) if a not in apart),
@@ -190,6 +193,7 @@ def gathered_scale(ctx: RuleContext, scale: Scale, indices: Any, windows: Window
         return scale
     rank = ctx.out_avals[0].ndim
     if not windows.partial_axes(ctx.in_avals[0].shape) & set(axes):
+        # `x[rows]` with a scale for each column: no index chooses a scale.
         return scale_of(ctx.table, windows.on_windows(scale.array, rank))
     inner, columns = windows.along(axes, indices)
     return scale_of(ctx.table, inner.take(scale.array, columns))
@@ -211,6 +215,7 @@ def uniform_over(x: Operand, axes: Sequence[int] | None = None) -> Operand:
 
 def windowed_axes(ctx: RuleContext, *, window_dimensions: Any, **_: Any) -> list[int]:
     """Return the axes along which a window mixes or moves elements."""
+    # A window of size 1 moves elements too, if it has a stride or padding.
     shapes = {aval.shape for aval in (*ctx.in_avals, *ctx.out_avals)}
     return [
         a

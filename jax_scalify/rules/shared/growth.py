@@ -33,9 +33,9 @@ class Terms(enum.Enum):
     their size. Their sum grows like `n**(3/4)`: 512 for `n = 4096`.
     NONNEGATIVE: the sum grows like `n`.
 
-    Peaked terms (exponentials, masks) count as independent. Their sum may be as small as one term
-    or as large as `n` terms, and the gradient of a softmax divides by the square of the sum.
-    float16 has room for both ends only if the scale lies in the middle.
+    Peaked terms (exponentials, masks cast to numbers) count as independent. Their sum may be as
+    small as one term or as large as `n` terms, and the gradient of a softmax divides by the square
+    of the sum. float16 has room for both ends only if the scale lies in the middle.
     """
 
     INDEPENDENT = 1 / 2

@@ -38,6 +38,7 @@ def home_of_sum(
 ) -> Scale | None:
     """Return the home of the leaf that a sum replaces; None if there is no such leaf."""
     aval = ctx.out_avals[0]
+    # A sum of cotangents is a gradient, not a new leaf, even if one of them is `2 * w`.
     if ctx.primitive.name == "add_any" or not is_wide(aval.dtype):
         return None
     if lhs.number is not None or rhs.number is not None:
@@ -61,6 +62,7 @@ def in_unit(x: Operand, unit: Scale) -> Any:
     """
     if unit.is_one:
         return x.value
+    # Where the home of a leaf is not 0, the unit equals it, so the leaf is not multiplied.
     return x.at_unit(x.home if x.home is not None and _holds(unit, x.home) else unit)
 
 

@@ -43,6 +43,8 @@ def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
     found = [x.scale for x in arrays]
     if arrays and constants and dtypes.is_wide(constants[0].dtype):
         found = [_unless_zero(algebra.join(*found), algebra.join(*own))]
+    # In `jnp.where(m, x, lr)` the number may become data of about 2**12, so that small `x`
+    # keeps its digits.
     found += [x.scale * room(x.dtype) if arrays else x.scale for x in numbers]
     return found + [constant_floor(x.constant, x.dtype) for x in constants]
 
@@ -65,6 +67,7 @@ def _voters(
     """Return the operands that vote: arrays, traced numbers, and constants."""
     arrays, numbers, constants = [], [], []
     for x in operands:
+        # A complex constant votes as a traced number does: `constant_floor` is for real numbers.
         if x.constant is not None and x.constant.dtype.kind != "c":
             if x.constant != 0 and np.isfinite(np.float64(x.constant)):
                 constants.append(x)
@@ -100,6 +103,7 @@ def align(x: Operand, scale: Scale, dtype: Any = None) -> Any:
     if number is None or number.dtype.kind == "c":
         if x.scale.is_zero:
             return x.data if dtype is None else dtypes.cast(x.data, dtype)
+        # A ratio to a larger scale may underflow to 0 without harm, so it is applied at once.
         return multiply(x.source, x.unit / scale, dtype, trusted=math.inf)
     if number == 0 or not np.isfinite(np.float64(number)):
         return x.data if dtype is None else dtypes.cast(x.data, dtype)
@@ -137,6 +141,7 @@ def at_shared_scale(
     likes = operands if like is None else [like] * len(operands)
     if ctx.holds_values:
         return [filled(x.value, like) for x, like in zip(operands, likes, strict=True)]
+    # Float32 operands are kept if the result is rounded later. A cast here would round twice.
     keeps = grows or ctx.stays_wide or any(x.is_widened for x in operands)
     data = aligned(scale, *operands, dtype=None if keeps else ctx.out_dtype)
     return [filled(d, like) for d, like in zip(data, likes, strict=True)]
