@@ -222,6 +222,7 @@ def _staged(
 ) -> list[Any]:
     """Under `jit`, interpret in a new trace, so that all its scales are computed together."""
     leaves, tree = jax.tree.flatten(list(operands))
+    # NumPy arrays and numbers stay constants of the new trace. Static scales are in the tree.
     variable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     out_tree = None
 
@@ -306,6 +307,7 @@ def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:
     if not value.is_scalable or not (value.is_scaled or value.constant is not None):
+        # A step counter stays plain, and so does a plain argument that is returned unchanged.
         return value.whole()
     x = within_range(at_home(promote(value, table, full=True)))
     if x.scale.is_static and (keep_static or x.scale == x.home):

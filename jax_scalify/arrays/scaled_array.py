@@ -115,6 +115,7 @@ class ScaledArray:
         scale = along_leading_axes(np.asarray(self.scale), data.ndim)
         values: Any = np.broadcast_to(data, np.broadcast_shapes(data.shape, scale.shape))
         values = np.array(values, wide)
+        # Both parts are multiplied separately, because `(inf + 0i) * (2 + 0i)` is `inf + nan i`.
         for part in (values.real, values.imag) if np.iscomplexobj(values) else (values,):
             part *= scale.astype(part.dtype)
         return values.astype(data.dtype if dtype is None else dtype)
@@ -198,6 +199,7 @@ def _comparable(x: Any, dtype: Any = None) -> Any:
         return x.to_array(dtypes.compute_dtype(x.dtype))
     if type(x) not in (int, float) or not math.isfinite(x):
         return x
+    # Only the mantissa is rounded: a ScaledArray of float16 may hold 1e-9, which float16 does not.
     mantissa, exponent = np.frexp(np.float64(x))
     mantissa = np.asarray(mantissa, dtypes.real_dtype(dtype)).astype(np.float64)
     return float(np.ldexp(mantissa, exponent))

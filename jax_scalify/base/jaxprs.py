@@ -19,6 +19,7 @@ _CALLS = frozenset(
     """jit closed_call call custom_jvp_call custom_vjp_call custom_scale remat2 eval_jaxpr
     composite""".split()
 )
+# This file defines the functions of `jax.nn`. `unwrap` looks through their decorators.
 _OF_JAX_NN = inspect.getfile(inspect.unwrap(jax.nn.relu))
 
 
@@ -89,6 +90,7 @@ def memoised(function: Callable[..., Result]) -> Callable[..., Result]:
 
     The result must not hold the jaxpr.
     """
+    # An entry goes with its jaxpr. A result that held the jaxpr would keep it alive for ever.
     known: weakref.WeakKeyDictionary[Any, dict[Any, Result]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(function)
@@ -275,6 +277,7 @@ class Interpretation:
 
     def _loop(self, body: Any, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
         """Return the facts of carries that hold in every step, and the facts of stacked results."""
+        # In a body `a, b = x, a`, a fact of `x` reaches `b` in the second pass.
         for _ in range(_MAX_ROUNDS):
             out = self.results(body, [*consts, *carry, *xs])
             joined = [self.join(a, b) for a, b in zip(carry, out, strict=False)]

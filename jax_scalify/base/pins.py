@@ -1,8 +1,9 @@
 """Optimization barriers that are lowered for some platforms only.
 
-XLA's CPU backend recomputes a cheap operand in every kernel that reads it. It compiles each kernel
-separately, which takes most of the compile time. Other backends make better kernels without these
-barriers (`pin`). XLA for GPUs stores some arrays in float32 (see `store`).
+`pin` is a barrier on CPUs. XLA's CPU backend recomputes a cheap operand in every kernel that reads
+it. It compiles each kernel separately, which takes most of the compile time. Other backends make
+better kernels without this barrier. `store` is a barrier on GPUs, where XLA would store some arrays
+in float32.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def _slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> li
     if len(starts) < 2 or not _compat.keeps_barriers():
         pairs = zip(starts, sizes, strict=True)
         return [lax.slice_in_dim(array, start, start + size) for start, size in pairs]
+    # The starts are unsigned, because JAX adds a comparison and a select to each signed start.
     (array,), places = pin_p.bind(array), pin_p.bind(*np.array(starts, np.uint32))
     rest, rest_starts = array.shape[1:], [np.uint32(0)] * (array.ndim - 1)
     pairs = zip(places, sizes, strict=True)

@@ -82,6 +82,7 @@ def reciprocal(power: jax.Array) -> jax.Array:
     integer, nmant = exponent_layout(power.dtype)
     bias = jnp.finfo(power.dtype).maxexp - 1
     bits = lax.bitcast_convert_type(power, integer)
+    # 2**e and 2**-e have the biased exponents `bias + e` and `bias - e`.
     inverse = lax.sub(np.array(2 * bias << nmant, integer), bits)
     one = jnp.full_like(bits, np.array(bias << nmant, integer))
     inverse = lax.select(lax.eq(bits, np.array(0, integer)), one, inverse)
@@ -91,9 +92,11 @@ def reciprocal(power: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _round_down(value: jax.Array, dtype: np.dtype) -> jax.Array:
     if jnp.finfo(value.dtype).bits < jnp.finfo(dtype).bits:
+        # Subnormal float16 numbers are normal numbers of float32, and keep their exponents.
         value = value.astype(dtype)
     integer, nmant = exponent_layout(value.dtype)
     bits = lax.bitcast_convert_type(value, integer)
+    # It keeps the bits of the exponent, and clears those of the sign and of the mantissa.
     mask = np.array((1 << jnp.finfo(value.dtype).bits - 1) - (1 << nmant), integer)
     power = lax.bitcast_convert_type(lax.bitwise_and(bits, mask), value.dtype)
     largest = math.ldexp(1.0, min(MAX_EXPONENT, jnp.finfo(value.dtype).maxexp - 1))

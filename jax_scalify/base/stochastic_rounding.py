@@ -143,8 +143,10 @@ def _up_or_down(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
         # XLA:GPU would store an array of 0.0 if another equation needs one, and read it here.
         smallest, nothing = np.array([target.smallest_normal, -0.0], wide)
         moved = jnp.where(size < smallest, smallest, nothing)
+        # In float16, the ulp from 2**-14 to 2**-13 is 2**-24, as it is for subnormal numbers.
         size = size + moved
     random = lax.bitwise_not(bits).astype(integer)
+    # It has as many random bits as bits are dropped: 13 from float32 to float16.
     random = random >> (32 - dropped) if dropped <= 32 else random << (dropped - 32)
     kept = np.array(-1 << dropped).astype(integer)
     largest = np.array(target.max, wide).view(integer)

@@ -23,6 +23,7 @@ def as_clip(ctx: RuleContext) -> RuleContext:
     """
     if ctx.primitive is not lax.select_n_p or len(ctx.inputs) != 3:
         return ctx
+    # `where(c, a, b)` is `select_n(c, b, a)`: the first case is that of a False condition.
     condition, x, constant = ctx.inputs
     bound = condition.facts.bound
     if bound is None or constant.constant != bound.number or not _is_half(x, bound):

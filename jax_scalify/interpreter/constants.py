@@ -21,22 +21,25 @@ from jax_scalify.scales.table import ScaleTable
 
 # In a wide dtype, the data of a constant is at most 2**40: float32 holds the cube of such data.
 CONSTANT_ROOM = 40
-# The largest exponent of a wide constant's scale. A larger constant may be a mask, at whose scale
-# other operands would underflow, so the rest goes into its data. Powers of two are exempt: programs
-# multiply by large powers of two to avoid overflow, as `hypot` does.
+# The largest exponent of a wide constant's scale. A larger constant may be a mask value, at whose
+# scale other operands would underflow, so the rest goes into its data. Powers of two are exempt:
+# programs multiply by large powers of two to avoid overflow, as `hypot` does.
 _LARGEST_SCALE = 64
-# Captured constants at least as large as this are masks (-1e4, -1e9, finfo.min).
+# Elements of captured arrays that are at least as large as this are mask values (-1e4, -1e9,
+# finfo.min), as they are added to the scores of a softmax.
 _MASK = 9_999.0
 
 
 def captured(const: Any) -> Value:
     """Return the value of a captured constant. Its scale is the RMS of its ordinary elements.
 
-    0, inf, nan and masks are not ordinary. A mask may saturate, but stays beyond ordinary elements.
+    0, inf, nan and mask values are not ordinary. A mask value may saturate, but stays beyond
+    ordinary elements.
     """
     if _compat.is_traced(const) or not dtypes.is_scalable(const.dtype) or not const.shape:
         return Plain.of(const)
     values = np.asarray(const)
+    # A captured `np.full((8, 8), 0.5)` is the number 0.5.
     if values.size and np.all(values == values.flat[0]):
         return Plain.filled(values, values.flat[0])
     finfo = jnp.finfo(values.dtype)
@@ -46,18 +49,23 @@ def captured(const: Any) -> Value:
     ordinary = sizes[sizes < min(_MASK, float(finfo.max))]
     scale = algebra.ONE
     if ordinary.size:
+        # The largest element is divided out, because the square of 1e-200 is 0 in float64.
         rms = float(ordinary.max()) * float(np.sqrt(np.mean(np.square(ordinary / ordinary.max()))))
         limit = pow2.MAX_EXPONENT
         scale = Scale(max(-limit, min(limit, pow2.floor_exponent(rms))))
     if sizes.size > ordinary.size:
+        # `np.where(causal, 0, -1e4)` has no ordinary element. In float16 its scale is 2,
+        # which holds -1e4 with three octaves to spare.
         mask = constant_scale(sizes.max(), values.dtype)
         scale = algebra.join(scale, mask) if ordinary.size else mask
     data = wide / scale.value
     if not np.iscomplexobj(data):
+        # At a scale below 1, `finfo.min` would become infinite data.
         low, high = float(finfo.min), float(finfo.max)
         data = np.where(np.isfinite(data), np.clip(data, low, high), data)
     data = jnp.asarray(data.astype(values.dtype))
     nonneg = not np.iscomplexobj(values) and bool(np.all(values >= 0))
+    # `finfo.min` may saturate, so no scale needs room for it.
     masked = sizes.size > ordinary.size and sizes.max() < float(finfo.max)
     constant = Scale(math.log2(sizes.max())) if masked else None
     return Operand(data, scale, facts=Facts(nonneg=nonneg, constant=constant))
@@ -67,8 +75,8 @@ def constant_floor(number: Any, dtype: Any) -> Scale:
     """Return the smallest scale at which a constant is finite with three octaves to spare.
 
     In float16, 3.0 gives 2**-11 and -1e4 gives 2**1. In wide dtypes the scale is at most 1, because
-    the data can be the constant itself. `finfo.min` and `finfo.max` are masks. They may saturate,
-    as long as their values stay beyond +-2**10.
+    the data can be the constant itself. `finfo.min` and `finfo.max` are mask values. They may
+    saturate, as long as their values stay beyond +-2**10.
     """
     finfo = jnp.finfo(dtype)
     if abs(float(number)) >= float(finfo.max):
@@ -90,8 +98,8 @@ def constant_scale(number: Any, dtype: Any) -> Scale:
     """Return the scale of a constant that is joined with constants only.
 
     The scale is at most 1, unless a narrow dtype needs a larger scale to hold the constant. The
-    constant's own power of two would be too large: 2**127 for a float32 mask. At the scale 1 a mask
-    keeps its value, because it may later be added to large values.
+    constant's own power of two would be too large: 2**127 for the float32 mask value finfo.min. At
+    the scale 1 a mask value is kept, because it may later be added to large values.
     """
     floor = constant_floor(number, dtype)
     return Scale(max(floor.exponent, min(0, pow2.split_constant(number)[1])))
@@ -112,7 +120,10 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
     if scale.is_static:
         inverse = (scale**-1).value
         value = np.asarray(sign * min(max(size * inverse, smallest), largest)).astype(dtype)[()]
+        # The data of the 1 in `where(m, x, 1)` differs in layers of different scales. If it is an
+        # operand, these layers share one kernel.
         return value if inverse == 1 else pin_constant(value)
+    # At a dynamic scale, the data of 3 is `1.5 * (2**1 / scale)`.
     mantissa, exponent = pow2.split_constant(size)
     ratio = (Scale(exponent) / scale).array
     compute = dtypes.compute_dtype(dtype)

@@ -27,8 +27,8 @@ from jax_scalify.scales.multiplying import multiply
 from jax_scalify.scales.table import ScaleTable, trace_with_table
 
 # The exponent of the largest constant among the elements that a narrow scale leaves room for. A
-# larger constant is a mask, or is infinite in plain float16 too. It saturates, so that the other
-# elements keep their precision.
+# larger constant is a mask value, or is infinite in plain float16 too. It saturates, so that the
+# other elements keep their precision.
 _LARGEST_WITH_ROOM = 20
 
 
@@ -146,8 +146,9 @@ class RuleContext:
         dtype raises the scale.
 
         In `(3 * where(mask, x, 1))**3` with tiny `x`, some elements are 27, far above the scale of
-        `x`. A larger constant than `_LARGEST_WITH_ROOM` saturates. It comes from a mask, and may no
-        longer be among the elements: `square(relu(where(mask, x, -1e4)))` has no element 1e8.
+        `x`. A larger constant than `_LARGEST_WITH_ROOM` saturates. It comes from a mask value, and
+        may no longer be among the elements: `square(relu(where(mask, x, -1e4)))` has no element
+        1e8.
         """
         constant = self.facts.constant
         if self.holds_values or self.stays_wide or constant is None:
@@ -183,11 +184,14 @@ class RuleContext:
         unit = self.unit(scale) if unit is None else unit
         if self.holds_values:
             return self.of_value(multiply(raw, unit), scale)
-        # With dynamic scales XLA for GPUs would fuse a mask into a softmax too, but would compile a
-        # kernel for each layer: they differ in the place of the scale that they read.
+        # At dynamic scales such data saturates nevertheless. Otherwise XLA for GPUs would fuse the
+        # `where` of a causal mask into the softmax, and compile this kernel for each layer, because
+        # the scale that it reads lies in another place.
         fits = fits and scale.is_static and not self.pending.exponent
         dtype = self.out_dtype
-        if raw.dtype != dtype:  # data that is rounded already would gain nothing
+        # `raw` may come from float32 operands, whose scale leaves no room for constants in float16.
+        # If it is rounded already, a larger scale is too late.
+        if raw.dtype != dtype:
             scale = self.with_room(scale)
         scale *= Scale(self.pending.take())
         raw = multiply(raw, ratio_of(unit, scale))

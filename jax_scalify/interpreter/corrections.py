@@ -73,6 +73,7 @@ class Corrections:
         ctx = dataclasses.replace(ctx, hook=dataclasses.replace(self, places=place.inside))
         if rounds(ctx.eqn):
             return dataclasses.replace(ctx, inputs=tuple(self._corrected(place, ctx.inputs)))
+        # `choose` must see the result before it is corrected: `after` corrects it.
         is_known = self.choose is None and len(place.exponents) == 1
         return dataclasses.replace(ctx, pending=Pending(place.exponents[0] if is_known else 0))
 

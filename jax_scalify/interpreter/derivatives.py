@@ -47,6 +47,7 @@ def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence
     def scaled(*arguments: Any) -> list[Any]:
         return scale_call(jaxpr_of(arguments), arguments[:count])
 
+    # A `custom_vjp` has no forward mode, so a single one decides for the whole function.
     wrap = _with_vjp if "vjp" in rules else _with_jvp
     return wrap(scale_call, plain, scaled)(*operands, *(closed.consts[i] for i in traced))
 
@@ -60,6 +61,7 @@ def _constant(error: type[Exception], message: str) -> Callable[[Any], Any]:
 
     @functools.partial(constant.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> Any:
+        # `jax.grad` with respect to other arguments gives zero tangents, which are no error.
         if all(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)):
             return primals[0], tangents[0]
         raise error(message)
@@ -100,6 +102,7 @@ def _of_floating(fun: Callable, values: Any, floating: list[int]) -> tuple[Calla
 
 
 def _scalify_plain(scale_call: ScaleCall, fun: Callable, operands: Sequence[Any]) -> list[Any]:
+    # A derivative may contain the user's rules again: a second derivative needs them.
     closed = jax.make_jaxpr(fun)(*map(_data, operands))
     return with_user_derivatives(scale_call, closed, operands)
 
@@ -121,6 +124,8 @@ def _in_units_of(x: Any, like: Any, inverse: bool = False) -> Any:
     """Return a derivative divided (or, if `inverse`, multiplied) by the scale of `like`."""
     if not is_scaled(like):
         return x.to_array(like.dtype) if is_scaled(x) else x
+    # The value 6 is the data 1.5 at the scale 4. A tangent of 2 of the value is one of 0.5 of the
+    # data, and a cotangent of 2 of the value is one of 8 of the data.
     compute = dtypes.compute_dtype(like.dtype)
     unit = align_scale(_unit(like) if inverse else 1 / _unit(like), like.ndim)
     if is_scaled(x):
@@ -143,12 +148,15 @@ def _with_jvp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
     @call.defjvp
     def call_jvp(primals: Any, tangents: Any) -> Any:
         floating = [i for i, p in enumerate(primals) if _is_floating(p)]
+        # `value = data * scale`, so the tangent of the data has the scale of the primal.
         moved = [_with_data(primals[i], _data(tangents[i])) for i in floating]
         tree = None
 
         def residuals_of(*values: Any) -> list[Any]:
             nonlocal tree
             of_floating, xs = _of_floating(plain, values, floating)
+            # The linear function is a pytree. Its leaves are the residuals, and its structure
+            # holds the jaxpr that `slope` evaluates.
             residuals, tree = jax.tree.flatten(jax.linearize(of_floating, *xs)[1])
             return residuals
 
@@ -176,6 +184,7 @@ def _with_jvp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
         return outputs, [
             _as_tangent(next(slopes), out)
             if _is_floating(out)
+            # JAX's tangents of integers are zeros of this dtype.
             else np.zeros(out.shape, jax.dtypes.float0)
             for out in outputs
         ]
@@ -209,6 +218,7 @@ def _with_vjp(scale_call: ScaleCall, plain: Callable, scaled: Callable) -> Calla
         return tuple(
             _as_tangent(_in_units_of(next(results), p, inverse=True), p)
             if _is_floating(p)
+            # JAX takes None as the cotangent of an integer or a key.
             else None
             for p in primals
         )

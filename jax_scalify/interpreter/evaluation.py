@@ -56,9 +56,11 @@ def evaluate(
     env: dict[Any, Value] = {}
 
     def read(atom: Any) -> Value:
+        # JAX 0.12 keeps the 2 of `2 * x` as a `TypedNdArray`, which is no NumPy array.
         return env[atom] if is_var(atom) else Plain.of(np.asarray(atom.val, atom.aval.dtype))
 
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
+        # A captured table of cosines, for example, is known while tracing: its RMS is its scale.
         env[var] = captured(const)
     env.update(zip(jaxpr.invars, inputs, strict=True))
     surveyed = survey(jaxpr, tuple(leaving))
@@ -89,8 +91,10 @@ def _equation(ctx: RuleContext) -> list[Value]:
     ctx = as_clip(ctx)
     info = _rule_for(ctx)
     if info is None:
+        # Integers, for example, are computed as without `scalify`.
         return _checked(ctx, ctx.bind(*(v.whole() for v in ctx.inputs), **ctx.eqn.params))
-    # Our elementwise rules get a number as a 0-d operand, unless all operands are numbers.
+    # In `2 * x` our elementwise rules get the 2 as a 0-d operand, so that no array of twos is made.
+    # If all operands are numbers, they are broadcast to their shapes.
     gets_numbers = info.takes_numbers and traits_of(ctx.primitive.name).elementwise
     full = not gets_numbers or all(v.number is not None for v in ctx.inputs)
     if not full:
@@ -121,6 +125,7 @@ def _rule_for(ctx: RuleContext) -> RuleInfo | None:
 
 def _makes_scaled(info: RuleInfo, ctx: RuleContext) -> bool:
     """Return whether an equation of plain values may have a scaled result."""
+    # In the body of a loop over plain arrays, a constant or `jsa.set_scaling` may give a scale.
     if info.takes_values and sub_jaxprs(ctx.eqn.params):
         return True
     if not any(dtypes.is_scalable(aval.dtype) for aval in ctx.out_avals):
@@ -170,6 +175,8 @@ def _checked_result(ctx: RuleContext, x: Any, aval: Any) -> Value:
         if not isinstance(x, Operand):
             _check_scale(ctx, x, aval)
         x = as_operand(x, ctx.table)
+        # A rule may return its operand, as the rule of `reduce_precision` does. The operand's
+        # facts are then replaced by those of this equation.
         home, returns = home_of(ctx.eqn, ctx.inputs, x)
         known = dict(facts=ctx.facts, depth=_depth(ctx, x), number=None)
         x = x.known(home=home, returns=returns, **known)
@@ -180,6 +187,7 @@ def _checked_result(ctx: RuleContext, x: Any, aval: Any) -> Value:
             f"The scale rule of {ctx.describe()} returned {x.dtype}{x.shape}, "
             f"expected {aval.dtype}{aval.shape}."
         )
+    # A narrow source must be the data: the value 2**20 itself is infinite in float16.
     if x.is_scaled and not x.holds_data and dtypes.is_narrow(x.dtype):
         raise TypeError(f"The scale rule of {ctx.describe()} returned data at another scale.")
     return x
@@ -202,6 +210,7 @@ def _depth(ctx: RuleContext, out: Operand) -> int:
     Sums of wide dtypes at static scales do not count, because they need no alignment.
     """
     traits = traits_of(ctx.primitive.name)
+    # A chain consists of elementwise equations and views. It ends, for example, at a matmul.
     if not out.shape or not (traits.elementwise or traits.is_view):
         return 0
     aligns = traits.aligns and not (out.scale.is_static and dtypes.is_wide(out.dtype))

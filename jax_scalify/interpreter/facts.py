@@ -17,9 +17,10 @@ from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
-# A constant in a divisor is mostly the guard of a division, `where(n == 0, 1, n)`, which is chosen
-# away. A quotient by it counts as at most this times the scale of the quotient. In float16, its
-# scale is then raised by at most 2**10, and the other elements keep their digits.
+# A constant in a divisor is mostly a guard, as in `x / where(n == 0, 1, n)`. The elements that it
+# divides are 0, or another `where` drops them. So a quotient by a constant counts as at most this
+# times the scale of all quotients. In float16, this scale is then raised by at most 2**10, and the
+# other elements keep their digits.
 _LARGEST_QUOTIENT = Scale(22)
 # For each operand, the sign of a constant beside it that makes the equation half of a clip.
 _SIDES = {"max": (-1, -1), "min": (1, 1)}
@@ -39,7 +40,8 @@ def facts_of(eqn: Any, inputs: Sequence[Value]) -> Facts:
         _count_sums(eqn, inputs, traits),
         _one_sided_bound(eqn, inputs, traits),
         _constant_among(eqn, inputs, traits),
-        # A moved, cast or shifted gate, such as `1 - sigmoid(x)`, is a gate too.
+        # A moved, cast or shifted gate is a gate too: in `1 - sigmoid(x)`, the only operand that is
+        # not a constant is a gate.
         (traits.is_given or name in ("add", "sub"))
         and [v.facts.gate for v in inputs if v.constant is None] == [True],
     )
@@ -58,12 +60,14 @@ def is_nonnegative(eqn: Any, inputs: Sequence[Value]) -> bool:
         return False
     if traits.elements == "rescaled":
         return inputs[0].facts.nonneg
-    if traits.is_matmul:  # one factor may have an integer dtype
+    if traits.is_matmul:
+        # One factor may be an integer array. A third operand may be the sizes of groups.
         numbers = inputs[:2]
     else:  # one of several results may be an integer operand, as in a barrier or `sort`
         numbers = inputs if len(eqn.outvars) > 1 else [v for v in inputs if v.is_scalable]
     signs = [v.facts.nonneg for v in numbers]
     if name == "max":
+        # One non-negative operand is enough: `relu(x)` is `max(x, 0)`.
         return any(signs)
     if traits.nonnegative == "always" or _is_square(eqn, inputs):
         return True
@@ -86,6 +90,7 @@ def _is_square(eqn: Any, inputs: Sequence[Value]) -> bool:
 def _keeps_nonnegative(eqn: Any, traits: Traits) -> bool:
     """Return whether results are not negative if no operand is."""
     name, params = eqn.primitive.name, eqn.params
+    # `x.at[i].get(mode="fill", fill_value=-1)` gives -1 where `i` is out of bounds.
     if name == "gather" and (params["fill_value"] or 0) < 0:
         return False
     if name == "scatter" and params["update_jaxpr"] is not None:  # may apply any function
@@ -107,6 +112,7 @@ def _may_wrap(before: Any, after: Any) -> bool:
 def _is_computed(eqn: Any, inputs: Sequence[Value], traits: Traits) -> bool:
     """Return whether results are computed: not only arguments that were moved, cast or scaled."""
     arrays = [v for v in inputs if v.is_scalable and v.number is None]
+    # The terms of a sum of `0.5 * w` are as independent as those of the argument `w`.
     if eqn.primitive.name in ("mul", "div") and len(arrays) == 1:
         return arrays[0].facts.computed
     return _repeats(eqn) or not traits.is_given or any(v.facts.computed for v in arrays)
@@ -120,7 +126,7 @@ def _repeats(eqn: Any) -> bool:
 
 
 def _is_peaked(eqn: Any, inputs: Sequence[Value], traits: Traits) -> bool:
-    """Return whether results are exponentials or masks in float16 or FP8, or multiples of them."""
+    """Return whether results are exponentials or cast masks in a narrow dtype, or multiples."""
     name = eqn.primitive.name
     mask = name == "convert_element_type" and inputs[0].dtype == np.bool_
     if mask or name in ("exp", "exp2"):
@@ -131,6 +137,8 @@ def _is_peaked(eqn: Any, inputs: Sequence[Value], traits: Traits) -> bool:
 
 def _count_sums(eqn: Any, inputs: Sequence[Value], traits: Traits) -> int:
     """Count the added cotangents of a weight or bias that is used several times."""
+    # If `w` is used in `x @ w` and in `y @ w`, its cotangent is the `add_any` of two matmuls, which
+    # makes 2. A transpose keeps the count. `_growth` in `rules/aligning.py` reads it.
     counts = [v.facts.sums for v in inputs]
     if traits.elements == "summed":
         return 1
@@ -142,7 +150,7 @@ def _count_sums(eqn: Any, inputs: Sequence[Value], traits: Traits) -> int:
 def _one_sided_bound(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Bound | None:
     """Return the bound of `max(x, c < 0)`, `min(x, c > 0)`, `x > c > 0` and `x < c < 0`.
 
-    A cast of the array keeps its bound. A cast of the condition has none: it is a mask.
+    A cast of the array keeps its bound. A cast of the condition has no bound.
     """
     name, bound = eqn.primitive.name, inputs[0].facts.bound if len(inputs) == 1 else None
     if name in _SIDES:
@@ -166,17 +174,20 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
     if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
         return None
     name, params = eqn.primitive.name, eqn.params
+    # `jnp.where(m, x, 1)` and `x.at[i].set(1)` write the 1 among the elements of `x`.
     if traits.elements in ("joined", "placed"):
         # If the whole array is chosen at once, its scale is chosen with it.
         is_one = not eqn.outvars[0].aval.shape or (
             name == "select_n" and inputs[0].number is not None
         )
+        # `min(x, 100)` writes 100 in the place of larger elements only, so it fits at their scale.
         sides = (-1, 0, 1) if name == "clamp" else _SIDES.get(name, (0,) * len(floats))
         written = [v for v, side in zip(floats, sides, strict=True) if not _is_bound(v, side)]
         return largest(known if is_one else [*known, *map(_size_of_constant, written)])
     if name in _PRODUCTS:
         if len(floats) != 2 or largest(known) is None:
             return None
+        # Elements of `3 * where(m, x, 1)` are 3. Multiplied by `y`, they are near `3 * y.scale`.
         left, right = map(_size_of_factor, floats)
         if left is None or right is None:
             return None
@@ -184,16 +195,19 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
         divisor = floats[1]
         if name == "div" and known[1] is not None and isinstance(divisor, Operand):
             size = algebra.meet(size, left / divisor.scale.largest * _LARGEST_QUOTIENT)
+        # The size of the constant 3 is 2**1.58. A size with atoms is a scale, of a whole exponent.
         return size if size.is_static else Scale(math.ceil(size.exponent), size.factors)
     if name == "reduce_sum":
         (constant,), terms = known, math.prod(inputs[0].shape[a] for a in params["axes"])
         is_symbolic = not isinstance(terms, int)
         if constant is None or is_symbolic:
             return None
+        # All terms of a sum may be the constant: a row of `where(m, x, 1)` may have no `x`.
         return constant * Scale(math.ceil(math.log2(max(terms, 1))))
     if name in ("square", "integer_pow"):
         power = params.get("y", 2)
         return None if known[0] is None or power < 0 else known[0] ** power
+    # `jnp.where(m, x, 1) - y` has elements near 1 wherever the first term has.
     keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
     return largest(known) if keeps else None
 
@@ -209,6 +223,7 @@ def _size_of_factor(value: Value) -> Scale | None:
         return _size_of_constant(value)
     constant = value.facts.constant
     if constant is not None or value.number is not None:
+        # Larger constants are mask values, or are infinite without `scalify` too.
         is_mask = constant is not None and constant.exponent >= jnp.finfo(value.dtype).maxexp
         return None if is_mask else constant
     scale = value.scale if isinstance(value, Operand) else ONE
@@ -216,7 +231,7 @@ def _size_of_factor(value: Value) -> Scale | None:
 
 
 def _size_of_constant(value: Value) -> Scale | None:
-    """Return the size of a constant; None for 0, non-finite constants and masks."""
+    """Return the size of a constant; None for 0, nan, infinities and mask values like finfo.min."""
     number = value.constant
     if number is None or number.dtype.kind == "c" or not number:
         return None

@@ -6,7 +6,7 @@ are `x`, and their derivatives are 1. At half of `x.scale`, the data of an outli
 range of float16. A product with a gate therefore has the scale of the other factor, in both passes
 (Balanca et al., "Scalify", 2024, section 3.2.1).
 
-A multiple of a gate, and `1 - gate`, are gates too (`interpreter/facts.py`).
+A multiple of a gate is a gate too, and so is `1 - gate` (`interpreter/facts.py`).
 
 The derivative is `gate(x) + x * gate'(x)`. The second term is smaller, because a gate is constant
 for large `x`, but its scale may be larger: the scale of gelu's second term contains `x**3`. So the
@@ -39,8 +39,12 @@ def gates_of(jaxpr: Any) -> tuple[set[Any], set[Any]]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "mul" or not all(map(is_var, eqn.invars)):
             continue
+        # Either operand may be the gate. In `(0.5 * x) * (1 + tanh(x))` the other operand is a
+        # multiple of the source `x`.
         for factor, gate in (eqn.invars, eqn.invars[::-1]):
             source = _multiplied(factor, made)
+            # `gate * gate` is no activation. A gate of an LSTM fails in `_passed`: it is no
+            # elementwise function of the cell state that it multiplies.
             if gate is not source and _is_bounded(gate, made):
                 if _passed(gate, {source}, made) is not None:
                     sources[gate] = source
@@ -54,6 +58,7 @@ def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> set[A
     led: dict[Any, tuple[Any, Any]] = {}  # the gate's source and the cotangent, by variable
     leading = set()
     for eqn in jaxpr.eqns:
+        # This may be `cotangent * gate(x)`, the first term of the derivative.
         for x, gate in (eqn.invars, eqn.invars[::-1]) if eqn.primitive.name == "mul" else ():
             if is_var(x) and is_var(gate) and gate in sources:
                 led[eqn.outvars[0]] = sources[gate], _multiplied(x, made)
@@ -61,10 +66,12 @@ def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> set[A
             continue
         for x, other in (eqn.invars, eqn.invars[::-1]):
             start = x if x in led else _multiplied(x, made)
+            # The fact `leads` is read by every sum of `x`, so `x` must have no other reader.
             if count[x] > 1 or start not in led:
                 continue
             source, cotangent = led[start]
             passed = _passed(other, {source, cotangent}, made)
+            # `x * gate(x)` has the source in the place of a cotangent: it is the activation itself.
             if source is not cotangent and passed and _is_of_gate(passed, made):
                 leading.add(x)
                 led[eqn.outvars[0]] = source, cotangent
@@ -120,6 +127,7 @@ def _has_small_numbers(eqn: Any) -> bool:
         return True
     numbers = [v for v in eqn.invars if not v.aval.shape]
     known = [abs(float(v.val)) for v in numbers if not is_var(v)]
+    # A division by 0.01 multiplies by 100.
     is_divided = eqn.primitive.name == "div" and numbers == [eqn.invars[1]]
     small = [n > 1 / _LARGEST if is_divided else n < _LARGEST for n in known]
     return len(known) == len(numbers) and all(small)
@@ -133,9 +141,11 @@ def _is_bounded(var: Any, made: dict[Any, Any]) -> bool:
         return False
     body = _body(eqn)
     if body is not None:
+        # The gate may be the result of a user's jitted function.
         result = body.outvars[eqn.outvars.index(var)]
         return is_var(result) and _is_bounded(result, makers(body))
     if eqn.primitive.name == "add":
+        # Of `1 + tanh(x)`, `_variables` leaves out the 1.
         names = [_name(_multiplied(v, made), made) for v in _variables(eqn)]
         return len(names) == 1 and names[0] in _FROM_MINUS_ONE
     return eqn.primitive.name in _BOUNDED

@@ -59,14 +59,17 @@ def home_of(eqn: Any, inputs: Sequence[Value], out: Operand) -> tuple[Scale | No
     if traits.degree == "sum":
         return out.home, out.returns
     owners = [v for v in inputs if isinstance(v, Operand) and v.home is not None]
+    # A product of two leaves, such as `w1 * w2`, is the next value of neither.
     if len(owners) != 1 or not _is_multiple(eqn, owners[0], inputs, out):
         return None, False
     (x,) = owners
     assert x.home is not None
     returns = x.returns and traits.elements != "rescaled"
     returns &= not dtypes.is_narrow(out.dtype)  # float16 data may not fit at home
+    # The home moves with the scale: if `w` has a scale for each row, `w.T` has one for each column.
     if x.home == x.scale and traits.degree not in ("product", "quotient"):
         return out.scale, returns
+    # A home that is not the scale was not moved by the rule.
     if x.home.ndim and not traits.elementwise:
         return None, False
     return x.home, returns
@@ -78,6 +81,7 @@ def _is_multiple(eqn: Any, x: Operand, inputs: Sequence[Value], out: Operand) ->
     if traits.degree in ("product", "quotient") and traits.elementwise:
         is_dividend = traits.degree == "product" or x is inputs[0]
         return is_dividend and all(v is x or v.number is not None or not v.shape for v in inputs)
+    # A transpose keeps all elements. A slice or a broadcast is no multiple of a leaf.
     if traits.elements == "moved":
         return x.size == out.size
     return traits.elements in _IN_PLACE

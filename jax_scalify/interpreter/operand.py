@@ -36,6 +36,7 @@ class Bound:
     """
 
     number: float
+    # `==` of two operands would compare their elements, so `x` is left out of comparisons.
     x: Operand | None = dataclasses.field(default=None, compare=False)
 
 
@@ -47,8 +48,9 @@ class Facts:
         nonneg: no element is negative.
         computed: the elements were computed, not given to the function as an argument. Computed
             values may be correlated, so a product of two need not have mean 0.
-        peaked: the elements are exponentials or a mask, in a narrow dtype. One element may be as
-            large as the sum of all others, and the dtype does not hold both extremes.
+        peaked: the elements are exponentials, or a mask that was cast, in a narrow dtype. One
+            element may be as large as the sum of all others, and the dtype does not hold both
+            extremes.
         sums: how many sums over axes, such as matmuls, were added to give the value; 0 if the value
             is not a sum of such sums.
         bound: the bound of the elements after the first half of `clip`; of a condition such as
@@ -79,6 +81,8 @@ class Facts:
     def join(self, other: Facts) -> Facts:
         """Return what is known about a value that may be either of two values."""
         return Facts(
+            # Promises, such as `nonneg`, must hold for both values. `computed` and `peaked` are
+            # reasons for caution, for which one of the values is enough.
             self.nonneg and other.nonneg,
             self.computed or other.computed,
             self.peaked or other.peaked,
@@ -146,6 +150,7 @@ class Operand(ScaledArray):
     depth: int
     declared: Any
     fits: bool
+    # It has the source at other units, so that all readers of `data` share one multiplication.
     _made: dict[Scale, Any]
 
     def __init__(
@@ -160,6 +165,7 @@ class Operand(ScaledArray):
         declared: Any = None,
         fits: bool = True,
     ):
+        # The dataclass is frozen, so fields are set in `vars`. `is_static` is a property here.
         fields = dict(source=source, scale=scale, unit=scale if unit is None else unit)
         known = dict(home=home, number=number, facts=facts, declared=declared, fits=fits)
         vars(self).update(
@@ -268,11 +274,14 @@ class Operand(ScaledArray):
 
     def as_multiple(self, x: Operand, mantissa: float) -> Operand:
         """Return the same array, marked as `mantissa` times a power of two times `x`."""
+        # Then `(0.001 * g) * g` is known to have no negative element: both factors have the same
+        # origin. See `_is_square` in `interpreter/facts.py`.
         return self.known(origin=x.origin, mantissa=x.mantissa * mantissa)
 
     def as_pair(self, data: Any, scale: Any, unit: Scale | None = None, **fields: Any) -> Operand:
         """Return the same values as another pair of data and scale. The data may be float32."""
         is_widened = dtypes.is_narrow(self.dtype) and dtypes.is_wide(data.dtype)
+        # Float32 data may be larger than the narrow dtype holds, so a later cast must saturate.
         fields |= dict(declared=self.dtype if is_widened else None, fits=not is_widened)
         unit = scale if unit is None else unit
         return self.known(source=data, scale=scale, unit=unit, _made={}, **fields)
@@ -283,12 +292,15 @@ class Operand(ScaledArray):
             return self
         if dtypes.is_narrow(self.dtype):
             return self.as_pair(self.at_unit(scale, self.source.dtype), scale)
+        # A unit with axes must be the scale. If the scale changes, the source becomes the values.
         if self.unit.ndim and self.holds_data:
             return self.known(source=self.value, scale=scale, unit=ONE, _made={})
+        # A wide source keeps its unit. Its scale counts in casts to narrow dtypes and in results.
         return self.known(scale=scale, _made={})
 
     def moved(self, source: Any, scale: Scale) -> Operand:
         """Return the operand of a moved source (transposed, sliced, cast) and its moved scale."""
+        # The elements have other places, so the origin is a new one: `x * x[::-1]` is no square.
         return self.as_pair(source, scale, self.unit_at(scale), origin=source, mantissa=1.0)
 
     def behind(self, barrier: Callable[[Any], Any], **fields: Any) -> Operand:

@@ -60,6 +60,7 @@ class RuleInfo:
         return (self.rule.__module__ or "").startswith("jax_scalify.")
 
 
+# The keys are primitives, or names of primitives that JAX does not export.
 _rules: dict[Primitive | str, RuleInfo] = {}
 
 

@@ -37,6 +37,7 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     """
     if data.dtype == dtype or dtype != jnp.float16 or scale.is_zero:
         return dtypes.cast(data, dtype)
+    # Data that overflows here is a value that overflows float16 too.
     if scale.is_static and scale.exponent >= 0:
         return dtypes.cast(data, dtype)
     data = lax.convert_element_type(data, dtypes.compute_dtype(data.dtype))
@@ -44,6 +45,7 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     if scale.is_static:
         factor = pin_constant(np.ldexp(_TO_INFINITY, 112 + int(scale.exponent)))
     else:
+        # A scale above 1 counts as 1: data within the range of float16 stays finite, as in a cast.
         factor = scale.table.request(scale * Scale(112), most=112)
         factor = lax.convert_element_type(factor, data.dtype) * _TO_INFINITY.astype(data.dtype)
     factor = lax.convert_element_type(factor, data.dtype)
@@ -79,6 +81,7 @@ def at_home(x: Operand) -> Operand:
 def at_scale(x: Operand, scale: Scale) -> Operand:
     """Return a value at a scale that is not 0. Infinities in FP8 stay infinite."""
     before, moved = x.source, x.with_scale(scale)
+    # A cast to float8_e5m2 saturates, but its own infinities must not. float8_e4m3fn has none.
     if not dtypes.is_fp8(before.dtype) or not np.isinf(np.array(np.inf, before.dtype)):
         return moved
     return x.as_pair(lax.select(lax.is_finite(before), moved.source, before), scale)

@@ -100,6 +100,7 @@ def survey(jaxpr: Any, leaving: tuple[int, ...]) -> Survey:
     """
     results = {v for v in jaxpr.outvars if is_var(v)}
     used, equations = set(results), []
+    # An equation that no result needs is left out here, so that it does not count as a reader.
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or any(v in used for v in eqn.outvars):
             used.update(v for v in eqn.invars if is_var(v))
@@ -132,12 +133,15 @@ def _wide_variables(
         name = eqn.primitive.name
         if name not in _KEEPS and name not in _CALLS:
             continue
+        # XLA would repeat so many equations for each reader: 2 for `z` in `y = 0.5 * x; z = -y`.
         cost = 1 + sum(costs.get(v, 0) for v in eqn.invars if is_var(v))
         is_cheap = name in _CALLS or name in _CHEAP and cost <= _MAX_COST
         for var in eqn.outvars:
             is_narrow = dtypes.is_narrow(getattr(var.aval, "dtype", bool))  # tokens have no dtype
             if var in refused or not counts[var] or not is_narrow:
                 continue
+            # Nothing is repeated for a single reader, however long the chain. A result may have
+            # readers that are not known here.
             if is_cheap or counts[var] == 1 and var not in results:
                 found[var], costs[var] = counts[var], cost
     return found

@@ -81,7 +81,9 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
     dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
     out_tree: Any = None
     static_results: dict[int, Any] = {}
-    wider: dict[int, Any] = {}  # the dtypes to which FP8 arguments are cast
+    # The dtypes to which FP8 arguments are cast. It is empty in the first trace of `flat`. If JAX
+    # refuses to promote FP8 there, the arguments are wider in a second trace.
+    wider: dict[int, Any] = {}
 
     def flat(args: Any, kwargs: Any) -> list[Any]:
         nonlocal out_tree

@@ -64,6 +64,7 @@ def uniform(eqn: Any, inputs: Sequence[Value]) -> Value | None:
         aval = eqn.outvars[0].aval
         if not value.shape and not aval.shape:
             return value
+        # The maximum of no elements is -inf, whatever the number is.
         is_empty = name.startswith(("reduce", "cum")) and 0 in value.shape
         return None if is_empty else Plain.filled(aval, value.number, facts=value.facts)
     return _computed(eqn, inputs) if traits.elementwise else None
@@ -74,6 +75,7 @@ def _computed(eqn: Any, inputs: Sequence[Value]) -> Value | None:
     aval, name = eqn.outvars[0].aval, eqn.primitive.name
     if all(v.constant is not None for v in inputs):
         out = _of_constants(eqn, inputs)
+    # Float16 does not hold 2**24. The rule multiplies `2**24 * rate` as data and scales.
     elif any(v.is_beyond for v in inputs):
         out = None
     elif aval.dtype == inputs[0].dtype and (
@@ -107,10 +109,12 @@ def _of_constants(eqn: Any, inputs: Sequence[Value]) -> Any:
             if kinds <= set("biuf") and np.dtype(dtype).kind == "f":
                 (x,) = constants
                 out = _held(np.float64(x), dtype) if dtype == np.float16 else x.astype(dtype)
+        # NumPy's quotient of integers is a float, XLA's is an integer.
         elif name in _IN_NUMPY and (name != "div" or kinds == {"f"}):
             out = _held(_IN_NUMPY[name](*constants), dtype)
     if out is not None or is_beyond:
         return out
+    # Any other function, such as `exp(0.5)`, is evaluated by JAX at once, outside the trace.
     with jax.ensure_compile_time_eval():
         return np.asarray(_bind_uniform(eqn, inputs))[()]
 

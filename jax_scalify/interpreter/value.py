@@ -33,6 +33,7 @@ class Plain:
         made_with: the explicit sharding of the array, if it has not been made.
     """
 
+    # `Operand` has these attributes too, so most code need not ask which kind a `Value` is.
     is_scaled = is_widened = False
     depth = 0
 
@@ -49,6 +50,7 @@ class Plain:
         """Return the value of an array, or of a NumPy or Python number."""
         if not hasattr(array, "dtype"):
             array = np.asarray(array, dtypes.leaf_dtype(array))
+        # A NumPy scalar is a constant (see `constant`), but a 0-d NumPy array would not be.
         if isinstance(array, np.ndarray) and array.ndim == 0:
             array = array[()]
         return cls(
@@ -123,7 +125,7 @@ def _number_of(array: Any) -> Any:
         return array
     if array.dtype != np.bool_ or any(size != 1 for size in array.shape):
         return None
-    if not isinstance(jax.typeof(array), ShapedArray):  # a reference
+    if not isinstance(jax.typeof(array), ShapedArray):  # a `Ref`, whose elements may change
         return None
     number = array.reshape(())
     return number[()] if isinstance(number, np.ndarray) else number

@@ -148,6 +148,7 @@ class Scale:
         """An upper bound of the exponent: 0 for `min(1, s)`, inf if no bound is known."""
         most = self.exponent
         for atom, power in self.factors:
+            # `min(1, s)` is `1 / max(1, 1 / s)`: an inverse maximum, of which one member is static.
             least = dict(atom.members).get(())
             if power != -1 or least is None:
                 return math.inf
@@ -250,6 +251,7 @@ class Scale:
         """
         if self.is_zero:
             return ZERO, ONE
+        # `sqrt(a**2 * b)` is `a * sqrt(b)`: whether the exponent of `b` is even is not known yet.
         whole = {atom: p // degree for atom, p in self.factors if p % degree == 0}
         broken = tuple((atom, p) for atom, p in self.factors if p % degree)
         if not broken:
@@ -290,6 +292,7 @@ class Scale:
         """Apply a function, such as a transpose, to the array. A scalar scale is unchanged."""
         if self.ndim == 0:
             return self
+        # No float32 array holds a scale of 2**140: it is mapped in two parts.
         within, atom = self.bounded() if self.may_leave_range else self, self.table.atom
         mapped, rest = atom(function(within.array), extent=int(within.extent)), self / within
         if rest.is_one:
@@ -336,6 +339,7 @@ class Computed:
         if self.is_held:
             return known | dict(holds=self.terms[0], limit=max(self.limit, self.terms[0].limit))
         if self.degree == 1:
+            # A maximum is 0 only if all its terms are.
             known["vanishes"] = frozenset.intersection(*(t.vanishes for t in self.terms))
         if self.is_maximum:  # it is clamped from above only, and is at least as large as each term
             known["limit"] = max(self.limit, min(t.limit for t in self.terms))

@@ -35,6 +35,7 @@ def of_powers(powers: Any) -> Any:
     """Return the exponents of powers of two."""
     found = exponent(powers).astype(jnp.float32)
     zero = lax.full_like(found, ZERO)
+    # In float32 the bits of 0 are those of the exponent -127.
     return lax.select(found < np.float32(-MAX_EXPONENT), zero, found)
 
 
@@ -43,6 +44,7 @@ def to_powers(exponents: Any, dtype: Any, most: Any) -> Any:
     most = np.asarray(most)
     integer, nmant = exponent_layout(dtype)
     bias = jnp.finfo(dtype).maxexp - 1
+    # In float32 the biased exponent 0 makes the number 0, and 255 makes inf.
     high = np.minimum(most + bias, 2 * bias + 1).astype(np.float32)
     high = high if np.isfinite(most).any() else high.max()
     biased = lax.clamp(np.zeros_like(high), exponents + np.float32(bias), high).astype(integer)
@@ -74,6 +76,8 @@ def outcome(found: Any, settings: Sequence[Any]) -> Any:
     within = found if is_root.all() else lax.clamp(low, found, high)
     within = lax.select(found < np.float32(_ZERO_LIMIT), found, within)
     if is_held.any():
+        # With exponents 5 and 9, the maximum is `5 + _HELD`, and `first` is 5. If the first scale
+        # is 0, the maximum is 9 and `first` is `9 - _HELD`, so `within` is taken.
         first = found - np.float32(_HELD)
         within = lax.select(first > np.float32(-_HELD / 2), first, within)
     if not is_root.any():
@@ -83,8 +87,8 @@ def outcome(found: Any, settings: Sequence[Any]) -> Any:
     return lax.select(is_root, root, within)
 
 
-# What is not computed together: each array of the same shape shares these functions, of which the
-# lowered program has one copy. The factors of scales are positions in a list of arrays.
+# These functions compute scales at once, one by one. Arrays of one shape share them, so that the
+# lowered program has one copy. The factors of a scale are positions in the list of exponents.
 
 exponents_now = jax.jit(of_powers)
 _to_powers = jax.jit(to_powers, static_argnums=(1, 2))

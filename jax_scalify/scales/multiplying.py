@@ -39,6 +39,8 @@ def multiply(
         data, factor = _multiply(data, within), factor / within
         # XLA would merge two constant factors into one, which may be infinite.
         data = _compat.kept_apart(data) if within.is_static else data
+        # The span adds up the extents of all factors, so that of a dynamic rest is not smaller, and
+        # the loop would not end.
         limit = limit if factor.is_static else np.inf
     data = data if factor.is_one else _multiply(data, factor)
     return data if dtype is None else dtypes.cast(data, dtype)

@@ -86,10 +86,14 @@ class ScaleProgram:
         """Return the terms of a maximum, and whether they may hold factors that are maxima."""
         choices = [self._choices(term) for term in terms]
         chain = [part for term in terms for part in self._chain(term)]
+        # A maximum of more than `_MAX_TERMS` products starts a chain. `max(chain, x)` takes over
+        # the terms of the chain, so that it need not wait for the chain.
         goes_on = len(terms) < len(chain) <= _MAX_CHAIN
         if goes_on or sum(math.prod(map(len, c)) for c in choices) > _MAX_TERMS:
             return chain if goes_on else terms, True
-        # max(a, b) * c = max(a * c, b * c). The right side need not wait for max(a, b).
+        # max(a, b) * c = max(a * c, b * c). The right side need not wait for max(a, b). With terms
+        # `max(a, b) * c` and `d`, the choices are `[[a, b], [c]]` and `[[d]]`, and the products are
+        # `a * c`, `b * c` and `d`.
         products = [
             math.prod(chosen, start=Scale(term.exponent))
             for term, factors in zip(terms, choices, strict=True)
@@ -99,6 +103,7 @@ class ScaleProgram:
 
     def _chain(self, term: Scale) -> list[Scale]:
         """Return the monomials of a term that is a maximum of many; otherwise the term itself."""
+        # (-1, 0) stands for the factors of a static term, which has none.
         (number, power), *others = term.factors or ((-1, 0),)
         if others or power != 1 or number not in self._chains:
             return [term]
@@ -110,6 +115,7 @@ class ScaleProgram:
         for number, power in term.factors:
             scale = self.scales[number]
             is_maximum = isinstance(scale, Computed) and scale.is_maximum
+            # `1 / max(a, b)` is a minimum, so it stays one factor.
             alone = [Scale.of_factor(number) ** power]
             choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
         return choices

@@ -40,6 +40,8 @@ def resolve(program: ScaleProgram, closed: Any) -> Any:
     rounds = _Rounds(program, jaxpr, jaxpr.outvars[count:])
     equations = []
     for eqn in jaxpr.eqns:
+        # A placeholder is dropped, and its round is placed before its first reader: the later a
+        # round, the more sources are known, and the more scales it computes.
         if eqn.primitive is not placeholder_p:
             equations += [*rounds.before(eqn.invars), eqn]
             rounds.define(eqn.outvars)
@@ -73,6 +75,7 @@ class _Rounds:
         self._exponents: list[Any] = []  # the variable of all exponents so far, or empty
         # By number of a scale: its place in the exponents. The first exponent is 0, of no scale.
         self._positions: dict[int, int] = {}
+        # A rule may ask for a scale and not use it.
         used = {v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)}
         used.update(filter(is_var, jaxpr.outvars))
         self._pending = {
@@ -80,6 +83,7 @@ class _Rounds:
             for eqn in jaxpr.eqns
             if eqn.primitive is placeholder_p and eqn.outvars[0] in used
         }
+        # All other sources are arguments or constants, which are there from the start.
         made_here = {v for eqn in jaxpr.eqns for v in eqn.outvars}
         self._available = 0  # the sources computed so far, as bits
         self._bits: dict[Any, int] = {}
@@ -97,6 +101,8 @@ class _Rounds:
     def before(self, operands: Sequence[Any]) -> list[Any]:
         """Return the rounds that must precede an equation with these operands."""
         equations = []
+        # One round may need another: a source may be a placeholder itself, such as a scale that a
+        # user's rule returned as an array.
         while any(is_var(v) and v in self._pending for v in operands):
             equations.append(self._compute())
             self.define(equations[-1].outvars)
@@ -128,6 +134,7 @@ class _Rounds:
         avals += [jax.ShapeDtypeStruct((), program.dtype) for _ in sources]
         invars = self._exponents + [self._sources[program.scales[n]] for n in sources]
         bind = functools.partial(round_p.bind, computed=computed)
+        # Tracing makes an equation. Its variables are then replaced by those of the program.
         (eqn,) = jax.make_jaxpr(bind)(*avals).jaxpr.eqns
         new = eqn.outvars[len(ready) :]
         self._exponents = new or self._exponents
@@ -250,6 +257,7 @@ def _round_jvp(primals: Any, tangents: Any, *, computed: _Round) -> Any:
 
 
 def _round_batch(arrays: Any, dims: Any, *, computed: _Round) -> Any:
+    # While `vmap` traces, the platform is not known yet.
     out = jax.vmap(functools.partial(computed, ON_CPU), dims)(*arrays)
     return out, [0] * len(out)
 
@@ -262,6 +270,9 @@ class _Sums:
     """The exponents of monomials, as a function of all exponents."""
 
     def __init__(self, monomials: Sequence[Scale], positions: dict[int, int]):
+        # For `2**3 * a / b` and `c**2`, with `a`, `b` and `c` at the positions 1, 2 and 3, index is
+        # [[1, 2], [3, 0]], power is [[1, -1], [2, 0]] and shift is [3, 0]. Position 0, of the
+        # exponent 0, fills up the short row.
         self.count = len(monomials)
         width = max((len(m.factors) for m in monomials), default=0)
         self._index = np.zeros((len(monomials), width), np.int32)
@@ -294,6 +305,8 @@ class _Level:
     def __init__(self, scales: Sequence[Computed], positions: dict[int, int]):
         self._width = max(len(s.terms) for s in scales)
         columns = list(map(ranked, scales))
+        # The first terms of all scales, then the second terms: `max(a, b, c)` and `max(d, e)` give
+        # `a d b e c e`. A maximum does not change if its last term is repeated.
         terms = [terms[min(i, len(terms) - 1)] for i in range(self._width) for terms in columns]
         self._terms = _Sums(terms, positions)
         self._settings = [np.array(column) for column in zip(*(s.settings for s in scales))]

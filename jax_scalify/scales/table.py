@@ -79,6 +79,7 @@ class ScaleTable:
             number = program.source(array) if program else None
             return self._new(source=array, number=number, **known)
 
+        # The new atom holds the array, so that its id is not reused.
         return self.memoised(("atom", id(array)), make)
 
     def _new(self, **fields: Any) -> Scale:
@@ -149,6 +150,8 @@ class ScaleTable:
 
     def _without_numbers(self, scale: Scale) -> Scale:
         """Replace all factors that the program computes by one atom."""
+        # `a * b * rows`, with scalar `a` and `b`, has axes and is computed now. The exponent of
+        # `a * b` is only known after the trace, so a placeholder stands for it.
         scalar = Scale(0, tuple(f for f in scale.factors if f[0].number is not None))
         if scalar.is_one:
             return scale
@@ -168,11 +171,12 @@ class ScaleTable:
         common = Scale(0, _common_factors(terms))
         terms = sorted((t / common for t in terms), key=_monomial_key)
         members = _members(terms)
-        for term in terms:  # one term may already be the maximum of all terms
+        for term in terms:  # `max(max(a, b), a)` is one of its terms
             if _members([term]) == members:
                 return term * common
 
-        # Maxima that differ by a static factor share the atom of the maximum that was made first.
+        # Maxima that differ by a static factor share the atom of the maximum that was made first:
+        # `max(4 * a, 8)` is `4 * max(a, 2)`. `low` is 0 for `max(a, 2)`, and 2 for `max(4 * a, 8)`.
         low = min(exponent for _, exponent in members)
         key = frozenset((factors, exponent - low) for factors, exponent in members)
         extent = min(NARROW_EXTENT if narrow else LARGEST_EXTENT, max(t.span for t in terms))
@@ -258,6 +262,7 @@ def trace_with_table(
     def flat(*arrays: Any) -> list[Any]:
         table = ScaleTable(dtype, program=program, **options)
         results = function(table, *arrays)
+        # As results, the sources are variables of the jaxpr, from which the rounds are computed.
         return [*results, *program.sources] if program else results
 
     closed = jax.make_jaxpr(flat)(*arrays)
