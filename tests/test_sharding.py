@@ -203,6 +203,24 @@ def shardings_of_an_inner_jit():
 
 
 @case
+def an_inner_jit_with_shardings_keeps_a_leafs_scale():
+    """Also on a mesh with explicit axes, where the shardings are those of the types."""
+    for kind in _KINDS:
+        rows = NamedSharding(mesh(kind), P("data"))
+        add = jax.jit(lambda w, u: w + u, in_shardings=(rows, rows), out_shardings=rows)
+        for dtype in (jnp.float16, jnp.float32):
+            data = jax.device_put(jnp.arange(1, 9).astype(dtype), rows)
+            for scale in (0.5, jnp.float32(0.5)):
+                out = jax.jit(jsa.scalify(lambda w, add=add: add(w, 8 * w)))(
+                    ScaledArray(data, scale)
+                )
+                assert_same(out, 4.5 * np.arange(1, 9))
+                assert out.data.sharding.is_equivalent_to(rows, 1)
+                if dtype == jnp.float32:  # a wide leaf returns at its own scale
+                    assert out.scale == 0.5, out.scale
+
+
+@case
 def shardings_of_static_scales_and_other_leaves():
     state = {
         "static": ScaledArray(jnp.ones((8, 2)), 4.0),

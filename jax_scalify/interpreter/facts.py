@@ -83,8 +83,7 @@ def _is_square(eqn: Any, inputs: Sequence[Value]) -> bool:
         return True
     if not isinstance(lhs, Operand) or not isinstance(rhs, Operand):
         return False
-    is_real = not jnp.issubdtype(lhs.dtype, jnp.complexfloating)
-    return is_real and lhs.origin is rhs.origin and lhs.mantissa * rhs.mantissa > 0
+    return lhs.origin is rhs.origin and lhs.mantissa * rhs.mantissa > 0
 
 
 def _keeps_nonnegative(eqn: Any, traits: Traits) -> bool:
@@ -95,7 +94,7 @@ def _keeps_nonnegative(eqn: Any, traits: Traits) -> bool:
         return False
     if name == "scatter" and params["update_jaxpr"] is not None:  # may apply any function
         return False
-    return traits.keeps_nonnegative or name == "integer_pow"
+    return traits.keeps_nonnegative
 
 
 def _dtype(var: Any) -> Any:

@@ -305,4 +305,4 @@ class Operand(ScaledArray):
 
     def behind(self, barrier: Callable[[Any], Any], **fields: Any) -> Operand:
         """Return the same values after a barrier."""
-        return self.moved(barrier(self.source), self.scale).known(number=None, **fields)
+        return self.moved(barrier(self.source), self.scale).known(**fields)

@@ -195,8 +195,10 @@ def dynamic_update_slice_rule(
     new = scale_along(ctx.table, own[1], axes, update.shape)
     offsets = [s if a in axes else np.zeros((), s.dtype) for a, s in enumerate(starts)]
     if not partial <= set(axes):  # some old elements share a scale with new elements
-        new = lax.max(new, lax.dynamic_slice(old, offsets, new.shape))
-    scale = scale_of(ctx.table, lax.dynamic_update_slice(old, new, offsets))
+        taken = lax.dynamic_slice(old, offsets, new.shape, allow_negative_indices=False)
+        new = lax.max(new, taken)
+    written = lax.dynamic_update_slice(old, new, offsets, allow_negative_indices=False)
+    scale = scale_of(ctx.table, written)
     # Elements that are overwritten need not be brought to the new scales.
     kept = own[0] if partial <= set(axes) else scale
     data = at_shared_scale(ctx, (x,), kept)

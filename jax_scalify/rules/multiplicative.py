@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -108,7 +109,7 @@ def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     return bind_product(ctx, (x,), x.scale**2, params, _spread(ctx))
 
 
-@register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True)
+@register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True, nonnegative="keeps")
 def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
     """`scale = scale**y`; in float16 and FP8, `8 * scale**y` unless -2 <= y <= 1."""
     spread = ONE if -2 <= y <= 1 else _spread(ctx)
@@ -159,5 +160,6 @@ def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
     root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
     scale = root ** int(halves) if halves % 2 else root ** int(number)
     base = _base(ctx, x, rest)
-    exponent = np.asarray(number).astype(base.dtype if halves % 2 else ctx.in_avals[1].dtype)[()]
+    is_integer = jnp.issubdtype(ctx.in_avals[1].dtype, jnp.integer)
+    exponent = np.asarray(number).astype(ctx.in_avals[1].dtype if is_integer else base.dtype)[()]
     return ctx.result(ctx.bind(base, exponent, **params), scale)

@@ -54,10 +54,7 @@ def structural_rule(
         if not ctx.primitive.multiple_results:
             return _moved(ctx, x, out, scale)
         scales = scale if isinstance(scale, list) else [scale] * len(out)
-        return [
-            x.moved(o, s) if dtypes.is_scalable(o.dtype) else o
-            for o, s in zip(out, scales, strict=True)
-        ]
+        return [x.moved(o, s) for o, s in zip(out, scales, strict=True)]
 
     rule.__doc__ = "`out = f(data)`, scale unchanged."
     return rule
@@ -128,7 +125,8 @@ def _dynamic_slice_scale(scale: Any, *starts: Any, slice_sizes: Any, **_: Any) -
     # depend on `i`, and all steps share them.
     starts = tuple(s if v else np.zeros((), s.dtype) for s, v in zip(starts, varies, strict=True))
     sizes = [size if v else 1 for size, v in zip(slice_sizes, varies, strict=True)]
-    return lax.dynamic_slice(scale, starts, sizes)
+    # Negative starts of the equation are final: XLA moves the slice to the nearest valid start.
+    return lax.dynamic_slice(scale, starts, sizes, allow_negative_indices=False)
 
 
 def _split_scale(scale: Any, *, sizes: Any, axis: int, **_: Any) -> list[Any]:

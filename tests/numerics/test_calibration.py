@@ -91,7 +91,12 @@ def in_custom_rules(x, w):
     return jax.grad(lambda w: jnp.sum(jax.nn.relu(x @ w) ** 2))(w)
 
 
-FUNCTIONS = (product, in_scan, in_remat, in_jit, in_cond, in_vmap, in_custom_rules)
+def powers(x, w):
+    y = jnp.abs(x @ w) + 1
+    return jax.lax.pow(y, np.float16(2)) + jax.lax.pow(y, 2) + jax.lax.pow(y, np.float16(0.5))
+
+
+FUNCTIONS = (product, in_scan, in_remat, in_jit, in_cond, in_vmap, in_custom_rules, powers)
 
 
 @pytest.mark.sampled(8)

@@ -229,6 +229,17 @@ def test_what_brings_arrays_together_keeps_their_scales(name, dtype):
     check_all_exact([fun], rows)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [-9, -5, -4, -1, 3, 7])
+def test_slices_that_start_outside(start, dtype):
+    """JAX adds the length to a negative start once. XLA moves the rest into the array."""
+    x, update = scaled(0, SCALES["rows"], dtype), scaled(1, 2.0**5, dtype, (1, 6))
+    i = jnp.int32(start)
+    check_exact(lambda x: lax.dynamic_slice(x, (i, 0), (2, 6)), x)
+    check_exact(lambda x, u: lax.dynamic_update_slice(x, u, (i, 0)), x, update)
+    check_exact(jax.grad(lambda x: jnp.sum(lax.dynamic_slice(x, (i, 0), (2, 6)))), x)
+
+
 def test_columns_of_a_matrix_with_a_scale_each():
     w = jnp.float32([[1.0, 2.0**-30], [1.5, 2.0**-29]])
     rows = [(jsa.as_scaled_array(w, scale="max", axis=1, dtype=dtype),) for dtype in DTYPES]

@@ -21,11 +21,10 @@ from jax_scalify.scales.rounds import round_p
 
 
 def _constrain(value: Value, sharding: Any) -> Value:
-    if _compat.is_unspecified_sharding(sharding):
+    if not _compat.is_constraint(sharding):
         return value
     if isinstance(value, Operand):
-        data = lax.with_sharding_constraint(value.data, sharding)
-        return Operand(data, value.scale, facts=value.facts)
+        return value.behind(lambda x: lax.with_sharding_constraint(x, sharding))
     return Plain.of(lax.with_sharding_constraint(value.whole(), sharding), facts=value.facts)
 
 
