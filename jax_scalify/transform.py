@@ -41,7 +41,7 @@ from jax_scalify.passes.pruning import pruned
 from jax_scalify.passes.setup import SetupWarning, nothing_scaled, wide_matmuls
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.scales.algebra import GIVEN_EXTENT, NARROW_EXTENT, Scale
-from jax_scalify.scales.table import ScaleTable, trace_with_table
+from jax_scalify.scales.table import ScaleTable
 
 
 def scalify(
@@ -210,15 +210,14 @@ def _scale_call(
     # given scales, so no result needs the scale of the scalar.
     used = {eqn.primitive for eqn in all_equations(closed.jaxpr)}
     keeps_scales = all_static and not narrow and primitives.match_scale_p in used
-    options: dict[str, Any] = dict(splits_scalars=not keeps_scales, narrow=narrow)
+    table = ScaleTable(config.scale_dtype, splits_scalars=not keeps_scales, narrow=narrow)
     if not _compat.is_staging():
-        return interpret(ScaleTable(config.scale_dtype, **options), operands)
-    trace = functools.partial(trace_with_table, dtype=config.scale_dtype, **options)
-    return _staged(interpret, operands, trace)
+        return interpret(table, operands)
+    return _staged(interpret, operands, table)
 
 
 def _staged(
-    interpret: Callable[..., list[Any]], operands: Sequence[Any], trace: Callable[..., Any]
+    interpret: Callable[..., list[Any]], operands: Sequence[Any], table: ScaleTable
 ) -> list[Any]:
     """Under `jit`, interpret in a new trace, so that all its scales are computed together."""
     leaves, tree = jax.tree.flatten(list(operands))
@@ -235,7 +234,7 @@ def _staged(
         return out
 
     arrays = [leaves[i] for i in variable]
-    scaled = trace(flat, arrays)
+    scaled = table.trace(flat, arrays)
     if observing.is_observing():
         out = observing.as_call(jex_core.jaxpr_as_fun(scaled))(*arrays)
     else:

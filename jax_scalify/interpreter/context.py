@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 
 from jax_scalify import _compat
@@ -19,12 +20,12 @@ from jax_scalify.config import ScalifyConfig
 from jax_scalify.interpreter.constants import room
 from jax_scalify.interpreter.facts import facts_of
 from jax_scalify.interpreter.operand import Facts, Operand, ratio_of
-from jax_scalify.interpreter.rescaling import kept_wide, narrowed
+from jax_scalify.interpreter.rescaling import narrowed
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import GIVEN_EXTENT, ONE, Scale
 from jax_scalify.scales.multiplying import multiply
-from jax_scalify.scales.table import ScaleTable, trace_with_table
+from jax_scalify.scales.table import ScaleTable
 
 # The exponent of the largest constant among the elements that a narrow scale leaves room for. A
 # larger constant is a mask value, or is infinite in plain float16 too. It saturates, so that the
@@ -198,7 +199,8 @@ class RuleContext:
         if raw.dtype == dtype:
             return Operand(raw, scale)
         if self.stays_wide:
-            return kept_wide(raw, scale, dtype, fits or not saturates)
+            wide = lax.convert_element_type(raw, dtypes.compute_dtype(dtype))
+            return Operand(wide, scale, declared=dtype, fits=fits or not saturates)
         if saturates and not fits:
             return Operand(narrowed(raw, scale, dtype), scale)
         return Operand(dtypes.cast(raw, dtype), scale)
@@ -219,12 +221,6 @@ class RuleContext:
             # A single given scale is applied at once. A product of two may leave float32's range.
             return x.at_unit(ONE, dtype, trusted=2 * GIVEN_EXTENT - 1)
         return x.value
-
-    def trace(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> Any:
-        """Return the jaxpr of `function(table, *arrays)`, traced with a new table."""
-        table = self.table
-        options = dict(splits_scalars=table.splits_scalars, narrow=table.narrow)
-        return trace_with_table(function, arrays, table.dtype, **options)
 
     def scale_jaxpr(
         self,

@@ -86,7 +86,7 @@ class Corrections:
         out, choose = list(values), self.choose
         for i in range(len(place.exponents if choose is None else place.names)):
             value = out[i]
-            if not isinstance(value, Operand) or value.number is not None or value.scale.is_zero:
+            if not isinstance(value, Operand) or value.scale.is_zero:
                 continue
             found = Scale(place.exponents[i]) if choose is None else choose(place.names[i], value)
             if not found.is_one:

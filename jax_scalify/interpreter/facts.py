@@ -71,7 +71,12 @@ def is_nonnegative(eqn: Any, inputs: Sequence[Value]) -> bool:
         return any(signs)
     if traits.nonnegative == "always" or _is_square(eqn, inputs):
         return True
-    return _keeps_nonnegative(eqn, traits) and bool(signs) and all(signs)
+    # `x.at[i].get(mode="fill", fill_value=-1)` gives -1 where `i` is out of bounds.
+    if name == "gather" and (eqn.params["fill_value"] or 0) < 0:
+        return False
+    if name == "scatter" and eqn.params["update_jaxpr"] is not None:  # may apply any function
+        return False
+    return traits.keeps_nonnegative and bool(signs) and all(signs)
 
 
 def _is_square(eqn: Any, inputs: Sequence[Value]) -> bool:
@@ -84,17 +89,6 @@ def _is_square(eqn: Any, inputs: Sequence[Value]) -> bool:
     if not isinstance(lhs, Operand) or not isinstance(rhs, Operand):
         return False
     return lhs.origin is rhs.origin and lhs.mantissa * rhs.mantissa > 0
-
-
-def _keeps_nonnegative(eqn: Any, traits: Traits) -> bool:
-    """Return whether results are not negative if no operand is."""
-    name, params = eqn.primitive.name, eqn.params
-    # `x.at[i].get(mode="fill", fill_value=-1)` gives -1 where `i` is out of bounds.
-    if name == "gather" and (params["fill_value"] or 0) < 0:
-        return False
-    if name == "scatter" and params["update_jaxpr"] is not None:  # may apply any function
-        return False
-    return traits.keeps_nonnegative
 
 
 def _dtype(var: Any) -> Any:
@@ -168,11 +162,11 @@ def _one_sided_bound(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Bound
 
 def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale | None:
     """Return the size of the largest constant among the elements: see `Facts.constant`."""
-    floats = [v for v in inputs if v.is_scalable]
-    known = [v.facts.constant for v in floats]
-    if not floats or not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
+    if not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
         return None
-    name, params = eqn.primitive.name, eqn.params
+    name, floats = eqn.primitive.name, [v for v in inputs if v.is_scalable]
+    known = [v.facts.constant for v in floats]
+    constant = largest(known)
     # `jnp.where(m, x, 1)` and `x.at[i].set(1)` write the 1 among the elements of `x`.
     if traits.elements in ("joined", "placed"):
         # If the whole array is chosen at once, its scale is chosen with it.
@@ -182,9 +176,11 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
         # `min(x, 100)` writes 100 in the place of larger elements only, so it fits at their scale.
         sides = (-1, 0, 1) if name == "clamp" else _SIDES.get(name, (0,) * len(floats))
         written = [v for v, side in zip(floats, sides, strict=True) if not _is_bound(v, side)]
-        return largest(known if is_one else [*known, *map(_size_of_constant, written)])
+        return constant if is_one else largest([constant, *map(_size_of_constant, written)])
+    if constant is None:
+        return None
     if name in _PRODUCTS:
-        if len(floats) != 2 or largest(known) is None:
+        if len(floats) != 2:
             return None
         # Elements of `3 * where(m, x, 1)` are 3. Multiplied by `y`, they are near `3 * y.scale`.
         left, right = map(_size_of_factor, floats)
@@ -197,18 +193,17 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
         # The size of the constant 3 is 2**1.58. A size with atoms is a scale, of a whole exponent.
         return size if size.is_static else Scale(math.ceil(size.exponent), size.factors)
     if name == "reduce_sum":
-        (constant,), terms = known, math.prod(inputs[0].shape[a] for a in params["axes"])
-        is_symbolic = not isinstance(terms, int)
-        if constant is None or is_symbolic:
+        terms = math.prod(inputs[0].shape[a] for a in eqn.params["axes"])
+        if not isinstance(terms, int):  # a symbolic size
             return None
         # All terms of a sum may be the constant: a row of `where(m, x, 1)` may have no `x`.
         return constant * Scale(math.ceil(math.log2(max(terms, 1))))
     if name in ("square", "integer_pow"):
-        power = params.get("y", 2)
-        return None if known[0] is None or power < 0 else known[0] ** power
+        power = eqn.params.get("y", 2)
+        return constant**power if power >= 0 else None
     # `jnp.where(m, x, 1) - y` has elements near 1 wherever the first term has.
     keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
-    return largest(known) if keeps else None
+    return constant if keeps else None
 
 
 def _is_bound(value: Value, side: int) -> bool:

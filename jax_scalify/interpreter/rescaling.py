@@ -16,13 +16,6 @@ from jax_scalify.primitives.overflow import unless_infinite
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
 
-
-def kept_wide(data: Any, scale: Scale, dtype: Any, fits: bool) -> Operand:
-    """Return an operand of `dtype` whose data is float32: see `interpreter/survey.py`."""
-    data = lax.convert_element_type(data, dtypes.compute_dtype(dtype))
-    return Operand(data, scale, declared=jnp.dtype(dtype), fits=fits)
-
-
 # `x * _TO_INFINITY * 2**112` is infinite from 65,520 on, where a cast to float16 is infinite.
 _TO_INFINITY = np.nextafter(np.float32(2**16 / 65520), np.float32(2))
 
@@ -87,23 +80,19 @@ def at_scale(x: Operand, scale: Scale) -> Operand:
     return x.as_pair(lax.select(lax.is_finite(before), moved.source, before), scale)
 
 
-def in_reach(x: Operand) -> Operand:
-    """Replace a dynamic scale of many factors by one atom: see `Scale.settled`."""
-    if x.scale.is_static:
-        return x
+def as_operand(x: ScaledArray, table: ScaleTable) -> Operand:
+    """Return a rule's result as an operand. A scale that is a number or array becomes a `Scale`.
+
+    A scale of many factors becomes one atom: see `Scale.settled`.
+    """
+    if not isinstance(x, Operand):
+        scale = x.scale
+        if type(scale) in (float, int):
+            scale = Scale.of(scale)
+        elif not isinstance(scale, Scale):
+            scale = table.atom(align_scale(scale, np.ndim(x.data)).astype(table.dtype))
+        x = Operand(x.data, scale)
     scale = x.scale.settled()
     if scale is x.scale:
         return x
     return x.as_pair(x.source, scale) if x.holds_data else x.with_scale(scale)
-
-
-def as_operand(x: ScaledArray, table: ScaleTable) -> Operand:
-    """Return a rule's result as an operand. A scale that is a number or array becomes a `Scale`."""
-    if isinstance(x, Operand):
-        return in_reach(x)
-    scale = x.scale
-    if type(scale) in (float, int):
-        scale = Scale.of(scale)
-    elif not isinstance(scale, Scale):
-        scale = table.atom(align_scale(scale, np.ndim(x.data)).astype(table.dtype))
-    return in_reach(Operand(x.data, scale))

@@ -84,7 +84,7 @@ class Survey:
             return x
         if x.depth >= _MAX_DEPTH and var in self.reused:  # the value is computed once
             x = x.behind(pin, depth=0)
-        if var in self.stored and dtypes.is_narrow(x.dtype) and not x.is_widened:
+        if var in self.stored and dtypes.is_narrow(x.dtype):
             x = x.behind(store)
         if var in self.gates or var in self.leading:
             known = dict(gate=var in self.gates, leads=var in self.leading)

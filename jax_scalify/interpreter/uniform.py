@@ -56,7 +56,7 @@ def uniform(eqn: Any, inputs: Sequence[Value]) -> Value | None:
     value, traits = inputs[0], traits_of(name)
     if name in ("optimization_barrier", "pin", "store") and len(inputs) == 1:
         return value if value.constant is not None else None
-    if eqn.primitive.multiple_results or any(v.is_scaled for v in inputs):
+    if eqn.primitive.multiple_results:
         return None
     if name == "reduce_sum" and not eqn.params["axes"]:
         return value

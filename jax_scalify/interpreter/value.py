@@ -34,7 +34,7 @@ class Plain:
     """
 
     # `Operand` has these attributes too, so most code need not ask which kind a `Value` is.
-    is_scaled = is_widened = False
+    is_scaled = False
     depth = 0
 
     shape: tuple[int, ...]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ class Atom:
     source: jax.Array | None = None
     exponents: jax.Array | None = None
     number: int | None = None
-    members: frozenset[tuple[Any, ...]] = frozenset()
+    members: frozenset[Scale] = frozenset()
     nonzero: bool = False
     extent: int = GIVEN_EXTENT
     is_number: bool = False
@@ -111,6 +111,12 @@ class Scale:
         return self.factors[0][0].table
 
     @property
+    def only_factor(self) -> Any:
+        """The atom `a` of a scale `2**k * a`; None for any other scale."""
+        ((factor, power), *others) = self.factors or ((None, 1),)
+        return None if others or power != 1 else factor
+
+    @property
     def is_static(self) -> bool:
         """Whether the scale is known while tracing."""
         return not self.factors
@@ -149,7 +155,7 @@ class Scale:
         most = self.exponent
         for atom, power in self.factors:
             # `min(1, s)` is `1 / max(1, 1 / s)`: an inverse maximum, of which one member is static.
-            least = dict(atom.members).get(())
+            least = next((m.exponent for m in atom.members if m.is_static), None)
             if power != -1 or least is None:
                 return math.inf
             most -= min(least, atom.limit)
@@ -352,10 +358,6 @@ class Computed:
         low = -math.inf if self.is_maximum else -self.limit
         return low, self.limit, self.degree, self.is_rest, self.is_held
 
-    def operands(self) -> list[int]:
-        """Return the numbers of the scales that it is computed from."""
-        return list({n for term in self.terms for n, _ in term.factors})
-
 
 ONE = Scale(0)
 ZERO = Scale(-math.inf)
@@ -370,6 +372,15 @@ def _order(factor: tuple[Any, int]) -> int:
     return factor[0].index if isinstance(factor[0], Atom) else factor[0]
 
 
+def without_smaller(scales: Iterable[Scale]) -> list[Scale]:
+    """Drop the scale 0, and scales that are smaller than another scale by a static factor."""
+    largest: dict[tuple, float] = {}
+    for scale in scales:
+        if not scale.is_zero:
+            largest[scale.factors] = max(scale.exponent, largest.get(scale.factors, -math.inf))
+    return [Scale(exponent, factors) for factors, exponent in largest.items()]
+
+
 def join(*scales: Scale, narrow: bool = False) -> Scale:
     """Return the maximum of scales, the power of two that `sqrt(a**2 + b**2)` rounds down to.
 
@@ -378,12 +389,8 @@ def join(*scales: Scale, narrow: bool = False) -> Scale:
     same atom, which is computed once. If `narrow`, the data is float16 or FP8, and the extent of
     the maximum is at most `NARROW_EXTENT`.
     """
-    largest: dict[tuple, float] = {}
-    for scale in scales:
-        if not scale.is_zero:
-            largest[scale.factors] = max(scale.exponent, largest.get(scale.factors, -math.inf))
-    static = largest.get((), -math.inf)
-    terms = [Scale(exponent, factors) for factors, exponent in largest.items()]
+    terms = without_smaller(scales)
+    static = max((t.exponent for t in terms if t.is_static), default=-math.inf)
     terms = [t for t in terms if t.is_static or t.most > static]
     if not terms:
         return ZERO

@@ -29,7 +29,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
-from jax_scalify.scales.algebra import Computed, Scale
+from jax_scalify.scales.algebra import Computed, Scale, without_smaller
 
 # `max(max(a, b), c)` is computed as `max(a, b, c)` if it has at most this many monomials.
 _MAX_TERMS = 32
@@ -41,7 +41,7 @@ placeholder_p = jex_core.Primitive("scale_placeholder")
 
 
 @placeholder_p.def_abstract_eval
-def _placeholder_aval(*, number: int, dtype: Any) -> Any:
+def _placeholder_aval(*, monomial: Scale, most: float | None, dtype: Any) -> Any:
     return ShapedArray((), dtype)
 
 
@@ -56,8 +56,6 @@ class ScaleProgram:
         self._numbers: dict[Computed, int] = {}
         self._chains: set[int] = set()  # the numbers of maxima whose terms were not multiplied out
         self._needs: list[int] = []  # by number: the sources that it depends on, as bits
-        # Of placeholders: the monomial and the largest exponent, or None for the exponent itself.
-        self.requests: list[tuple[Scale, float | None]] = []
         self._placeholders: dict[tuple[Scale, float | None], Any] = {}
 
     def source(self, array: Any) -> int:
@@ -72,10 +70,10 @@ class ScaleProgram:
         is_chain = False
         if computed.is_maximum:
             terms, is_chain = self._multiplied_out(computed.terms)
-            computed = Computed(_largest(terms))
+            computed = Computed(tuple(without_smaller(terms)))
         if computed not in self._numbers:
             self._numbers[computed] = len(self.scales)
-            self._needs.append(functools.reduce(operator.or_, map(self._needs_of, computed.terms)))
+            self._needs.append(functools.reduce(operator.or_, map(self.needs, computed.terms)))
             self.scales.append(computed)
         number = self._numbers[computed]
         if is_chain:
@@ -103,9 +101,8 @@ class ScaleProgram:
 
     def _chain(self, term: Scale) -> list[Scale]:
         """Return the monomials of a term that is a maximum of many; otherwise the term itself."""
-        # (-1, 0) stands for the factors of a static term, which has none.
-        (number, power), *others = term.factors or ((-1, 0),)
-        if others or power != 1 or number not in self._chains:
+        number = term.only_factor
+        if number not in self._chains:
             return [term]
         return [Scale(term.exponent) * t for t in self.scales[number].terms]
 
@@ -120,7 +117,8 @@ class ScaleProgram:
             choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
         return choices
 
-    def _needs_of(self, monomial: Scale) -> int:
+    def needs(self, monomial: Scale) -> int:
+        """Return the sources that a monomial depends on, as bits."""
         needs = 0
         for number, _ in monomial.factors:
             needs |= self._needs[number]
@@ -133,19 +131,7 @@ class ScaleProgram:
         """
         request = monomial, most
         if request not in self._placeholders:
-            number, dtype = len(self.requests), self.dtype if most is not None else np.float32
-            self.requests.append(request)
-            self._placeholders[request] = placeholder_p.bind(number=number, dtype=dtype)
+            dtype = self.dtype if most is not None else np.float32
+            made = placeholder_p.bind(monomial=monomial, most=most, dtype=dtype)
+            self._placeholders[request] = made
         return self._placeholders[request]
-
-    def is_ready(self, number: int, available: int) -> bool:
-        """Return whether a request depends on available sources only (as bits)."""
-        return not self._needs_of(self.requests[number][0]) & ~available
-
-
-def _largest(monomials: Sequence[Scale]) -> tuple[Scale, ...]:
-    """Drop monomials that are smaller than another monomial by a static factor."""
-    largest: dict[tuple, float] = {}
-    for m in monomials:
-        largest[m.factors] = max(m.exponent, largest.get(m.factors, -math.inf))
-    return tuple(Scale(e, f) for f, e in largest.items())

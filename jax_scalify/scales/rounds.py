@@ -78,8 +78,9 @@ class _Rounds:
         # A rule may ask for a scale and not use it.
         used = {v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)}
         used.update(filter(is_var, jaxpr.outvars))
+        # Of placeholders: the monomial and the largest exponent, or None for the exponent itself.
         self._pending = {
-            eqn.outvars[0]: eqn.params["number"]
+            eqn.outvars[0]: (eqn.params["monomial"], eqn.params["most"])
             for eqn in jaxpr.eqns
             if eqn.primitive is placeholder_p and eqn.outvars[0] in used
         }
@@ -111,10 +112,10 @@ class _Rounds:
     def _compute(self) -> Any:
         """Return the equation that computes all pending placeholders that can be computed now."""
         program = self._program
-        ready = [v for v, n in self._pending.items() if program.is_ready(n, self._available)]
-        ready.sort(key=lambda v: program.requests[self._pending[v]][1] is None)  # exponents last
-        requests = [program.requests[self._pending.pop(v)] for v in ready]
-        monomials, most = zip(*requests, strict=True)
+        missing = ~self._available
+        ready = [v for v, (m, _) in self._pending.items() if not program.needs(m) & missing]
+        ready.sort(key=lambda v: self._pending[v][1] is None)  # exponents last
+        monomials, most = zip(*map(self._pending.pop, ready), strict=True)
         size = 1 + len(self._positions)
         sources, *levels = self._plan(monomials)
         self._place(sources)
@@ -150,7 +151,8 @@ class _Rounds:
             if number in known:
                 continue
             scale = self._program.scales[number]
-            operands = scale.operands() if isinstance(scale, Computed) else []
+            terms = scale.terms if isinstance(scale, Computed) else ()
+            operands = list({n for term in terms for n, _ in term.factors})
             missing = [n for n in operands if n not in known]
             if missing:
                 todo += [number, *missing]

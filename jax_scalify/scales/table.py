@@ -31,6 +31,7 @@ from jax_scalify.scales.algebra import (
     Computed,
     Scale,
     sorted_factors,
+    without_smaller,
 )
 from jax_scalify.scales.exponents import computed_now, exponents_now, powers_now
 from jax_scalify.scales.program import ScaleProgram
@@ -67,6 +68,23 @@ class ScaleTable:
         self._program: Any = program
         self._counter = itertools.count()
         self._memo: dict[Any, Any] = {}
+
+    def trace(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> Any:
+        """Return the jaxpr of `function(table, *arrays)`, traced with a new table of this kind.
+
+        `arrays` are arrays or `ShapeDtypeStruct` objects. The new table has a scale program if XLA
+        keeps barriers.
+        """
+        program = ScaleProgram(self.dtype) if _compat.keeps_barriers() else None
+        options = dict(splits_scalars=self.splits_scalars, narrow=self.narrow)
+
+        def flat(*arrays: Any) -> list[Any]:
+            results = function(ScaleTable(self.dtype, program=program, **options), *arrays)
+            # As results, the sources are variables of the jaxpr, from which rounds are computed.
+            return [*results, *program.sources] if program else results
+
+        closed = jax.make_jaxpr(flat)(*arrays)
+        return resolve(program, closed) if program else closed
 
     def atom(self, array: jax.Array, **known: Any) -> Scale:
         """Return the scale of an array of powers of two. The same array gives the same atom.
@@ -110,10 +128,9 @@ class ScaleTable:
 
         Its exponent is at most `most`.
         """
-        ((first, power), *others) = scale.factors
-        is_atom = not others and power == 1 and scale.exponent == 0
-        if is_atom and most == math.inf and first.source is not None:
-            return first.source
+        atom = scale.only_factor
+        if atom and atom.source is not None and scale.exponent == 0 and most == math.inf:
+            return atom.source
         if numbered := _numbered(scale):
             return self._program.placeholder(*numbered, most)
 
@@ -169,7 +186,8 @@ class ScaleTable:
     def maximum(self, terms: list[Scale], narrow: bool = False) -> Scale:
         """Return the maximum of monomials that cannot be compared while tracing."""
         common = Scale(0, _common_factors(terms))
-        terms = sorted((t / common for t in terms), key=_monomial_key)
+        terms = [t / common for t in terms]
+        terms.sort(key=lambda t: ([(a.index, p) for a, p in t.factors], t.exponent))
         members = _members(terms)
         for term in terms:  # `max(max(a, b), a)` is one of its terms
             if _members([term]) == members:
@@ -177,8 +195,8 @@ class ScaleTable:
 
         # Maxima that differ by a static factor share the atom of the maximum that was made first:
         # `max(4 * a, 8)` is `4 * max(a, 2)`. `low` is 0 for `max(a, 2)`, and 2 for `max(4 * a, 8)`.
-        low = min(exponent for _, exponent in members)
-        key = frozenset((factors, exponent - low) for factors, exponent in members)
+        low = min(m.exponent for m in members)
+        key = frozenset(m / Scale(low) for m in members)
         extent = min(NARROW_EXTENT if narrow else LARGEST_EXTENT, max(t.span for t in terms))
         made, its_low = self.memoised(
             ("maximum", key), lambda: (self.computed(Computed(tuple(terms)), extent, members), low)
@@ -215,10 +233,6 @@ class ScaleTable:
         return self.memoised(("split", id(value)), make)[1:]
 
 
-def _monomial_key(scale: Scale) -> tuple:
-    return (tuple((a.index, p) for a, p in scale.factors), scale.exponent)
-
-
 def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
     """Return the factors that all terms share: `max(a * c, b * c) = max(a, b) * c`."""
     common = dict(terms[0].factors)
@@ -228,16 +242,13 @@ def _common_factors(terms: list[Scale]) -> tuple[tuple[Atom, int], ...]:
     return sorted_factors({atom: power for atom, power in common.items() if power > 0})
 
 
-def _members(terms: Iterable[Scale]) -> frozenset[tuple]:
+def _members(terms: Iterable[Scale]) -> frozenset[Scale]:
     """Flatten nested maxima into monomials. Keep the largest of those with the same factors."""
-    largest: dict[tuple, float] = {}
+    monomials: list[Scale] = []
     for term in terms:
-        atom = term.factors[0][0] if len(term.factors) == 1 and term.factors[0][1] == 1 else None
-        nested = atom.members if atom is not None and atom.members else None
-        for factors, exponent in nested or [(term.factors, 0)]:
-            exponent += term.exponent
-            largest[factors] = max(exponent, largest.get(factors, -math.inf))
-    return frozenset(largest.items())
+        nested = term.only_factor.members if term.only_factor else ()
+        monomials += [m * Scale(term.exponent) for m in nested] or [term]
+    return frozenset(without_smaller(monomials))
 
 
 def _numbered(*scales: Scale) -> tuple[Scale, ...]:
@@ -245,25 +256,3 @@ def _numbered(*scales: Scale) -> tuple[Scale, ...]:
     if any(atom.number is None for scale in scales for atom, _ in scale.factors):
         return ()
     return tuple(s.renamed(lambda atom: Scale.of_factor(atom.number)) for s in scales)
-
-
-def trace_with_table(
-    function: Callable[..., list[Any]],
-    arrays: Sequence[Any],
-    dtype: Any,
-    **options: bool,
-) -> Any:
-    """Return the jaxpr of `function(table, *arrays)`, given arrays or `ShapeDtypeStruct` objects.
-
-    `options` are arguments of the new `ScaleTable`. It has a scale program if XLA keeps barriers.
-    """
-    program = ScaleProgram(dtype) if _compat.keeps_barriers() else None
-
-    def flat(*arrays: Any) -> list[Any]:
-        table = ScaleTable(dtype, program=program, **options)
-        results = function(table, *arrays)
-        # As results, the sources are variables of the jaxpr, from which the rounds are computed.
-        return [*results, *program.sources] if program else results
-
-    closed = jax.make_jaxpr(flat)(*arrays)
-    return resolve(program, closed) if program else closed

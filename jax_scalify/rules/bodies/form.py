@@ -267,7 +267,7 @@ def interpret(ctx: RuleContext, closed: Any, forms: Sequence[Form]) -> Body:
         return pack(out_forms, outputs, table)
 
     avals = [aval for form in forms for aval in form.avals(ctx.table.dtype)]
-    return Body(ctx.trace(flat, avals), out_forms, ctx.table.dtype)
+    return Body(ctx.table.trace(flat, avals), out_forms, ctx.table.dtype)
 
 
 def fixpoint(make: Callable[[list[Form]], Body], forms: list[Form]) -> tuple[Body, list[Form]]:

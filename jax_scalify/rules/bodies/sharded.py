@@ -49,7 +49,7 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
             found[:] = [Form.of(value).as_array() for value in outputs]
             return pack(found, outputs, table)
 
-        results = _compat.inlined(ctx.trace(flat, arrays), arrays)
+        results = _compat.inlined(ctx.table.trace(flat, arrays), arrays)
         specs = _specs(found, out_specs)
         # Without `check_vma`, types do not say along which mesh axes a scale varies: assume all.
         checked = names if not params["check_vma"] else None
