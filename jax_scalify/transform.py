@@ -17,21 +17,15 @@ from jax.extend import core as jex_core
 
 from jax_scalify import _compat
 from jax_scalify import rules as _rules  # noqa: F401  (registers every rule)
-from jax_scalify.arrays.scaled_array import (
-    ScaledArray,
-    align_scale,
-    check_scaled,
-    is_scaled,
-)
+from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, check_scaled, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import all_equations
+from jax_scalify.base.jaxprs import all_equations, replaced
 from jax_scalify.config import ScalifyConfig, current_config
 from jax_scalify.interpreter import observing
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.corrections import Calibrated
 from jax_scalify.interpreter.derivatives import constant_scales, with_user_derivatives
 from jax_scalify.interpreter.evaluation import evaluate
-from jax_scalify.interpreter.homes import leaf_home
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.rescaling import at_home, at_scale, within_range
 from jax_scalify.interpreter.tracing import argument_name, trace
@@ -164,19 +158,6 @@ def _by_position(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     return bound.args, bound.kwargs
 
 
-def _calibrated_scales(
-    operands: Sequence[Any], calibration: Calibrated, names: Sequence[str]
-) -> dict[int, Scale]:
-    """Return the calibrated scales of operands with dynamic scalar scales, by position."""
-    found = {}
-    for i, (name, x) in enumerate(zip(names, operands, strict=True)):
-        if is_scaled(x) and not x.is_static and not np.ndim(x.scale):
-            exponent = calibration.scale_of(name)
-            if exponent is not None:
-                found[i] = Scale(exponent)
-    return found
-
-
 def _scale_call(
     closed: Any,
     operands: Sequence[Any],
@@ -192,15 +173,15 @@ def _scale_call(
     `interpreter/homes.py`. All other scales become dynamic.
     """
     closed = pruned(closed)
-    corrections, calibrated = None, {}
+    corrections, calibrated = None, [None] * len(operands)
     if calibration is not None:
         corrections = calibration.corrections(closed, names)
-        calibrated = _calibrated_scales(operands, calibration, names)
+        calibrated = [calibration.scale_of(name) for name in names]
     hook = observing.hook_of(corrections)
     all_static = not any(is_scaled(x) and not x.is_static for x in operands)
 
     def interpret(table: ScaleTable, operands: Sequence[Any]) -> list[Any]:
-        inputs = [_enter(x, table, calibrated.get(i)) for i, x in enumerate(operands)]
+        inputs = [_enter(x, table, k) for x, k in zip(operands, calibrated, strict=True)]
         outputs = evaluate(closed, inputs, table, config, hook)
         return [_leave(value, table, all_static) for value in outputs]
 
@@ -227,15 +208,13 @@ def _staged(
 
     def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
         nonlocal out_tree
-        full = list(leaves)
-        for i, array in zip(variable, arrays, strict=True):
-            full[i] = array
-        out, out_tree = jax.tree.flatten(interpret(table, jax.tree.unflatten(tree, full)))
+        operands = jax.tree.unflatten(tree, replaced(leaves, variable, arrays))
+        out, out_tree = jax.tree.flatten(interpret(table, operands))
         return out
 
     arrays = [leaves[i] for i in variable]
     scaled = table.trace(flat, arrays)
-    if observing.is_observing():
+    if observing.is_observing.value:
         out = observing.as_call(jex_core.jaxpr_as_fun(scaled))(*arrays)
     else:
         out = _compat.inlined(scaled, arrays)
@@ -282,7 +261,8 @@ def _own_buffers(outputs: list[Any], given: Any) -> list[Any]:
     return jax.tree.map(owned, outputs)
 
 
-def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
+def _enter(operand: Any, table: ScaleTable, calibrated: int | None) -> Value:
+    """Return an argument as a value. `calibrated` is the exponent of its calibrated scale."""
     if not is_scaled(operand):
         return Plain.of(operand)
     short = dtypes.is_narrow(operand.dtype)
@@ -296,12 +276,14 @@ def _enter(operand: Any, table: ScaleTable, calibrated: Scale | None) -> Value:
     )
     # `jnp.array` copies: `jnp.asarray` may alias the memory of a NumPy array that the user changes.
     data = operand.data if isinstance(operand.data, jax.Array) else jnp.array(operand.data)
-    if calibrated is not None:
-        return at_scale(Operand(data, scale), calibrated)
+    if calibrated is not None and not scale.is_static and not scale.ndim:
+        return at_scale(Operand(data, scale), Scale(calibrated))
     if not data.ndim and dtypes.is_wide(data.dtype) and not scale.is_static:
         # A 0-d leaf of the state, such as a learning rate, has its own exponent as its scale.
         return Operand(data, scale * table.split(data)[1], unit=scale)
-    return Operand(data, scale, home=leaf_home(data, scale))
+    # See `interpreter/homes.py`. A static 0 is no home, and neither is a dynamic scale in FP8.
+    is_free = scale.is_zero if scale.is_static else dtypes.is_fp8(data.dtype)
+    return Operand(data, scale, home=None if is_free else scale)
 
 
 def _leave(value: Value, table: ScaleTable, keep_static: bool) -> Any:

@@ -70,7 +70,7 @@ class ScaledArray:
     @property
     def ndim(self) -> int:
         """The rank of the data."""
-        return self.data.ndim
+        return len(self.shape)
 
     @property
     def size(self) -> int:
@@ -111,10 +111,8 @@ class ScaledArray:
             raise ValueError("A ScaledArray has no buffer of its values: `copy` cannot be False.")
         _check_form(self)
         data = np.asarray(self.data)
-        wide = np.promote_types(np.dtype(dtypes.compute_dtype(data.dtype)), np.float32)
         scale = along_leading_axes(np.asarray(self.scale), data.ndim)
-        values: Any = np.broadcast_to(data, np.broadcast_shapes(data.shape, scale.shape))
-        values = np.array(values, wide)
+        values: Any = np.array(data, dtypes.compute_dtype(data.dtype))
         # Both parts are multiplied separately, because `(inf + 0i) * (2 + 0i)` is `inf + nan i`.
         for part in (values.real, values.imag) if np.iscomplexobj(values) else (values,):
             part *= scale.astype(part.dtype)

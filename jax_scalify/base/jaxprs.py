@@ -57,16 +57,17 @@ def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
     return jex_core.jaxpr_as_fun(closed_jaxpr(jaxpr))
 
 
+def replaced(items: Sequence[Any], some: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Return the items, with new items at positions `some`."""
+    full = list(items)
+    for i, x in zip(some, new, strict=True):
+        full[i] = x
+    return full
+
+
 def of_some(fun: Callable, operands: Sequence[Any], some: Sequence[int]) -> Callable:
     """Return `fun` as a function of the operands at positions `some`. The others are fixed."""
-
-    def of(*xs: Any) -> Any:
-        full = list(operands)
-        for i, x in zip(some, xs, strict=True):
-            full[i] = x
-        return fun(*full)
-
-    return of
+    return lambda *xs: fun(*replaced(operands, some, xs))
 
 
 def is_var(atom: Any) -> bool:
@@ -106,12 +107,7 @@ def memoised(function: Callable[..., Result]) -> Callable[..., Result]:
 @memoised
 def all_equations(jaxpr: Any) -> list[jex_core.JaxprEqn]:
     """Return the equations of a jaxpr and of the jaxprs in them."""
-    found = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for sub in sub_jaxprs(eqn.params):
-            found += all_equations(sub)
-    return found
+    return [eqn for eqn, _ in nested_equations(jaxpr)]
 
 
 def nested_equations(

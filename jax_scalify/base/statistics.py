@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,6 @@ from jax_scalify.base import dtypes
 from jax_scalify.base.stochastic_rounding import binade
 
 STATISTICS = ("rms", "l2", "l1", "max")
-
-
-def check_statistic(stat: Any) -> None:
-    """Raise a `ValueError` if `stat` is not the name of a statistic."""
-    if stat not in STATISTICS:
-        raise ValueError(f"`stat` must be one of {list(STATISTICS)}, got {stat!r}.")
 
 
 @functools.partial(jax.jit, static_argnames=("stat", "axes"))
@@ -38,7 +31,7 @@ def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -
     wide = dtypes.real_dtype(dtypes.compute_dtype(data.dtype))
     if data.size == 0:
         return jnp.zeros(jnp.sum(data, axes, keepdims=axes is not None).shape, wide)
-    average = _average(_sizes(data, wide), stat, axes)
+    average = _average(jnp.abs(data).astype(wide), stat, axes)
     if stat == "max" or dtypes.is_narrow(data.dtype):
         return average
     # Squares below the smallest normal number are lost. If the mean is less than 2**nmant times as
@@ -48,7 +41,7 @@ def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -
     in_range = jnp.all((average > smallest) & jnp.isfinite(average))
 
     def again() -> jax.Array:
-        sizes = _sizes(data, wide)
+        sizes = jnp.abs(data).astype(wide)
         # XLA may flush the reciprocal of a larger power of two to 0.
         largest = math.ldexp(1.0, finfo.maxexp - 2)
         power = jnp.minimum(binade(_average(sizes, "max", axes)), largest)
@@ -58,10 +51,6 @@ def statistic(data: jax.Array, stat: str, axes: tuple[int, ...] | None = None) -
         return jnp.where(is_number, jnp.clip(unit * power, finfo.tiny, finfo.max), unit)
 
     return lax.cond(in_range, lambda: average, again)
-
-
-def _sizes(data: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.abs(data).astype(dtype)
 
 
 def _average(sizes: jax.Array, stat: str, axes: tuple[int, ...] | None) -> jax.Array:

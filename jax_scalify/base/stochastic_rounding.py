@@ -12,11 +12,6 @@ from jax import lax
 from jax_scalify.base import dtypes, pow2
 
 
-def random_bits(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Return the random bits that `round_stochastically` takes: one `uint32` for each element."""
-    return jax.random.bits(key, shape, jnp.uint32)
-
-
 def mixed(bits: jax.Array) -> jax.Array:
     """Hash `uint32` numbers: different numbers give independent-looking bits.
 
@@ -31,7 +26,7 @@ def cast(data: jax.Array, dtype: Any, *, key: Any = None) -> jax.Array:
     """Cast an array as `dtypes.cast` does; round stochastically if a `jax.random` key is given."""
     if key is None or data.dtype == dtype:
         return dtypes.cast(data, dtype)
-    return round_stochastically(data, random_bits(key, data.shape), dtype)
+    return round_stochastically(data, jax.random.bits(key, data.shape, jnp.uint32), dtype)
 
 
 def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Array:
@@ -99,9 +94,8 @@ def round_sizes(size: jax.Array, dtype: Any, bits: jax.Array | None = None) -> j
     wide, target = size.dtype, jnp.finfo(dtype)
     largest = np.array(target.max, wide)
     rounded = _to_nearest(size, target) if bits is None else _up_or_down(size, bits, target)
-    if (
-        target.minexp < jnp.finfo(wide).minexp
-    ):  # XLA may flush numbers that are subnormal in float32
+    # XLA may flush numbers that are subnormal in float32.
+    if target.minexp < jnp.finfo(wide).minexp:
         rounded = lax.select(size < jnp.finfo(wide).smallest_normal, size, rounded)
     other = size if target.bits > 8 else lax.min(size, largest)
     return lax.select(lax.is_finite(size), rounded, other)

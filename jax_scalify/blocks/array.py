@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax, tree_util
 
 from jax_scalify.arrays.scaled_array import ScaledArray
-from jax_scalify.base.stochastic_rounding import random_bits
 from jax_scalify.blocks import rounding
 from jax_scalify.blocks.formats import BlockFormat
 
@@ -192,7 +191,7 @@ def block_scaled_array(
     bits = None
     if key is not None:
         padded = [-(-n // b) * b for n, b in zip(data.shape, sizes, strict=True)]
-        bits = random_bits(key, tuple(padded))
+        bits = jax.random.bits(key, tuple(padded), jnp.uint32)
     elements, scales = _quantised(data, format, sizes, bits)
     dtype = jnp.dtype(data.dtype if dtype is None else dtype)
     return BlockScaledArray(elements, scales, scale, format, block_shape, dtype)

@@ -11,7 +11,7 @@ import dataclasses
 from jax import lax
 
 from jax_scalify.interpreter.context import RuleContext
-from jax_scalify.interpreter.operand import Bound, Operand
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.value import Value
 
 
@@ -26,19 +26,15 @@ def as_clip(ctx: RuleContext) -> RuleContext:
     # `where(c, a, b)` is `select_n(c, b, a)`: the first case is that of a False condition.
     condition, x, constant = ctx.inputs
     bound = condition.facts.bound
-    if bound is None or constant.constant != bound.number or not _is_half(x, bound):
+    if bound is None or constant.constant != bound.number:
+        return ctx
+    own = x.facts.bound  # of a clip on the other side
+    whole = own.x if own is not None and own.number * bound.number < 0 else None
+    if not (_is_same(x, bound.x) or _is_same(whole, bound.x)):
         return ctx
     primitive = lax.min_p if bound.number > 0 else lax.max_p
     eqn = ctx.eqn.replace(primitive=primitive, params={}, invars=ctx.eqn.invars[1:])
     return dataclasses.replace(ctx, eqn=eqn, inputs=(x, constant))
-
-
-def _is_half(x: Value, bound: Bound) -> bool:
-    """Return whether a value is the array of a bound, or its clip on the other side."""
-    if _is_same(x, bound.x):
-        return True
-    own = x.facts.bound
-    return own is not None and own.number * bound.number < 0 and _is_same(own.x, bound.x)
 
 
 def _is_same(x: Value | None, y: Operand | None) -> bool:

@@ -47,17 +47,19 @@ def captured(const: Any) -> Value:
     sizes = np.abs(wide)
     sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
     ordinary = sizes[sizes < min(_MASK, float(finfo.max))]
-    scale = algebra.ONE
+    scale, constant = ONE, None
     if ordinary.size:
         # The largest element is divided out, because the square of 1e-200 is 0 in float64.
         rms = float(ordinary.max()) * float(np.sqrt(np.mean(np.square(ordinary / ordinary.max()))))
-        limit = pow2.MAX_EXPONENT
-        scale = Scale(max(-limit, min(limit, pow2.floor_exponent(rms))))
+        scale = Scale(pow2.floor_exponent(rms)).bounded()
     if sizes.size > ordinary.size:
         # `np.where(causal, 0, -1e4)` has no ordinary element. In float16 its scale is 2,
         # which holds -1e4 with three octaves to spare.
-        mask = constant_scale(sizes.max(), values.dtype)
+        largest = float(sizes.max())
+        mask = constant_scale(largest, values.dtype)
         scale = algebra.join(scale, mask) if ordinary.size else mask
+        if largest < float(finfo.max):  # `finfo.min` may saturate, so no scale needs room for it
+            constant = Scale(math.log2(largest))
     data = wide / scale.value
     if not np.iscomplexobj(data):
         # At a scale below 1, `finfo.min` would become infinite data.
@@ -65,9 +67,6 @@ def captured(const: Any) -> Value:
         data = np.where(np.isfinite(data), np.clip(data, low, high), data)
     data = jnp.asarray(data.astype(values.dtype))
     nonneg = not np.iscomplexobj(values) and bool(np.all(values >= 0))
-    # `finfo.min` may saturate, so no scale needs room for it.
-    masked = sizes.size > ordinary.size and sizes.max() < float(finfo.max)
-    constant = Scale(math.log2(sizes.max())) if masked else None
     return Operand(data, scale, facts=Facts(nonneg=nonneg, constant=constant))
 
 
@@ -113,9 +112,7 @@ def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:
     """
     finfo = jnp.finfo(dtype)
     largest = float(finfo.max)
-    smallest = float(
-        finfo.smallest_subnormal if finfo.bits == 16 and finfo.nmant == 10 else finfo.tiny
-    )
+    smallest = float(finfo.smallest_subnormal if dtype == jnp.float16 else finfo.tiny)
     size, sign = abs(float(number)), math.copysign(1.0, float(number))
     if scale.is_static:
         inverse = (scale**-1).value
@@ -155,7 +152,7 @@ def promote(value: Value, table: ScaleTable, full: bool) -> Operand:
         mantissa, exponent = pow2.split_constant(number)
         limit = _LARGEST_SCALE if wide and abs(mantissa) != 1 else pow2.MAX_EXPONENT
         data = np.asarray(mantissa, value.dtype)[()]
-        scale = Scale(max(-limit, min(limit, exponent)))
+        scale = Scale(exponent).bounded(limit)
     data = value.number if wide else data
     data = filled(data, value) if full and value.shape else data
     unit = ONE if wide else scale

@@ -116,10 +116,6 @@ class RuleContext:
         """Whether the first result has a wide dtype. Its array then holds values, not data."""
         return not dtypes.is_narrow(self.out_dtype)
 
-    def unit(self, scale: Scale) -> Scale:
-        """Return the unit of a result's array: `scale`, or 1 in a wide dtype."""
-        return ONE if self.holds_values else scale
-
     def array_of(self, x: Operand, scale: Scale, dtype: Any = None) -> Any:
         """Return the data of `x` at a scale, or its values if the result has a wide dtype."""
         return x.value if self.holds_values else x.at_unit(scale, dtype)
@@ -182,9 +178,9 @@ class RuleContext:
             fits: whether no element of the data is larger than an operand's, so that it need not
                 saturate: see `Operand.fits`.
         """
-        unit = self.unit(scale) if unit is None else unit
         if self.holds_values:
-            return self.of_value(multiply(raw, unit), scale)
+            return self.of_value(raw if unit is None else multiply(raw, unit), scale)
+        unit = scale if unit is None else unit
         # At dynamic scales such data saturates nevertheless. Otherwise XLA for GPUs would fuse the
         # `where` of a causal mask into the softmax, and compile this kernel for each layer, because
         # the scale that it reads lies in another place.

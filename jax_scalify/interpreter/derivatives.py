@@ -21,7 +21,7 @@ from jax.extend import core as jex_core
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.jaxprs import all_equations, of_some
+from jax_scalify.base.jaxprs import all_equations, of_some, replaced
 
 ScaleCall = Callable[[Any, Sequence[Any]], list[Any]]
 
@@ -36,9 +36,7 @@ def with_user_derivatives(scale_call: ScaleCall, closed: Any, operands: Sequence
     count = len(operands)
 
     def jaxpr_of(arguments: Sequence[Any]) -> Any:
-        consts = list(closed.consts)
-        for i, const in zip(traced, arguments[count:], strict=True):
-            consts[i] = const
+        consts = replaced(closed.consts, traced, arguments[count:])
         return _compat.close_jaxpr(closed.jaxpr, consts)
 
     def plain(*arguments: Any) -> list[Any]:

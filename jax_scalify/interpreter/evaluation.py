@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,6 @@ from jax_scalify.interpreter.survey import survey
 from jax_scalify.interpreter.traits import traits_of
 from jax_scalify.interpreter.uniform import uniform
 from jax_scalify.interpreter.value import Plain, Value
-from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
 
 _WITHOUT_RULE = RuleInfo("", "", "", rule=dequantising_rule)
@@ -101,8 +99,9 @@ def _equation(ctx: RuleContext) -> list[Value]:
         ctx = _with_result_shape(ctx)
     arguments: Sequence[Any] = ctx.inputs
     if not info.takes_values:
-        promoted = functools.partial(promote, table=ctx.table, full=full)
-        arguments = [promoted(v) if v.is_scalable else v.whole() for v in ctx.inputs]
+        arguments = [
+            promote(v, ctx.table, full) if v.is_scalable else v.whole() for v in ctx.inputs
+        ]
     try:
         out = info.rule(ctx, *arguments, **ctx.eqn.params)
     except Exception as error:  # the note names the innermost equation
@@ -197,7 +196,7 @@ def _check_scale(ctx: RuleContext, x: ScaledArray, aval: Any) -> None:
     """Check the scale that a user's rule returned."""
     if np.shape(x.data) == aval.shape:
         check_scale_shape(ctx.describe(), x.scale, aval.shape)
-    if not isinstance(x.scale, Scale) and not may_be_powers_of_two(x.scale):
+    if not may_be_powers_of_two(x.scale):
         raise ValueError(
             f"The scale rule of {ctx.describe()} returned a scale that is no power "
             f"of two, {x.scale!r}. Round it down, and multiply the data by the rest."

@@ -55,7 +55,10 @@ def is_nonnegative(eqn: Any, inputs: Sequence[Value]) -> bool:
     """
     name, traits = eqn.primitive.name, traits_of(eqn.primitive.name)
     if name == "convert_element_type":
-        return inputs[0].facts.nonneg and not _may_wrap(inputs[0].dtype, eqn.outvars[0].aval.dtype)
+        before, after = inputs[0].dtype, eqn.outvars[0].aval.dtype
+        are_integers = all(jnp.issubdtype(dtype, jnp.integer) for dtype in (before, after))
+        wraps = are_integers and jnp.iinfo(after).max < jnp.iinfo(before).max
+        return inputs[0].facts.nonneg and not wraps
     if not any(jnp.issubdtype(_dtype(v), jnp.floating) for v in eqn.outvars):
         return False
     if traits.elements == "rescaled":
@@ -93,13 +96,6 @@ def _is_square(eqn: Any, inputs: Sequence[Value]) -> bool:
 
 def _dtype(var: Any) -> Any:
     return getattr(var.aval, "dtype", np.dtype(bool))  # references and tokens have no dtype
-
-
-def _may_wrap(before: Any, after: Any) -> bool:
-    """Return whether a cast may turn a non-negative number negative: only integers wrap around."""
-    if not jnp.issubdtype(before, jnp.integer) or not jnp.issubdtype(after, jnp.integer):
-        return False
-    return jnp.iinfo(after).max < jnp.iinfo(before).max
 
 
 def _is_computed(eqn: Any, inputs: Sequence[Value], traits: Traits) -> bool:

@@ -38,12 +38,6 @@ from jax_scalify.scales.algebra import Scale
 _IN_PLACE = ("same", "cast", "negated", "rescaled")
 
 
-def leaf_home(data: Any, scale: Scale) -> Scale | None:
-    """Return the scale of an argument as its home; None for a static 0 or a dynamic FP8 scale."""
-    is_free = scale.is_zero if scale.is_static else dtypes.is_fp8(data.dtype)
-    return None if is_free else scale
-
-
 def home_of(eqn: Any, inputs: Sequence[Value], out: Operand) -> tuple[Scale | None, bool]:
     """Return `home` and `returns` of a result: those of the operand that it is a multiple of.
 

@@ -26,18 +26,9 @@ from jax_scalify.primitives.definitions import define
 # The name of the jitted function that holds the interpreted equations.
 CALL_NAME = "jax_scalify_observed"
 
+# `with is_observing(True)`, `scalify` adds `observe` equations, and `is_observing.value` is True.
 # The value of a `jax.make_user_context` is part of every `jax.jit` cache key.
-_observing = jax.make_user_context(default_value=False)
-
-
-def observing() -> Any:
-    """Return a context manager in which `scalify` adds `observe` equations."""
-    return _observing(True)
-
-
-def is_observing() -> bool:
-    """Return whether `scalify` adds `observe` equations."""
-    return bool(_observing.value)
+is_observing = jax.make_user_context(default_value=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,7 +128,7 @@ class Observer(Corrections):
 
 def hook_of(corrections: Corrections | None) -> Corrections | None:
     """Return the hook of `evaluate` for corrections, which observes while a report is made."""
-    if not is_observing():
+    if not is_observing.value:
         return corrections
     return Observer(corrections.places, corrections.choose) if corrections else Observer({})
 

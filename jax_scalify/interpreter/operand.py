@@ -12,7 +12,7 @@ to float16 it has `source = 1.5`, `unit = 4` and `scale = 4`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -105,7 +105,7 @@ NOTHING = Facts()
 
 def ratio_of(unit: Scale, scale: Scale) -> Scale:
     """Return `unit / scale`, which turns an array of this unit into data; 1 if `unit` is 0."""
-    return ONE if unit is scale or unit.is_zero or unit == scale else unit / scale
+    return ONE if unit.is_zero else unit / scale
 
 
 class Operand(ScaledArray):
@@ -177,20 +177,10 @@ class Operand(ScaledArray):
         """Return `x` as an operand."""
         return x if isinstance(x, Operand) else cls(x.data, x.scale)
 
-    @classmethod
-    def of_value(cls, value: Any, scale: Scale, **known: Any) -> Operand:
-        """Return the operand of an array of values, with the scale that the law gives."""
-        return cls(value, scale, unit=ONE, **known)
-
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the data; `()` for a number that stands for an array."""
         return self.source.shape
-
-    @property
-    def ndim(self) -> int:
-        """The rank of the data."""
-        return self.source.ndim
 
     @property
     def dtype(self) -> Any:
@@ -205,7 +195,7 @@ class Operand(ScaledArray):
     @property
     def holds_data(self) -> bool:
         """Whether the source is the data."""
-        return self.unit is self.scale or self.unit == self.scale
+        return self.unit == self.scale
 
     @property
     def constant(self) -> Any:
@@ -268,16 +258,6 @@ class Operand(ScaledArray):
         vars(x).update(vars(self), **fields)
         return x
 
-    def with_home(self, home: Scale | None, returns: bool = False) -> Operand:
-        """Return the same array as a multiple of a leaf with the scale `home`."""
-        return self.known(home=home, returns=returns)
-
-    def as_multiple(self, x: Operand, mantissa: float) -> Operand:
-        """Return the same array, marked as `mantissa` times a power of two times `x`."""
-        # Then `(0.001 * g) * g` is known to have no negative element: both factors have the same
-        # origin. See `_is_square` in `interpreter/facts.py`.
-        return self.known(origin=x.origin, mantissa=x.mantissa * mantissa)
-
     def as_pair(self, data: Any, scale: Any, unit: Scale | None = None, **fields: Any) -> Operand:
         """Return the same values as another pair of data and scale. The data may be float32."""
         is_widened = dtypes.is_narrow(self.dtype) and dtypes.is_wide(data.dtype)
@@ -302,7 +282,3 @@ class Operand(ScaledArray):
         """Return the operand of a moved source (transposed, sliced, cast) and its moved scale."""
         # The elements have other places, so the origin is a new one: `x * x[::-1]` is no square.
         return self.as_pair(source, scale, self.unit_at(scale), origin=source, mantissa=1.0)
-
-    def behind(self, barrier: Callable[[Any], Any], **fields: Any) -> Operand:
-        """Return the same values after a barrier."""
-        return self.moved(barrier(self.source), self.scale).known(**fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -119,8 +120,7 @@ def register_scale_rule(
     traits = Traits(
         elements=elements, elementwise=elementwise, nonnegative=nonnegative, degree=degree
     )
-
-    return _register(primitives, family, dequantises, traits)
+    return functools.partial(_register, primitives, family, dequantises, traits)
 
 
 def register_value_rule(
@@ -131,7 +131,8 @@ def register_value_rule(
     Without `elements`, the rule interprets a body and returns `Value` objects with facts.
     """
     forms = dict(takes_values=True, gives_values=elements is None)
-    return _register(primitives, family, None, Traits(elements=elements or "new"), **forms)
+    traits = Traits(elements=elements or "new")
+    return functools.partial(_register, primitives, family, None, traits, **forms)
 
 
 def _register(
@@ -139,22 +140,20 @@ def _register(
     family: str | None,
     dequantises: str | None,
     traits: Traits,
+    rule: Rule,
     **forms: bool,
-) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        module = rule.__module__ or ""
-        own = module.rpartition(".")[2] if module.startswith("jax_scalify.") else "custom"
-        law = (rule.__doc__ or "").strip().partition("\n")[0]
-        for primitive in primitives:
-            name = primitive if isinstance(primitive, str) else primitive.name
-            _rules.pop(name, None)  # `find_rule` would prefer an older rule for the name
-            where = family or own.replace("_", " ")
-            _rules[primitive] = RuleInfo(where, name, law, dequantises, rule=rule, **forms)
-            if traits != Traits():  # a rule without traits keeps the primitive's
-                declare(name, traits)
-        return rule
-
-    return register
+) -> Rule:
+    module = rule.__module__ or ""
+    own = module.rpartition(".")[2] if module.startswith("jax_scalify.") else "custom"
+    law = (rule.__doc__ or "").strip().partition("\n")[0]
+    for primitive in primitives:
+        name = primitive if isinstance(primitive, str) else primitive.name
+        _rules.pop(name, None)  # `find_rule` would prefer an older rule for the name
+        where = family or own.replace("_", " ")
+        _rules[primitive] = RuleInfo(where, name, law, dequantises, rule=rule, **forms)
+        if traits != Traits():  # a rule without traits keeps the primitive's
+            declare(name, traits)
+    return rule
 
 
 def registered_rules() -> list[RuleInfo]:

@@ -28,10 +28,9 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
 
     `data * factor` is infinite where the value is: see `unless_infinite`.
     """
-    if data.dtype == dtype or dtype != jnp.float16 or scale.is_zero:
-        return dtypes.cast(data, dtype)
-    # Data that overflows here is a value that overflows float16 too.
-    if scale.is_static and scale.exponent >= 0:
+    # At such scales, data that overflows is a value that overflows float16 too.
+    is_large = scale.is_zero or (scale.is_static and scale.exponent >= 0)
+    if data.dtype == dtype or dtype != jnp.float16 or is_large:
         return dtypes.cast(data, dtype)
     data = lax.convert_element_type(data, dtypes.compute_dtype(data.dtype))
     info = jnp.finfo(data.dtype)

@@ -83,9 +83,9 @@ class Survey:
         if not isinstance(x, Operand):
             return x
         if x.depth >= _MAX_DEPTH and var in self.reused:  # the value is computed once
-            x = x.behind(pin, depth=0)
+            x = x.moved(pin(x.source), x.scale).known(depth=0)
         if var in self.stored and dtypes.is_narrow(x.dtype):
-            x = x.behind(store)
+            x = x.moved(store(x.source), x.scale)
         if var in self.gates or var in self.leading:
             known = dict(gate=var in self.gates, leads=var in self.leading)
             x = x.known(facts=dataclasses.replace(x.facts, **known))

@@ -16,6 +16,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
+from jax_scalify.base.jaxprs import replaced
 from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
 from jax_scalify.conversions.nnx_objects import pure_call
 from jax_scalify.passes.widening import cast_late, wider_dtype
@@ -78,7 +79,11 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
     is_leaf = is_array_of_ours if takes_blocks else is_scaled
     paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs), is_leaf=is_leaf)
     leaves = [leaf.to_scaled_array() if is_block_scaled(leaf) else leaf for _, leaf in paths]
-    dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+    dynamic = [
+        i
+        for i, leaf in enumerate(leaves)
+        if is_scaled(leaf) or (not isinstance(leaf, int) and dtypes.leaf_dtype(leaf) is not None)
+    ]
     out_tree: Any = None
     static_results: dict[int, Any] = {}
     # The dtypes to which FP8 arguments are cast. It is empty in the first trace of `flat`. If JAX
@@ -87,10 +92,8 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
 
     def flat(args: Any, kwargs: Any) -> list[Any]:
         nonlocal out_tree
-        full = list(leaves)
         given = tree.flatten_up_to((args, kwargs))
-        for i in dynamic:
-            full[i] = given[i]
+        full = replaced(leaves, dynamic, [given[i] for i in dynamic])
         narrow = {i: full[i] for i in wider}
         for i, dtype in wider.items():
             full[i] = lax.convert_element_type(full[i], dtype)
@@ -119,18 +122,16 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
     signature = inspect.signature(flat)
     functools.update_wrapper(flat, fun)
     flat.__signature__ = signature  # type: ignore[attr-defined]
-    arrays: list[Any] = [None] * len(leaves)
-    for i in dynamic:
-        arrays[i] = leaves[i].data if is_scaled(leaves[i]) else leaves[i]
+    operands = [leaves[i] for i in dynamic]
+    arrays = [x.data if is_scaled(x) else x for x in operands]
+    given = jax.tree.unflatten(tree, replaced([None] * len(leaves), dynamic, arrays))
     try:
-        closed = jax.make_jaxpr(flat)(*jax.tree.unflatten(tree, arrays))
+        closed = jax.make_jaxpr(flat)(*given)
     except jax.dtypes.TypePromotionError:  # JAX does not promote FP8: see `passes/widening.py`
         wider.update(_wider_dtypes(leaves, dynamic))
         if not wider:
             raise
-        closed = jax.make_jaxpr(flat)(*jax.tree.unflatten(tree, arrays))
-        closed = cast_late(closed, [dynamic.index(i) for i in wider])
-    operands = [leaves[i] for i in dynamic]
+        closed = cast_late(jax.make_jaxpr(flat)(*given), [dynamic.index(i) for i in wider])
     paths = [paths[i][0] for i in dynamic]
     return Traced(closed, operands, paths, out_tree, static_results, call.finish)
 
@@ -139,10 +140,6 @@ def argument_name(path: tuple) -> str:
     """Return the key path of an argument as code: `args[0].params['w']`."""
     root = ("args", "kwargs")[path[0].idx]
     return root + jax.tree_util.keystr(path[1:])
-
-
-def _is_dynamic(leaf: Any) -> bool:
-    return is_scaled(leaf) or (not isinstance(leaf, int) and dtypes.leaf_dtype(leaf) is not None)
 
 
 def _wider_dtypes(leaves: list[Any], dynamic: list[int]) -> dict[int, Any]:

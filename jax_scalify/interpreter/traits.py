@@ -5,20 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-ELEMENTS = {
-    "new": "computed",
-    "summed": "sums along axes that the results do not have",
-    "same": "the operand's, in their places",
-    "cast": "the operand's, in another dtype or precision",
-    "rescaled": "the first operand's, at another scale",
-    "negated": "the operand's, with the other sign",
-    "moved": "the operand's, in places that are known while tracing",
-    "picked": "the largest or smallest of some of the operand's",
-    "taken": "some of the operand's, by index or order or from other devices",
-    "joined": "those of several operands, side by side",
-    "placed": "those of several operands, or constants, among each other",
-}
-"""The relations of a primitive's result elements to its operands."""
+ELEMENTS = tuple("new summed same cast rescaled negated moved picked taken joined placed".split())
+"""The relations of a primitive's result elements to its operands: the table of `docs/rules.md`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +14,7 @@ class Traits:
     """What is known about a primitive.
 
     Attributes:
-        elements: what the elements of its results are: a key of `ELEMENTS`. None, which means that
+        elements: what the elements of its results are: one of `ELEMENTS`. None, which means that
             it was not declared, counts as "new".
         elementwise: whether each element of the result is computed from the operands' elements at
             the same index. 0-d operands may stand beside arrays.

@@ -140,11 +140,10 @@ def _bind_uniform(eqn: Any, inputs: Sequence[Value]) -> Any:
 def _symbolic_scale(eqn: Any, inputs: Sequence[Value]) -> Scale | None:
     """Return the symbolic result of arithmetic on scales from `get_data_and_scale`, or None."""
     name = eqn.primitive.name
-    if not any(v.known_scale is not None for v in inputs):
+    if all(v.known_scale is None for v in inputs):
         return None
-    known = [v.known_scale if v.known_scale is not None else _constant_scale(v) for v in inputs]
-    scales = [s for s in known if s is not None]
-    if len(scales) < len(known):
+    scales: list[Any] = [v.known_scale or _constant_scale(v) for v in inputs]
+    if None in scales:
         return None
     if name in _ON_SCALES:
         return _ON_SCALES[name](*scales)

@@ -11,7 +11,6 @@ import numpy as np
 from jax.core import ShapedArray
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
@@ -106,13 +105,6 @@ class Plain:
 
 
 Value: TypeAlias = Plain | Operand
-
-
-def value_of(x: Any, *, facts: Facts = NOTHING) -> Value:
-    """Return the value of an array, a number or a `ScaledArray`, with these facts only."""
-    if isinstance(x, ScaledArray):
-        return Operand.of(x).known(facts=facts, number=None, depth=0)
-    return Plain.of(x, facts=facts)
 
 
 def _number_of(array: Any) -> Any:

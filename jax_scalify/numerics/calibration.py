@@ -106,7 +106,7 @@ class Calibration:
         """
         equations = Equations(closed, arguments)
         self._check(equations.results)
-        return equations.corrections(self.exponents, named=is_observing())
+        return equations.corrections(self.exponents, named=is_observing.value)
 
     def scale_of(self, argument: str) -> int | None:
         """Return the exponent of the scale that a leaf was calibrated with, if it has a scale."""

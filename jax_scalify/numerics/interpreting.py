@@ -75,7 +75,7 @@ def trace(call: PureCall, *, observe: bool = True) -> tuple[Any, list[Any], list
     """
     flat, found = flat_function(call, is_array)
     arrays = [jnp.asarray(leaf) for _, leaf in found]
-    with observing.observing() if observe else contextlib.nullcontext():
+    with observing.is_observing(True) if observe else contextlib.nullcontext():
         closed = jax.make_jaxpr(flat)(*arrays)
     arguments = scaled_arguments(call.args, call.kwargs)
     scaled = {name for name, _, scale in arguments if scale is not None}

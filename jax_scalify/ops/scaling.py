@@ -17,8 +17,7 @@ from jax_scalify import _compat
 from jax_scalify.arrays import scaled_array as array_lib
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.statistics import check_statistic
-from jax_scalify.base.stochastic_rounding import random_bits
+from jax_scalify.base.statistics import STATISTICS
 from jax_scalify.blocks.array import is_array_of_ours
 from jax_scalify.config import current_config
 from jax_scalify.interpreter.operand import Operand
@@ -78,7 +77,8 @@ def cast(x: jax.Array, dtype: Any, key: Any = None) -> jax.Array:
         return x
     if key is None:
         return cast_p.bind(x, dtype=dtype)
-    return stochastic_cast_p.bind(x, random_bits(key, x.shape), dtype=dtype)
+    bits = jax.random.bits(key, x.shape, jnp.uint32)
+    return stochastic_cast_p.bind(x, bits, dtype=dtype)
 
 
 def set_scaling(x: Any, scale: Any) -> Any:
@@ -255,7 +255,8 @@ def dynamic_rescale(
         >>> print(state["w"].scale, finite)
         64.0 False
     """
-    check_statistic(stat)
+    if stat not in STATISTICS:
+        raise ValueError(f"`stat` must be one of {list(STATISTICS)}, got {stat!r}.")
     if not pow2.is_power_of_two(target):
         raise ValueError(f"`target` must be a power of two, got {target!r}.")
     array_lib.check_scaled(tree)

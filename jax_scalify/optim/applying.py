@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.scaled_array import is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.stochastic_rounding import random_bits
 from jax_scalify.ops.scaling import stop_scaling
 from jax_scalify.optim.leaves import Kind, Leaf
 from jax_scalify.optim.storing import read_together, store_leaves
@@ -142,7 +141,7 @@ def _applied(
         if not nearest and keys[i] is None:
             salt = step if salts is None else salts[i]
         elif not nearest:
-            bits = random_bits(keys[i], param.shape)
+            bits = jax.random.bits(keys[i], param.shape, jnp.uint32)
         which.append(i)
         leaves.append(Leaf(x, param, salt, bits))
     for i, x in zip(which, store_leaves(leaves, [kind] * len(leaves)), strict=True):

@@ -14,7 +14,7 @@ from jax_scalify import _compat
 from jax_scalify import tree as tree_lib
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
 from jax_scalify.base import dtypes
-from jax_scalify.base.stochastic_rounding import mixed, random_bits
+from jax_scalify.base.stochastic_rounding import mixed
 from jax_scalify.ops.scaling import stop_scaling
 from jax_scalify.optim.adding import add_stochastically
 from jax_scalify.optim.applying import widen
@@ -150,7 +150,9 @@ def incremental_update(
         salts = [widen(x) for x in tree_lib.flatten_like(tree, new_tensors, *names)]
     else:
         keys = jax.random.split(key, len(olds))
-        bits = [random_bits(k, jnp.shape(x)) for k, x in zip(keys, olds, strict=True)]
+        bits = [
+            jax.random.bits(k, jnp.shape(x), jnp.uint32) for k, x in zip(keys, olds, strict=True)
+        ]
         salts = [None] * len(olds)
     totals = _moved(new_tensors, (olds, tree), size, names, bits, salts)
     return tree.unflatten(_stored(totals, olds, bits, salts))

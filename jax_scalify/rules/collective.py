@@ -19,7 +19,7 @@ from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes
 from jax_scalify.rules.shared.growth import Terms, growth
 from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
 
@@ -143,7 +143,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
         total = ctx.bind(dtypes.cast(data, travels), **params)
         return ScaledArray(total, _moved(scale, params) * factor)
     total, scale = ctx.bind(dtypes.cast(data, travels), **params), _moved(scale, params)
-    return ctx.result(total, scale * factor, ctx.unit(scale), saturates=False)
+    return ctx.result(total, scale * factor, ONE if ctx.holds_values else scale, saturates=False)
 
 
 def _is_gradient(ctx: RuleContext, names: tuple[Any, ...]) -> bool:

@@ -33,7 +33,7 @@ def _factor_rule(*degrees: int) -> Rule:
                 continue
             drop = tuple(range(out.ndim, x.ndim))  # eigenvalues have one axis less
             scale = x.scale.map(lambda s, drop=drop: lax.squeeze(s, drop)) if drop else x.scale
-            results.append(Operand.of_value(out, scale if degree else ONE))
+            results.append(Operand(out, scale if degree else ONE, unit=ONE))
         return results
 
     names = ", ".join("scale" if degree else "1" for degree in degrees)

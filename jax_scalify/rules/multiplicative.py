@@ -79,7 +79,10 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
             # The source keeps its unit, so that an argument's scale need not be multiplied into it.
             source, unit = other.at_scalar_unit
             out = ctx.bind(*(a.value if a is x else source for a in (lhs, rhs)), **params)
-            return ctx.of_value(out, scale, unit).as_multiple(other, mantissa)
+            # Then `(0.001 * g) * g` is known to have no negative element: both factors have the
+            # same origin. See `_is_square` in `interpreter/facts.py`.
+            known = dict(origin=other.origin, mantissa=other.mantissa * mantissa)
+            return ctx.of_value(out, scale, unit).known(**known)
         if (out := _by_sign(ctx, other, x, scale)) is not None:
             return out
     return bind_product(ctx, (lhs, rhs), scale, params, fits=_is_no_larger(ctx, lhs, rhs))

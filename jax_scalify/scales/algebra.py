@@ -175,15 +175,15 @@ class Scale:
         because it may belong to a constant that `select_n` did not choose, as in `hypot`.
         """
         if self.is_static:
-            return 0 if self.is_zero else abs(self.exponent)
+            return self.span
         factors = sum(0 if a.is_number else a.extent * abs(power) for a, power in self.factors)
         return factors + (abs(self.exponent) if abs(self.exponent) > _SMALL_EXPONENT else 0)
 
     @functools.cached_property
     def span(self) -> float:
         """How far the scale itself is expected to be from 1, in octaves: every factor counts."""
-        if self.is_static:
-            return self.extent
+        if self.is_zero:
+            return 0
         return abs(self.exponent) + sum(a.extent * abs(power) for a, power in self.factors)
 
     @property
@@ -365,11 +365,8 @@ ZERO = Scale(-math.inf)
 
 def sorted_factors(powers: dict[Any, int]) -> tuple[tuple[Any, int], ...]:
     """Return the factors of a monomial in the order of their atoms, without zero powers."""
-    return tuple(sorted(((a, p) for a, p in powers.items() if p), key=_order))
-
-
-def _order(factor: tuple[Any, int]) -> int:
-    return factor[0].index if isinstance(factor[0], Atom) else factor[0]
+    kept = [(a, p) for a, p in powers.items() if p]
+    return tuple(sorted(kept, key=lambda f: f[0].index if isinstance(f[0], Atom) else f[0]))
 
 
 def without_smaller(scales: Iterable[Scale]) -> list[Scale]:
@@ -396,7 +393,7 @@ def join(*scales: Scale, narrow: bool = False) -> Scale:
         return ZERO
     if len(terms) == 1:
         return terms[0]
-    return next(t for t in terms if t.factors).factors[0][0].table.maximum(terms, narrow)
+    return next(t for t in terms if t.factors).table.maximum(terms, narrow)
 
 
 def meet(*scales: Scale) -> Scale:

@@ -111,10 +111,10 @@ class ScaleProgram:
         choices = []
         for number, power in term.factors:
             scale = self.scales[number]
-            is_maximum = isinstance(scale, Computed) and scale.is_maximum
             # `1 / max(a, b)` is a minimum, so it stays one factor.
-            alone = [Scale.of_factor(number) ** power]
-            choices.append([t**power for t in scale.terms] if is_maximum and power > 0 else alone)
+            is_maximum = isinstance(scale, Computed) and scale.is_maximum and power > 0
+            terms = scale.terms if is_maximum else [Scale.of_factor(number)]
+            choices.append([t**power for t in terms])
         return choices
 
     def needs(self, monomial: Scale) -> int:

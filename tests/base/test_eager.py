@@ -16,7 +16,7 @@ from jax_scalify import _compat
 from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.blocks.dot import block_round
 from jax_scalify.blocks.quantising import Quantiser
-from jax_scalify.interpreter.observing import observing
+from jax_scalify.interpreter.observing import is_observing
 from jax_scalify.primitives.straight_through import straight_through
 from jax_scalify.scales.program import placeholder_p
 from tests.helpers import assert_close, values
@@ -130,7 +130,7 @@ def test_these_programs_have_every_primitive_of_ours():
     x, w = (_normal((4, 4), seed, jnp.float16) for seed in (0, 1))
     for program in PROGRAMS.values():
         plain = jax.make_jaxpr(program)(x.data, w.data)
-        with observing():
+        with is_observing(True):
             scaled = jax.make_jaxpr(jsa.scalify(program))(x, w)
         found |= {e.primitive for j in (plain, scaled) for e in all_equations(j.jaxpr)}
     own = _own_primitives()

@@ -97,7 +97,7 @@ def test_an_operand_as_data_and_as_values():
     assert x.holds_data and x.data is x.source
     np.testing.assert_array_equal(x.value, [8.0, 16.0])
     assert x.value is x.value  # made once
-    y = Operand.of_value(x.value, Scale(2))
+    y = Operand(x.value, Scale(2), unit=ONE)
     assert not y.holds_data and y.value is y.source and y.unit is ONE
     np.testing.assert_array_equal(y.data, [2.0, 4.0])
     np.testing.assert_array_equal(y.with_scale(Scale(4)).data, [0.5, 1.0])

@@ -9,13 +9,12 @@ from jax import lax
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations
 from jax_scalify.interpreter.observing import Observed, observe_p
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_value_rule
-from jax_scalify.interpreter.value import Plain, Value, value_of
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.scales.algebra import ONE
 from jax_scalify.scales.rounds import round_p
 
@@ -24,7 +23,8 @@ def _constrain(value: Value, sharding: Any) -> Value:
     if not _compat.is_constraint(sharding):
         return value
     if isinstance(value, Operand):
-        return value.behind(lambda x: lax.with_sharding_constraint(x, sharding))
+        source = lax.with_sharding_constraint(value.source, sharding)
+        return value.moved(source, value.scale)
     return Plain.of(lax.with_sharding_constraint(value.whole(), sharding), facts=value.facts)
 
 
@@ -85,7 +85,7 @@ def call_in_place(ctx: RuleContext, closed: Any, args: list[Value]) -> list[Valu
         return ctx.scale_jaxpr(closed, args, wide=ctx.wide)
     plain = [jnp.asarray(ctx.dequantise(v, v.dtype)) for v in args]
     results = jex_core.jaxpr_as_fun(closed)(*plain)
-    return [value_of(ScaledArray(x, ONE) if _is_scalable(x) else x) for x in results]
+    return [Operand(x, ONE) if _is_scalable(x) else Plain.of(x) for x in results]
 
 
 def _reads_wide_bits(jaxpr: Any) -> bool:

@@ -23,7 +23,7 @@ from jax_scalify.interpreter.facts import nonnegative_results
 from jax_scalify.interpreter.operand import Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext, check_scale_shape, register_value_rule
 from jax_scalify.interpreter.rescaling import as_operand, within_range
-from jax_scalify.interpreter.value import Value, value_of
+from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.primitives.custom_scale import AppliedRule, custom_scale_p
 from jax_scalify.scales.algebra import Scale
 from jax_scalify.scales.table import ScaleTable
@@ -55,10 +55,14 @@ def custom_scale_rule(
     for x, aval in zip(results, ctx.out_avals, strict=True):
         _check_result(applied, x, aval)
     nonneg = _nonnegative(jaxpr, applied, [v.facts.nonneg for v in args])
-    return [
-        value_of(_symbolic(x, ctx.table), facts=Facts(flag, computed=True))
-        for x, flag in zip(results, nonneg, strict=True)
-    ]
+    values: list[Value] = []
+    for x, flag in zip(results, nonneg, strict=True):
+        x, facts = _symbolic(x, ctx.table), Facts(flag, computed=True)
+        known = is_scaled(x)  # a rule may return its operand, with other facts
+        values.append(
+            x.known(facts=facts, number=None, depth=0) if known else Plain.of(x, facts=facts)
+        )
+    return values
 
 
 def _nonnegative(jaxpr: Any, applied: AppliedRule, given: list[bool]) -> list[bool]:

@@ -30,7 +30,7 @@ from jax_scalify.interpreter.operand import NOTHING, Facts, Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.interpreter.rescaling import at_home, within_range
 from jax_scalify.interpreter.value import Plain, Value, in_dtype
-from jax_scalify.scales.algebra import LARGEST_EXTENT, Scale
+from jax_scalify.scales.algebra import LARGEST_EXTENT, ONE, Scale
 from jax_scalify.scales.table import ScaleTable
 
 
@@ -188,8 +188,8 @@ class Form:
         if scale is None:
             scale = table.atom(arrays[1], extent=self.extent, is_number=self._is_number)
         home = scale if self.is_home else None
-        x = Operand(arrays[0], scale) if self.holds_data else Operand.of_value(arrays[0], scale)
-        return x.known(facts=self.facts, home=home)
+        unit = scale if self.holds_data else ONE
+        return Operand(arrays[0], scale, unit=unit, facts=self.facts, home=home)
 
 
 def join(a: Form, b: Form) -> Form:

@@ -21,7 +21,7 @@ from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.joining import shared_scale
-from jax_scalify.scales.algebra import ZERO, Scale
+from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.table import ScaleTable
 
 
@@ -91,7 +91,7 @@ def comparable(x: Operand, axes: Sequence[int] | None = None) -> Operand:
     if all(a % x.ndim not in varying_axes(x.scale, x.unit) for a in axes):
         return x
     if not dtypes.is_narrow(x.dtype):
-        return uniform_over(Operand.of_value(x.value, x.scale), axes)
+        return uniform_over(Operand(x.value, x.scale, unit=ONE), axes)
     # In float16, `3 * 2**-30` at the scale 1 would be 0, and `argsort` would confuse it with zeros.
     wide = lax.convert_element_type(x.data, dtypes.compute_dtype(x.dtype))
     return uniform_over(x.as_pair(wide, x.scale), axes)

@@ -28,9 +28,10 @@ def at_its_home(out: Operand, home: Scale | None, *terms: Operand) -> Operand:
     is the static scale of a term's leaf.
     """
     if home is not None:
-        return out.with_home(home, returns=True)
+        return out.known(home=home, returns=True)
     homes = (x.home for x in terms if x.shape == out.shape)
-    return out.with_home(out.scale if out.scale.is_static and out.scale in homes else None)
+    is_home = out.scale.is_static and out.scale in homes
+    return out.known(home=out.scale if is_home else None)
 
 
 def home_of_sum(
@@ -109,8 +110,8 @@ def _holds(scale: Scale, home: Scale) -> bool:
     """Return whether a scale equals a home wherever the home is not 0."""
     if scale == home or scale.is_static:
         return scale == home
-    (atom, power), *others = scale.factors
-    return not others and power == 1 and scale.exponent == 0 and atom.holds == home
+    atom = scale.only_factor
+    return atom is not None and scale.exponent == 0 and atom.holds == home
 
 
 def _growth(keeper: Operand, other: Operand, is_sum: bool) -> Scale:

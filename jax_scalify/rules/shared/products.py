@@ -18,7 +18,7 @@ def made(raw: Any, unit: Scale, scale: Scale, dtype: Any) -> Operand:
     """Return the operand of values `raw * unit` in `dtype`, multiplied and cast once."""
     if dtypes.is_narrow(dtype):
         return Operand(multiply(raw, ratio_of(unit, scale), dtype), scale)
-    return Operand.of_value(multiply(raw, unit, dtype), scale)
+    return Operand(multiply(raw, unit, dtype), scale, unit=ONE)
 
 
 def widened(ctx: RuleContext, data: Sequence[Any], scale: Scale = ONE) -> list[Any]:
