@@ -9,7 +9,6 @@ in float32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -68,17 +67,13 @@ def pin_constant(value: Any) -> Any:
     return pin_p.bind(value)[0] if _compat.keeps_barriers() else value
 
 
-def slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def slices(array: jax.Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> list[jax.Array]:
     """Return slices along the first axis.
 
     On CPUs the start is an operand of the kernel that reads a slice. If it were a constant, XLA
     would compile a kernel for each slice.
     """
-    return _slices(array, tuple(starts), tuple(sizes))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
     if len(starts) < 2 or not _compat.keeps_barriers():
         pairs = zip(starts, sizes, strict=True)
         return [lax.slice_in_dim(array, start, start + size) for start, size in pairs]
@@ -93,4 +88,4 @@ def _slices(array: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> li
 def elements(array: jax.Array) -> list[jax.Array]:
     """Return the elements along the first axis, as `slices` does."""
     size = array.shape[0]
-    return [lax.squeeze(x, (0,)) for x in slices(array, range(size), [1] * size)]
+    return [lax.squeeze(x, (0,)) for x in slices(array, tuple(range(size)), (1,) * size)]

@@ -92,8 +92,10 @@ def _equation(ctx: RuleContext) -> list[Value]:
         # Integers, for example, are computed as without `scalify`.
         return _checked(ctx, ctx.bind(*(v.whole() for v in ctx.inputs), **ctx.eqn.params))
     # In `2 * x` our elementwise rules get the 2 as a 0-d operand, so that no array of twos is made.
-    # If all operands are numbers, they are broadcast to their shapes.
-    gets_numbers = info.takes_numbers and traits_of(ctx.primitive.name).elementwise
+    # If all operands are numbers, they are broadcast to their shapes. A user's primitive may take
+    # operands of one shape only.
+    is_own = (info.rule.__module__ or "").startswith("jax_scalify.")
+    gets_numbers = is_own and traits_of(ctx.primitive.name).elementwise
     full = not gets_numbers or all(v.number is not None for v in ctx.inputs)
     if not full:
         ctx = _with_result_shape(ctx)
@@ -212,5 +214,7 @@ def _depth(ctx: RuleContext, out: Operand) -> int:
     # A chain consists of elementwise equations and views. It ends, for example, at a matmul.
     if not out.shape or not (traits.elementwise or traits.is_view):
         return 0
-    aligns = traits.aligns and not (out.scale.is_static and dtypes.is_wide(out.dtype))
-    return max(v.depth for v in ctx.inputs) + aligns
+    # Sums and choices bring their operands to one scale, element by element.
+    aligns = traits.elementwise and (traits.degree == "sum" or traits.elements == "placed")
+    needs_none = out.scale.is_static and dtypes.is_wide(out.dtype)
+    return max(v.depth for v in ctx.inputs) + (aligns and not needs_none)

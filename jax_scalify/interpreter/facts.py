@@ -59,7 +59,8 @@ def is_nonnegative(eqn: Any, inputs: Sequence[Value]) -> bool:
         are_integers = all(jnp.issubdtype(dtype, jnp.integer) for dtype in (before, after))
         wraps = are_integers and jnp.iinfo(after).max < jnp.iinfo(before).max
         return inputs[0].facts.nonneg and not wraps
-    if not any(jnp.issubdtype(_dtype(v), jnp.floating) for v in eqn.outvars):
+    dtypes_of_results = (getattr(v.aval, "dtype", bool) for v in eqn.outvars)  # tokens have none
+    if not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes_of_results):
         return False
     if traits.elements == "rescaled":
         return inputs[0].facts.nonneg
@@ -92,10 +93,6 @@ def _is_square(eqn: Any, inputs: Sequence[Value]) -> bool:
     if not isinstance(lhs, Operand) or not isinstance(rhs, Operand):
         return False
     return lhs.origin is rhs.origin and lhs.mantissa * rhs.mantissa > 0
-
-
-def _dtype(var: Any) -> Any:
-    return getattr(var.aval, "dtype", np.dtype(bool))  # references and tokens have no dtype
 
 
 def _is_computed(eqn: Any, inputs: Sequence[Value], traits: Traits) -> bool:
@@ -158,7 +155,7 @@ def _one_sided_bound(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Bound
 
 def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale | None:
     """Return the size of the largest constant among the elements: see `Facts.constant`."""
-    if not any(dtypes.is_scalable(_dtype(v)) for v in eqn.outvars):
+    if not any(dtypes.is_scalable(getattr(v.aval, "dtype", bool)) for v in eqn.outvars):
         return None
     name, floats = eqn.primitive.name, [v for v in inputs if v.is_scalable]
     known = [v.facts.constant for v in floats]

@@ -52,14 +52,6 @@ class RuleInfo:
     takes_values: bool = False
     gives_values: bool = False
 
-    @property
-    def takes_numbers(self) -> bool:
-        """Whether an elementwise rule takes 0-d numbers beside arrays: rules of this package do.
-
-        A user's primitive may take operands of one shape only.
-        """
-        return (self.rule.__module__ or "").startswith("jax_scalify.")
-
 
 # The keys are primitives, or names of primitives that JAX does not export.
 _rules: dict[Primitive | str, RuleInfo] = {}

@@ -87,8 +87,8 @@ class Survey:
         if var in self.stored and dtypes.is_narrow(x.dtype):
             x = x.moved(store(x.source), x.scale)
         if var in self.gates or var in self.leading:
-            known = dict(gate=var in self.gates, leads=var in self.leading)
-            x = x.known(facts=dataclasses.replace(x.facts, **known))
+            gate, leads = var in self.gates, var in self.leading
+            x = x.known(facts=dataclasses.replace(x.facts, gate=gate, leads=leads))
         return x
 
 

@@ -11,18 +11,11 @@ ELEMENTS = tuple("new summed same cast rescaled negated moved picked taken joine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What is known about a primitive.
+    """What is known about a primitive: see the arguments of `register_scale_rule`.
 
-    Attributes:
-        elements: what the elements of its results are: one of `ELEMENTS`. None, which means that
-            it was not declared, counts as "new".
-        elementwise: whether each element of the result is computed from the operands' elements at
-            the same index. 0-d operands may stand beside arrays.
-        nonnegative: "always", or "keeps" if no result is negative unless an operand is. "keeps" is
-            implied for elements that are the operand's own, unless they are negated.
-        degree: how results grow with operands: a power of the first operand, or the "sum",
-            "product" or "quotient" of all operands. It is implied for elements that are the
-            operand's own.
+    If `elements` is not declared, it counts as "new". Of elements that are the operand's own, the
+    `degree` is implied, and so is `nonnegative="keeps"`, unless they are negated. In an
+    `elementwise` primitive, 0-d operands may stand beside arrays.
     """
 
     elements: str | None = None
@@ -58,11 +51,6 @@ class Traits:
     def keeps_nonnegative(self) -> bool:
         """Whether no result is negative unless an operand is."""
         return self.nonnegative is not None or self.elements not in (None, "new", "negated")
-
-    @functools.cached_property
-    def aligns(self) -> bool:
-        """Whether operands are brought to one scale, element by element."""
-        return self.elementwise and (self.degree == "sum" or self.elements == "placed")
 
 
 def _check(name: str, got: object, allowed: object, also: str = "") -> None:

@@ -96,7 +96,7 @@ class Arena:
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def unpack(self, array: jax.Array) -> list[jax.Array]:
         """Return the leaves that lie in an array."""
-        parts = slices(array, self.starts, self.counts)
+        parts = slices(array, tuple(self.starts), tuple(self.counts))
         return [lax.reshape(x, shape) for x, shape in zip(parts, self.shapes, strict=True)]
 
     def spread(self, numbers: Any) -> Any:

@@ -319,7 +319,7 @@ def _by_group(groups: Sequence[_Group], vector: jax.Array) -> list[jax.Array]:
     counts = [len(g.likes) for g in groups]
     if len(vector) > 1:  # otherwise each leaf's kernel computes all of them again
         vector = lax.optimization_barrier(vector)
-    parts = slices(vector, [*(np.cumsum(counts) - counts)], counts)
+    parts = slices(vector, tuple(np.cumsum(counts) - counts), tuple(counts))
     return [part if g.arena else stored_number(part) for g, part in zip(groups, parts, strict=True)]
 
 

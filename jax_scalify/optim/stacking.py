@@ -70,7 +70,8 @@ class Stack:
         places, arena = self.places, self.arena
         if not self.is_full:
             return dict(zip(places, elements(array), strict=True))
-        return dict(zip(places, slices(array, arena.starts, arena.counts), strict=True))
+        parts = slices(array, tuple(arena.starts), tuple(arena.counts))
+        return dict(zip(places, parts, strict=True))
 
     @property
     def places(self) -> list[int]:

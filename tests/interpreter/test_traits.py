@@ -65,4 +65,4 @@ def test_what_is_not_known_is_refused(traits, message):
 
 def test_of_an_undeclared_primitive_nothing_is_known():
     assert traits_of("no such primitive") == Traits()
-    assert not Traits().keeps_nonnegative and not Traits().is_given and not Traits().aligns
+    assert not Traits().keeps_nonnegative and not Traits().is_given
