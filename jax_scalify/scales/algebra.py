@@ -389,10 +389,8 @@ def join(*scales: Scale, narrow: bool = False) -> Scale:
     terms = without_smaller(scales)
     static = max((t.exponent for t in terms if t.is_static), default=-math.inf)
     terms = [t for t in terms if t.is_static or t.most > static]
-    if not terms:
-        return ZERO
-    if len(terms) == 1:
-        return terms[0]
+    if len(terms) < 2:
+        return terms[0] if terms else ZERO
     return next(t for t in terms if t.factors).table.maximum(terms, narrow)
 
 
