@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import Interpretation, is_var
-from jax_scalify.interpreter.operand import Bound, Facts, Operand, largest
+from jax_scalify.interpreter.operand import Bound, Facts, Operand, comparable_sizes, largest
 from jax_scalify.interpreter.traits import Traits, traits_of
 from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.scales import algebra
@@ -22,6 +22,8 @@ from jax_scalify.scales.algebra import ONE, Scale
 # times the scale of all quotients. In float16, this scale is then raised by at most 2**10, and the
 # other elements keep their digits.
 _LARGEST_QUOTIENT = Scale(22)
+# A constant in a divisor that is smaller than this is an epsilon: 1e-3, 1e-12.
+_LARGEST_EPSILON = -9
 # For each operand, the sign of a constant beside it that makes the equation half of a clip.
 _SIDES = {"max": (-1, -1), "min": (1, 1)}
 _SIDES |= {"gt": (1, -1), "ge": (1, -1), "lt": (-1, 1), "le": (-1, 1)}
@@ -173,7 +175,7 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
     if constant is None:
         return None
     if name in _PRODUCTS:
-        if len(floats) != 2:
+        if len(floats) != 2 or name == "div" and _is_epsilon(known[1]):
             return None
         # Elements of `3 * where(m, x, 1)` are 3. Multiplied by `y`, they are near `3 * y.scale`.
         left, right = map(_size_of_factor, floats)
@@ -182,7 +184,8 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
         size = left / right if name == "div" else left * right
         divisor = floats[1]
         if name == "div" and known[1] is not None and isinstance(divisor, Operand):
-            size = algebra.meet(size, left / divisor.scale.largest * _LARGEST_QUOTIENT)
+            most = left / divisor.scale.largest * _LARGEST_QUOTIENT
+            size = algebra.meet(*comparable_sizes([size, most]))
         # The size of the constant 3 is 2**1.58. A size with atoms is a scale, of a whole exponent.
         return size if size.is_static else Scale(math.ceil(size.exponent), size.factors)
     if name == "reduce_sum":
@@ -197,6 +200,15 @@ def _constant_among(eqn: Any, inputs: Sequence[Value], traits: Traits) -> Scale 
     # `jnp.where(m, x, 1) - y` has elements near 1 wherever the first term has.
     keeps = traits.is_given or traits.is_view or name in ("add", "add_any", "sub", "abs")
     return constant if keeps else None
+
+
+def _is_epsilon(size: Scale | None) -> bool:
+    """Return whether the constant among the elements of a divisor is an epsilon.
+
+    In `x / max(norm, 1e-6)` the dividend is as small as the epsilon where it is chosen. If its
+    quotient counted, the data of all unit vectors would be near 2**-10.
+    """
+    return size is not None and size.is_static and size.exponent < _LARGEST_EPSILON
 
 
 def _is_bound(value: Value, side: int) -> bool:

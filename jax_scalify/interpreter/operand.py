@@ -12,6 +12,7 @@ to float16 it has `source = 1.5`, `unit = 4` and `scale = 4`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -96,8 +97,20 @@ class Facts:
 
 def largest(sizes: Iterable[Scale | None]) -> Scale | None:
     """Return the largest size that is not None; None if there is no size."""
-    known = [size for size in sizes if size is not None]
+    known = comparable_sizes(size for size in sizes if size is not None)
     return algebra.join(*known) if known else None
+
+
+def comparable_sizes(sizes: Iterable[Scale]) -> list[Scale]:
+    """Return sizes that may be compared at run time, rounded up if one of them is dynamic.
+
+    The size of the constant 3 is 2**1.58. An atom is a power of two, so no fraction may become a
+    part of it.
+    """
+    sizes = list(sizes)
+    if all(size.is_static for size in sizes):
+        return sizes
+    return [s if s.is_zero else Scale(math.ceil(s.exponent), s.factors) for s in sizes]
 
 
 NOTHING = Facts()

@@ -195,6 +195,7 @@ class ScaleTable:
 
         # Maxima that differ by a static factor share the atom of the maximum that was made first:
         # `max(4 * a, 8)` is `4 * max(a, 2)`. `low` is 0 for `max(a, 2)`, and 2 for `max(4 * a, 8)`.
+        assert all(float(m.exponent).is_integer() for m in members), members
         low = min(m.exponent for m in members)
         key = frozenset(m / Scale(low) for m in members)
         extent = min(NARROW_EXTENT if narrow else LARGEST_EXTENT, max(t.span for t in terms))
