@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 from jax_scalify import _compat
 from jax_scalify.base.jaxprs import function_of_jax_nn, makers, sub_jaxprs
@@ -69,18 +70,16 @@ def _identity(*arrays: Any, observed: Observed) -> list[Any]:
     return [data for data, _ in observed.pairs(arrays)[: len(observed.results)]]
 
 
-def _jvp(primals: Any, tangents: Any, *, observed: Observed) -> Any:
+def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, observed: Observed) -> Any:
     moved = [ad.instantiate_zeros(t) for t in _identity(*tangents, observed=observed)]
-    return observe_p.bind(*primals, observed=observed), moved
+    return primitive.bind(*primals, observed=observed), moved
 
 
-def _batch(args: Any, dims: Any, *, observed: Observed) -> Any:
-    return observe_p.bind(*args, observed=observed), _identity(*dims, observed=observed)
+def _batch(primitive: Primitive, args: Any, dims: Any, *, observed: Observed) -> Any:
+    return primitive.bind(*args, observed=observed), _identity(*dims, observed=observed)
 
 
-observe_p = define("observe", _identity, _identity, multiple_results=True)
-ad.primitive_jvps[observe_p] = _jvp
-batching.primitive_batchers[observe_p] = _batch
+observe_p = define("observe", _identity, _identity, jvp=_jvp, batch=_batch, multiple_results=True)
 
 
 class Observer(Corrections):

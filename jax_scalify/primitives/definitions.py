@@ -32,9 +32,9 @@ def define(
     impl: Callable,
     aval: Callable,
     *,
-    jvp: Callable | None = None,
+    jvp: Callable,
+    batch: Callable,
     transpose: Callable | None = None,
-    batch: Callable | None = None,
     multiple_results: bool = False,
 ) -> Primitive:
     """Define a primitive, given its evaluation (also its lowering) and abstract evaluation.
@@ -54,12 +54,10 @@ def define(
         first = transpose(ad.instantiate_zeros(cotangent), x, *others, **params)
         return (first, *(None for _ in others))
 
-    if jvp is not None:
-        ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
+    ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
+    batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose_rule
-    if batch is not None:
-        batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
     return primitive
 
 
@@ -184,6 +182,17 @@ _define_cast = functools.partial(
     jvp=_jvp_of_cast,
     transpose=lambda cotangent, x, *_, dtype: cast_p.bind(cotangent, dtype=x.aval.dtype),
 )
+_define_rescale = functools.partial(  # the operands, and a flag for each example
+    define,
+    impl=lambda x, *rest, batch_ndim, **_: (x, *rest, jnp.ones(x.shape[:batch_ndim], bool)),
+    aval=lambda x, *rest, batch_ndim, **_: (
+        x,
+        *rest,
+        x.update(shape=x.shape[:batch_ndim], dtype=np.dtype(bool), weak_type=False),
+    ),
+    jvp=jvp_of_first,
+    multiple_results=True,
+)
 
 set_scaling_p = _define_identity("set_scaling", transpose=first, batch=_batch_first)
 rebalance_scale_p = _define_identity("rebalance_scale", transpose=first, batch=_batch_first)
@@ -215,26 +224,9 @@ stochastic_cast_p = _define_cast(
     lambda x, bits, *, dtype: round_stochastically(x, bits, dtype),
     batch=batch_all,
 )
-dynamic_rescale_p = define(  # the value, and whether its statistic is finite
-    "dynamic_rescale",
-    lambda x, *, batch_ndim, **_: (x, jnp.ones(x.shape[:batch_ndim], bool)),
-    lambda x, *, batch_ndim, **_: (x, x.update(shape=x.shape[:batch_ndim], dtype=bool)),
-    jvp=jvp_of_first,
-    batch=_batch_dynamic,
-    multiple_results=True,
-)
-delayed_rescale_p = define(  # the value, its history, and whether its amax is finite
-    "delayed_rescale",
-    lambda x, history, *, batch_ndim, **_: (x, history, jnp.ones(x.shape[:batch_ndim], bool)),
-    lambda x, history, *, batch_ndim, **_: (
-        x,
-        history,
-        x.update(shape=x.shape[:batch_ndim], dtype=np.dtype(bool), weak_type=False),
-    ),
-    jvp=jvp_of_first,
-    batch=_batch_delayed,
-    multiple_results=True,
-)
+# Further results: whether the statistic is finite; the history, and whether its amax is finite.
+dynamic_rescale_p = _define_rescale("dynamic_rescale", batch=_batch_dynamic)
+delayed_rescale_p = _define_rescale("delayed_rescale", batch=_batch_delayed)
 
 
 def aligned_history(history: Any, ndim: int) -> Any:

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from jax_scalify.base.eager import compiled
-from jax_scalify.base.jaxprs import of_some
 from jax_scalify.base.pins import pin_constant
+from jax_scalify.primitives.definitions import define, jvp_of_moved
 
 # Triton's matmuls and sums over devices do not fold the factor: they round to float16 before it. So
 # the factor behind the matmul is at least 2**-6, and elements of up to 2**10 times the expected
@@ -30,10 +29,6 @@ from jax_scalify.base.pins import pin_constant
 # gradients is 2**-9.
 _SMALLEST_BEHIND = -6
 SMALLEST_EXPONENT = _SMALLEST_BEHIND - 10
-
-# `dot_general(lhs, rhs) * 2**exponent` of float16 arrays, in float16, for exponents from -16 to 0.
-# The other parameters are those of `lax.dot_general_p`, without `preferred_element_type`.
-narrow_dot_p = Primitive("narrow_dot_general")
 
 
 def _wide(lhs: Any, rhs: Any, *, exponent: int, pinned: bool = False, **params: Any) -> Any:
@@ -55,20 +50,30 @@ def _narrow(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
     return lax.mul(total, np.float16(math.ldexp(1.0, behind))) if behind else total
 
 
+def _aval(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
+    dtype = np.dtype("float16")
+    return lax.dot_general_p.abstract_eval(lhs, rhs, preferred_element_type=dtype, **params)[0]
+
+
+def _jvp(_: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+    """Differentiate the float32 form, which is linear in each operand."""
+    return jvp_of_moved(functools.partial(_wide, **params), primals, tangents)
+
+
+def _batch(_: Any, args: Any, dims: Any, **params: Any) -> Any:
+    return jax.vmap(functools.partial(_wide, **params), dims)(*args), 0
+
+
+# `dot_general(lhs, rhs) * 2**exponent` of float16 arrays, in float16, for exponents from -16 to 0.
+# The other parameters are those of `lax.dot_general_p`, without `preferred_element_type`.
+narrow_dot_p = define("narrow_dot_general", _wide, _aval, jvp=_jvp, batch=_batch)
 for _platform, _function in (
-    (None, _wide),
     ("cpu", functools.partial(_wide, pinned=True)),
     ("cuda", _narrow),
     ("rocm", _narrow),
 ):
     _lowered = mlir.lower_fun(_function, multiple_results=False)
     mlir.register_lowering(narrow_dot_p, _lowered, platform=_platform)
-
-
-@narrow_dot_p.def_abstract_eval
-def _aval(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
-    dtype = np.dtype("float16")
-    return lax.dot_general_p.abstract_eval(lhs, rhs, preferred_element_type=dtype, **params)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("exponent", "params"))
@@ -80,20 +85,3 @@ def _jitted(lhs: Any, rhs: Any, exponent: int, params: tuple[tuple[str, Any], ..
 @compiled
 def _impl(lhs: Any, rhs: Any, *, exponent: int, **params: Any) -> Any:
     return _jitted(lhs, rhs, exponent, tuple(sorted(params.items())))
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    """Differentiate the float32 form, which is linear in each operand."""
-    fun = functools.partial(_wide, **params)
-    moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    return jax.jvp(
-        of_some(fun, primals, moved), [primals[i] for i in moved], [tangents[i] for i in moved]
-    )
-
-
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    return jax.vmap(functools.partial(_wide, **params), dims)(*args), 0
-
-
-ad.primitive_jvps[narrow_dot_p] = _jvp
-batching.primitive_batchers[narrow_dot_p] = _batch
