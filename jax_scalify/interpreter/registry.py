@@ -115,6 +115,10 @@ def register_scale_rule(
     return functools.partial(_register, primitives, family, dequantises, traits)
 
 
+# For rules of this package: each element of a result is computed from the elements at its index.
+register_elementwise = functools.partial(register_scale_rule, elements="new", elementwise=True)
+
+
 def register_value_rule(
     *primitives: Primitive | str, family: str | None = None, elements: str | None = None
 ) -> Callable[[Rule], Rule]:

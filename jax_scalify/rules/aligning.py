@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import align_constant, constant_floor
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.interpreter.registry import RuleContext, register_elementwise, register_scale_rule
 from jax_scalify.rules.scattering import (
     applies_function,
     apply_function,
@@ -53,37 +52,38 @@ from jax_scalify.scales.algebra import ONE, ZERO, Scale
 from jax_scalify.scales.multiplying import multiply
 
 
-def _sum_rule(negate_rhs: bool) -> Rule:
-    def rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
-        out = ctx.out_avals[0]
-        if rhs.constant == 0 and not ctx.holds_values:
-            return ctx.result(filled(lhs.data, out), lhs.scale)
-        if lhs.constant == 0 and not ctx.holds_values:
-            data = rhs.data
-            # Not `-x`: if `x` is 0, `0 - x` is 0 but `-x` is -0.
-            data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data
-            return ctx.result(filled(data, out), rhs.scale)
-        operation = lax.sub if negate_rhs else lax.add  # `add_any` does not broadcast numbers
-        leading = [x for x in (lhs, rhs) if x.facts.leads]
-        if len(leading) == 1:  # the larger term of a gate's derivative: see `interpreter/gates.py`
-            scale = leading[0].scale
-        else:
-            scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
-            scale = of_leaf_shape(scale, lhs, rhs)
-        home = home_of_sum(ctx, lhs, rhs, negate_rhs=negate_rhs)
-        if ctx.holds_values:
-            unit = ONE if home is None or home.ndim else home  # see `in_unit`
-            out = ctx.of_value(operation(*(in_unit(x, unit) for x in (lhs, rhs))), scale, unit)
-        else:
-            data = same_dtype(align(lhs, scale), align(rhs, scale))
-            out = ctx.result(operation(*widened(ctx, data, scale)), scale)
-        return at_its_home(out, home, lhs, rhs)
+def _sum_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
+    out, negate_rhs = ctx.out_avals[0], ctx.primitive is lax.sub_p
+    if rhs.constant == 0 and not ctx.holds_values:
+        return ctx.result(filled(lhs.data, out), lhs.scale)
+    if lhs.constant == 0 and not ctx.holds_values:
+        data = rhs.data
+        # Not `-x`: if `x` is 0, `0 - x` is 0 but `-x` is -0.
+        data = lax.sub(jnp.zeros_like(data), data) if negate_rhs else data
+        return ctx.result(filled(data, out), rhs.scale)
+    operation = lax.sub if negate_rhs else lax.add  # `add_any` does not broadcast numbers
+    leading = [x for x in (lhs, rhs) if x.facts.leads]
+    if len(leading) == 1:  # the larger term of a gate's derivative: see `interpreter/gates.py`
+        scale = leading[0].scale
+    else:
+        scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
+        scale = of_leaf_shape(scale, lhs, rhs)
+    home = home_of_sum(ctx, lhs, rhs, negate_rhs=negate_rhs)
+    if ctx.holds_values:
+        unit = ONE if home is None or home.ndim else home  # see `in_unit`
+        out = ctx.of_value(operation(*(in_unit(x, unit) for x in (lhs, rhs))), scale, unit)
+    else:
+        data = same_dtype(align(lhs, scale), align(rhs, scale))
+        out = ctx.result(operation(*widened(ctx, data, scale)), scale)
+    return at_its_home(out, home, lhs, rhs)
 
-    rule.__doc__ = (
-        "`scale = max(lhs.scale, rhs.scale)`, without that of a constant 0; the sum that updates a "
-        "float32 or bfloat16 leaf of the state keeps the leaf's scale."
-    )
-    return rule
+
+_sum_rule.__doc__ = (
+    "`scale = max(lhs.scale, rhs.scale)`, without that of a constant 0; the sum that updates a "
+    "float32 or bfloat16 leaf of the state keeps the leaf's scale."
+)
+register_elementwise(lax.add_p, "add_any", nonnegative="keeps", degree="sum")(_sum_rule)
+register_elementwise(lax.sub_p, degree="sum")(_sum_rule)
 
 
 def _growth(ctx: RuleContext, *terms: Operand) -> Scale:
@@ -99,18 +99,8 @@ def _growth(ctx: RuleContext, *terms: Operand) -> Scale:
     return Scale(grown[0] - grown[1])
 
 
-register_scale_rule(
-    lax.add_p, "add_any", elements="new", elementwise=True, nonnegative="keeps", degree="sum"
-)(_sum_rule(negate_rhs=False))
-register_scale_rule(lax.sub_p, elements="new", elementwise=True, degree="sum")(
-    _sum_rule(negate_rhs=True)
-)
-
-
 @register_scale_rule(lax.concatenate_p, elements="joined")
-def concatenate_rule(
-    ctx: RuleContext, *args: Operand, dimension: int, **params: Any
-) -> ScaledArray:
+def concatenate_rule(ctx: RuleContext, *args: Operand, dimension: int, **params: Any) -> Operand:
     """`scale = max(votes)`; if an operand has scales along the axis, each keeps its own scales.
 
     With scales of shape `(4,)` and `()`, operands of shape `(4,)` and `(2,)` give scales of shape
@@ -132,7 +122,7 @@ def concatenate_rule(
 
 
 @register_scale_rule("stack", elements="joined")
-def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> ScaledArray:
+def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> Operand:
     """`scale = max(votes)` of the operands."""
     arrays = least_scales(*args)
     scale = scale_for(arrays)
@@ -144,7 +134,7 @@ def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> Sc
 @register_scale_rule(lax.pad_p, elements="placed")
 def pad_rule(
     ctx: RuleContext, x: Operand, value: Operand, *, padding_config: Any, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """`scale = max(votes)` of the array and the padding value.
 
     If the array has scales along a padded axis, new indices get the scale 0 for the padding value
@@ -170,18 +160,18 @@ def pad_rule(
         return ctx.of_value(out, scale)
     if number is not None and (number == 0 or not np.isfinite(number)):
         out = ctx.bind(data, value.data, padding_config=padding_config, **params)
-        return ScaledArray(out, scale)
+        return Operand(out, scale)
     # The padding value's data differs where scales differ, but `lax.pad` takes one number.
     zero, config = np.zeros((), data.dtype), padding_config
     out = ctx.bind(data, zero, padding_config=config, **params)
     inside = lax.pad(jnp.ones(data.shape, bool), np.zeros((), bool), config)
-    return ScaledArray(jnp.where(inside, out, align(value, scale, out.dtype)), scale)
+    return Operand(jnp.where(inside, out, align(value, scale, out.dtype)), scale)
 
 
 @register_scale_rule(lax.dynamic_update_slice_p, elements="placed")
 def dynamic_update_slice_rule(
     ctx: RuleContext, x: Operand, update: Operand, *starts: Any, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """`scale = max(votes)`; with scales along axes, only updated indices change their scales."""
     x, update = least_scales(x, update)
     axes = varying_axes(x.scale, update.scale)
@@ -207,7 +197,7 @@ def dynamic_update_slice_rule(
 
 
 @register_scale_rule(lax.gather_p, elements="taken")
-def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> ScaledArray:
+def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> Operand:
     """`out = gather(data)`, `scale = gather(scale)`; a finite fill value votes."""
     (x,) = least_scales(x)
     windows = Windows(params["dimension_numbers"], params["slice_sizes"])
@@ -228,7 +218,7 @@ def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> Sc
     inside = jnp.ones(ctx.in_avals[0].shape, bool)
     inside = ctx.bind(inside, indices, **{**params, "fill_value": False})
     scale = gathered_scale(ctx, scale, indices, windows)
-    return ScaledArray(jnp.where(inside, taken, align_constant(fill, x.dtype, scale)), scale)
+    return Operand(jnp.where(inside, taken, align_constant(fill, x.dtype, scale)), scale)
 
 
 # The smallest factor by which sparse updates lower a scale in float16 and FP8. An update of unit
@@ -241,7 +231,7 @@ _LEAST_DENSITY = Scale(-4)
 @register_scale_rule(lax.scatter_sub_p, elements="new", degree="sum")
 def scatter_rule(
     ctx: RuleContext, x: Operand, indices: Any, updates: Operand, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """`scale = max(votes)` of array and updates; updates are summed in float32.
 
     If k updates are added to n zeros, the scale is multiplied by `pow2(sqrt(k / n))`, the RMS of
@@ -275,7 +265,7 @@ def scatter_rule(
 @register_scale_rule(lax.select_and_scatter_add_p, elements="new", nonnegative="keeps")
 def select_and_scatter_add_rule(
     ctx: RuleContext, source: Operand, operand: Operand, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """`scale = source.scale`, added up in float32; the operand only selects positions."""
     # The gradient of max pooling: an element that several windows choose gets a sum.
     axes = windowed_axes(ctx, **params)
@@ -287,16 +277,14 @@ def select_and_scatter_add_rule(
     return ctx.result(ctx.bind(*data, **params), source.scale)
 
 
-@register_scale_rule(lax.complex_p, elements="new", elementwise=True)
-def complex_rule(ctx: RuleContext, re: Operand, im: Operand, **params: Any) -> ScaledArray:
+@register_elementwise(lax.complex_p)
+def complex_rule(ctx: RuleContext, re: Operand, im: Operand, **params: Any) -> Operand:
     """`scale = max(re.scale, im.scale)`."""
     return ctx.on_values(shared_scale(re, im, additive=True), re, im)
 
 
-@register_scale_rule(
-    lax.rem_p, family="remainder", elements="new", elementwise=True, nonnegative="keeps"
-)
-def rem_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
+@register_elementwise(lax.rem_p, family="remainder", nonnegative="keeps")
+def rem_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
     """`scale = min(lhs.scale, rhs.scale)`, in at least float32: the divisor must not underflow."""
     scale = algebra.meet(lhs.scale, rhs.scale)
     if ctx.holds_values:

@@ -6,6 +6,7 @@ separately, the operands are brought to the largest vote.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import align_constant, room
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.interpreter.rescaling import at_scale
 from jax_scalify.rules.shared.along_axes import scale_array
 from jax_scalify.rules.shared.joining import (
@@ -34,48 +34,44 @@ from jax_scalify.scales.algebra import NARROW_EXTENT, ONE, ZERO, Scale, sorted_f
 from jax_scalify.scales.table import ScaleTable
 
 
-def _extremum_rule(sign: int) -> Rule:
-    def rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
-        args = (lhs, rhs)
-        numbers = [x.constant for x in args]
-        harmless = [n is not None and sign * n <= 0 for n in numbers]
-        bound = None
-        if any(harmless):  # max(x, c <= 0): exact for every finite x, even if c saturates
-            which = harmless.index(True)
-            other = args[which ^ 1]
-            scale, limit = other.scale, _bound(args[which])
-            if sign < 0 and other.facts.nonneg:  # relu6: 0 <= min(x, 6) <= 6
-                scale = algebra.meet(scale, limit)
-            elif other.facts.bound is not None and sign * other.facts.bound.number > 0:
-                bound = other.facts.bound.number  # `other` is the first half of `clip`
-                # No element of `clip(x, -1, 2)` is larger than 2.
-                own = Scale(pow2.split_constant(bound)[1])
-                scale = algebra.meet(scale, algebra.join(limit, own))
-        else:
-            scale = shared_scale(lhs, rhs)
-        if (number := _own_number(ctx, args, scale, params)) is not None:
-            return number
-        out = ctx.bind(*aligned(scale, *args), **params)
-        if bound is not None and not ctx.holds_values:
-            # At the scale 2**30, the first half of `clip(x, -1, 1)` has a bound of -2**-24, the
-            # smallest number of float16, and thus the value -64. At the new scale the bound fits.
-            again = align_constant(bound, out.dtype, scale)
-            out = lax.max(out, again) if sign < 0 else lax.min(out, again)
-        return ctx.result(out, scale)
-
-    rule.__doc__ = (
-        "`scale = max(lhs.scale, rhs.scale)`, without a constant c in `max(x, c <= 0)` or "
-        "`min(x, c >= 0)`."
-    )
-    return rule
+def _extremum_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
+    sign = 1 if ctx.primitive is lax.max_p else -1
+    args = (lhs, rhs)
+    numbers = [x.constant for x in args]
+    harmless = [n is not None and sign * n <= 0 for n in numbers]
+    bound = None
+    if any(harmless):  # max(x, c <= 0): exact for every finite x, even if c saturates
+        which = harmless.index(True)
+        other = args[which ^ 1]
+        scale, limit = other.scale, _bound(args[which])
+        if sign < 0 and other.facts.nonneg:  # relu6: 0 <= min(x, 6) <= 6
+            scale = algebra.meet(scale, limit)
+        elif other.facts.bound is not None and sign * other.facts.bound.number > 0:
+            bound = other.facts.bound.number  # `other` is the first half of `clip`
+            # No element of `clip(x, -1, 2)` is larger than 2.
+            own = Scale(pow2.split_constant(bound)[1])
+            scale = algebra.meet(scale, algebra.join(limit, own))
+    else:
+        scale = shared_scale(lhs, rhs)
+    if (number := _own_number(ctx, args, scale, params)) is not None:
+        return number
+    out = ctx.bind(*aligned(scale, *args), **params)
+    if bound is not None and not ctx.holds_values:
+        # At the scale 2**30, the first half of `clip(x, -1, 1)` has a bound of -2**-24, the
+        # smallest number of float16, and thus the value -64. At the new scale the bound fits.
+        again = align_constant(bound, out.dtype, scale)
+        out = lax.max(out, again) if sign < 0 else lax.min(out, again)
+    return ctx.result(out, scale)
 
 
-register_scale_rule(lax.max_p, family="aligning", elements="placed", elementwise=True)(
-    _extremum_rule(+1)
+_extremum_rule.__doc__ = (
+    "`scale = max(lhs.scale, rhs.scale)`, without a constant c in `max(x, c <= 0)` or "
+    "`min(x, c >= 0)`."
 )
-register_scale_rule(lax.min_p, family="aligning", elements="placed", elementwise=True)(
-    _extremum_rule(-1)
+_register_choice = functools.partial(
+    register_scale_rule, family="aligning", elements="placed", elementwise=True
 )
+_register_choice(lax.max_p, lax.min_p)(_extremum_rule)
 
 
 def _bound(x: Operand) -> Scale:
@@ -83,10 +79,8 @@ def _bound(x: Operand) -> Scale:
     return x.scale if np.isfinite(np.float64(x.constant)) else Scale(pow2.MAX_EXPONENT)
 
 
-@register_scale_rule(lax.clamp_p, family="aligning", elements="placed", elementwise=True)
-def clamp_rule(
-    ctx: RuleContext, low: Operand, x: Operand, high: Operand, **params: Any
-) -> ScaledArray:
+@_register_choice(lax.clamp_p)
+def clamp_rule(ctx: RuleContext, low: Operand, x: Operand, high: Operand, **params: Any) -> Operand:
     """`scale = max(votes)`; with constant bounds, `x.scale` clamped to the bounds' scales."""
     if low.constant is None or high.constant is None:
         scale = shared_scale(low, x, high)
@@ -216,7 +210,7 @@ def _chosen_scale(table: ScaleTable, which: Any, own: Sequence[Scale], common: S
     return table.memoised(("chosen", id(which), tuple(own), extent), make)[1]
 
 
-@register_scale_rule(lax.select_n_p, family="aligning", elements="placed", elementwise=True)
+@_register_choice(lax.select_n_p)
 def select_n_rule(ctx: RuleContext, which: Any, *cases: Operand, **params: Any) -> Any:
     """`scale = max(votes)` of the cases; for multiples of one array, less if all still fit.
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
@@ -99,7 +98,7 @@ def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
 )
 @register_scale_rule("pmax", "pmin", elements="new", nonnegative="keeps")
 @register_scale_rule("pbroadcast", elements="same")
-def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = max` over all devices; scales along a gathered axis are gathered too."""
     if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
         # For example, weights that are sharded along their rows, with a scale for each row.
@@ -113,7 +112,7 @@ def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 @register_scale_rule(
     *("psum", "psum_invariant", "reduce_scatter"), elements="new", nonnegative="keeps", degree=1
 )
-def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = max(devices' scales) * pow2(n**p)` for n devices; p as in `reduce_sum`.
 
     Arrays of 16 bits are communicated in 16 bits. float16 data is divided by `pow2(n**p)` before
@@ -141,7 +140,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     if travels == jnp.float16:
         data = multiply(data, Scale(0) / factor)
         total = ctx.bind(dtypes.cast(data, travels), **params)
-        return ScaledArray(total, _moved(scale, params) * factor)
+        return Operand(total, _moved(scale, params) * factor)
     total, scale = ctx.bind(dtypes.cast(data, travels), **params), _moved(scale, params)
     return ctx.result(total, scale * factor, ONE if ctx.holds_values else scale, saturates=False)
 
@@ -188,7 +187,7 @@ def _cut_axis(ctx: RuleContext, params: dict[str, Any], devices: int) -> tuple[i
     return axis, -(-shape[axis] // devices)
 
 
-def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: int) -> ScaledArray:
+def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: int) -> Operand:
     """Gather the parts of a sum from all devices, in the dtype of the result."""
     aval, axis = ctx.out_avals[0], _cut_axis(ctx, params, devices)[0]
     whole = lax.all_gather(
@@ -204,7 +203,7 @@ def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: 
 
 
 @register_scale_rule("ppermute", elements="taken")
-def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """The scale moves with the data, unless all devices share it; missing data and scales are 0."""
     data, scale = ctx.array_of(x, x.scale), x.scale
     if not _is_shared(ctx, scale, data, params):
@@ -215,7 +214,7 @@ def ppermute_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
 @register_scale_rule("ragged_all_to_all", elements="new", nonnegative="keeps")
 def ragged_all_to_all_rule(
     ctx: RuleContext, x: Operand, out: Operand, *sizes: Any, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """`scale = max` of the scales of operand and output buffer on all devices."""
     x, out = uniform_over(x), uniform_over(out)
     scale = _largest(ctx, algebra.join(x.scale, out.scale), x.source, params)

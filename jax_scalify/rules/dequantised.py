@@ -6,7 +6,6 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import (
@@ -63,7 +62,7 @@ register_scale_rule(lax.bitcast_convert_type_p, dequantises=_BITS, elements="new
 )
 def scatter_mul_rule(
     ctx: RuleContext, x: Operand, indices: Any, updates: Operand, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """`scale = operand.scale`; the updates are dequantised."""
     if ctx.holds_values:
         return ctx.on_values(x.scale, x, indices, updates, **params)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.scales.algebra import ONE
@@ -20,19 +20,17 @@ _VALUE, _RESULT, _COTANGENT = 2, 11, 12
 
 
 @register_scale_rule("dot_product_attention_fwd_wrapper", elements="new")
-def fused_attention_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[ScaledArray]:
+def fused_attention_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Operand]:
     """`scale = value.scale`; the softmax statistics have the static scale 1."""
     value = uniform_over(args[_VALUE])
     arrays = [ctx.dequantise(x, x.dtype) for x in args]
     arrays[_VALUE] = value.data
     out, *statistics = ctx.bind(*arrays, **params)
-    return [ScaledArray(out, value.scale), *(ScaledArray(x, ONE) for x in statistics)]
+    return [Operand(out, value.scale), *(Operand(x, ONE) for x in statistics)]
 
 
 @register_scale_rule("dot_product_attention_bwd_wrapper", elements="new")
-def fused_attention_gradients_rule(
-    ctx: RuleContext, *args: Any, **params: Any
-) -> list[ScaledArray]:
+def fused_attention_gradients_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Operand]:
     """`scale = cotangent.scale * value.scale`; the value's gradient has `cotangent.scale`."""
     value, result, cotangent = (uniform_over(args[i]) for i in (_VALUE, _RESULT, _COTANGENT))
     arrays = [ctx.dequantise(x, x.dtype) for x in args]
@@ -43,4 +41,4 @@ def fused_attention_gradients_rule(
     gradients = ctx.bind(*arrays, **params)
     scales = [cotangent.scale * value.scale] * len(gradients)
     scales[_VALUE] = cotangent.scale
-    return [ScaledArray(x, scale) for x, scale in zip(gradients, scales, strict=True)]
+    return [Operand(x, scale) for x, scale in zip(gradients, scales, strict=True)]

@@ -9,7 +9,6 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
@@ -48,14 +47,14 @@ register_scale_rule(lax.linalg.schur_p, elements="new")(_factor_rule(1, 0))
 
 
 @register_scale_rule(lax.linalg.cholesky_p, elements="new")
-def cholesky_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def cholesky_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = scale**(1/2)`; for an odd exponent, one factor of two moves into the data."""
     x = uniform_over(x, _MATRIX)
     return ctx.on_values(x.scale.root(2)[0], x, **params)
 
 
 @register_scale_rule("cholesky_update", elements="new")
-def cholesky_update_rule(ctx: RuleContext, r: Operand, w: Operand, **params: Any) -> ScaledArray:
+def cholesky_update_rule(ctx: RuleContext, r: Operand, w: Operand, **params: Any) -> Operand:
     """`scale = max(r.scale, w.scale)`: the result has degree 1 in `(r, w)` together."""
     r, w = uniform_over(r), uniform_over(w)
     return ctx.on_values(algebra.join(r.scale, w.scale), r, w, **params)
@@ -64,7 +63,7 @@ def cholesky_update_rule(ctx: RuleContext, r: Operand, w: Operand, **params: Any
 @register_scale_rule(lax.linalg.triangular_solve_p, elements="new")
 def triangular_solve_rule(
     ctx: RuleContext, a: Operand, b: Operand, *, unit_diagonal: bool, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """`scale = b.scale / a.scale`; with a unit diagonal, `scale = b.scale`."""
     a, b = uniform_over(a, _MATRIX), uniform_over(b, _MATRIX)
     scale = b.scale if unit_diagonal else b.scale / a.scale
@@ -72,9 +71,7 @@ def triangular_solve_rule(
 
 
 @register_scale_rule(lax.linalg.tridiagonal_solve_p, elements="new")
-def tridiagonal_solve_rule(
-    ctx: RuleContext, *diagonals_and_b: Operand, **params: Any
-) -> ScaledArray:
+def tridiagonal_solve_rule(ctx: RuleContext, *diagonals_and_b: Operand, **params: Any) -> Operand:
     """`scale = b.scale / max(diagonals' scales)`."""
     *diagonals, b = (uniform_over(x) for x in diagonals_and_b)
     joined = algebra.join(*(x.scale for x in diagonals))

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.interpreter.registry import Rule, RuleContext, register_elementwise
 from jax_scalify.rules.nonlinear import wide_rule
 from jax_scalify.rules.shared.products import bind_product, widened
 from jax_scalify.scales.algebra import ONE, Scale
@@ -60,10 +59,8 @@ def _is_no_larger(ctx: RuleContext, *factors: Operand) -> bool:
     return len(others) < 2 and all(x.fits for x in others)
 
 
-@register_scale_rule(
-    lax.mul_p, elements="new", elementwise=True, nonnegative="keeps", degree="product"
-)
-def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
+@register_elementwise(lax.mul_p, nonnegative="keeps", degree="product")
+def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
     """`scale = lhs.scale * rhs.scale`; a constant power of two costs nothing.
 
     If one factor is a gate, as in `x * sigmoid(x)`, the scale is doubled. A sigmoid has the scale
@@ -88,10 +85,8 @@ def mul_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Sca
     return bind_product(ctx, (lhs, rhs), scale, params, fits=_is_no_larger(ctx, lhs, rhs))
 
 
-@register_scale_rule(
-    lax.div_p, elements="new", elementwise=True, nonnegative="keeps", degree="quotient"
-)
-def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
+@register_elementwise(lax.div_p, nonnegative="keeps", degree="quotient")
+def div_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
     """`scale = lhs.scale / rhs.scale`; a constant power of two costs nothing."""
     scale = lhs.scale / rhs.scale
     if (out := _by_sign(ctx, lhs, rhs, scale)) is not None:
@@ -106,14 +101,14 @@ def _spread(ctx: RuleContext) -> Scale:
     return Scale(_SPREAD if dtypes.is_narrow(ctx.out_dtype) else 0)
 
 
-@register_scale_rule(lax.square_p, elements="new", elementwise=True, nonnegative="always", degree=2)
-def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+@register_elementwise(lax.square_p, nonnegative="always", degree=2)
+def square_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = scale**2`; in float16 and FP8, `8 * scale**2`."""
     return bind_product(ctx, (x,), x.scale**2, params, _spread(ctx))
 
 
-@register_scale_rule(lax.integer_pow_p, elements="new", elementwise=True, nonnegative="keeps")
-def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> ScaledArray:
+@register_elementwise(lax.integer_pow_p, nonnegative="keeps")
+def integer_pow_rule(ctx: RuleContext, x: Operand, *, y: int, **params: Any) -> Operand:
     """`scale = scale**y`; in float16 and FP8, `8 * scale**y` unless -2 <= y <= 1."""
     spread = ONE if -2 <= y <= 1 else _spread(ctx)
     return bind_product(ctx, (x,), x.scale**y, {"y": y, **params}, spread)
@@ -140,16 +135,13 @@ for _primitive, _degree, _inverse, _moved, _sign in (
     (lax.rsqrt_p, 2, True, _ONE_FACTOR, "always"),
     (lax.cbrt_p, 3, False, "up to two factors of two move", "keeps"),
 ):
-    register_scale_rule(
-        _primitive,
-        elements="new",
-        elementwise=True,
-        nonnegative=_sign,
-        degree=(-1 if _inverse else 1) / _degree,
-    )(_root_rule(_degree, _inverse, _moved))
+    _register = register_elementwise(
+        _primitive, nonnegative=_sign, degree=(-1 if _inverse else 1) / _degree
+    )
+    _register(_root_rule(_degree, _inverse, _moved))
 
 
-@register_scale_rule(lax.pow_p, elements="new", elementwise=True, nonnegative="keeps")
+@register_elementwise(lax.pow_p, nonnegative="keeps")
 def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
     """`scale = scale**y` if `y` is a constant multiple of 1/2, else 1."""
     number = ctx.inputs[1].constant  # an integer `y` is plain

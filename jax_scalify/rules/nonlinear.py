@@ -6,22 +6,16 @@ from typing import Any
 
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
+from jax_scalify.interpreter.registry import RuleContext, register_elementwise, register_scale_rule
 from jax_scalify.scales import algebra
 from jax_scalify.scales.algebra import ONE, Scale
 
 
-@register_scale_rule(
-    *(lax.exp_p, lax.exp2_p, lax.cosh_p, lax.erfc_p, lax.acos_p, lax.acosh_p),
-    elements="new",
-    elementwise=True,
-    nonnegative="always",
+@register_elementwise(
+    *(lax.exp_p, lax.exp2_p, lax.cosh_p, lax.erfc_p, lax.acos_p, lax.acosh_p), nonnegative="always"
 )
-@register_scale_rule(
-    *(lax.log_p, "log2", lax.cos_p, lax.lgamma_p, lax.digamma_p), elements="new", elementwise=True
-)
+@register_elementwise(lax.log_p, "log2", lax.cos_p, lax.lgamma_p, lax.digamma_p)
 @register_scale_rule(
     *(lax.igamma_p, lax.igammac_p, lax.regularized_incomplete_beta_p, lax.bessel_i0e_p),
     "random_gamma",
@@ -31,34 +25,28 @@ from jax_scalify.scales.algebra import ONE, Scale
 @register_scale_rule(
     *(lax.polygamma_p, lax.igamma_grad_a_p, lax.zeta_p, "random_gamma_grad"), elements="new"
 )
-def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> ScaledArray:
+def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> Operand:
     """`scale = 1`, evaluated on plain values."""
     return ctx.on_values(ONE, *args, saturates=False, **params)
 
 
-@register_scale_rule(
-    *(lax.floor_p, lax.ceil_p, lax.round_p),
-    family="rounding",
-    elements="new",
-    elementwise=True,
-    nonnegative="keeps",
+@register_elementwise(
+    *(lax.floor_p, lax.ceil_p, lax.round_p), family="rounding", nonnegative="keeps"
 )
-def rounding_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def rounding_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = max(1, scale)`, evaluated on plain values."""
     # Results are integers: `floor(-0.001)` is -1, however small the scale is.
     return ctx.on_values(algebra.join(ONE, x.scale), x, saturates=False, **params)
 
 
-@register_scale_rule("one_minus_square", elements="new", elementwise=True)
-def one_minus_square_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+@register_elementwise("one_minus_square")
+def one_minus_square_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = max(1, scale**2)`, evaluated on plain values."""
     return ctx.on_values(algebra.join(ONE, x.scale**2), x, saturates=False, **params)
 
 
 @register_scale_rule("polynomial", elements="new")
-def polynomial_rule(
-    ctx: RuleContext, x: Operand, *coefficients: Operand, **params: Any
-) -> ScaledArray:
+def polynomial_rule(ctx: RuleContext, x: Operand, *coefficients: Operand, **params: Any) -> Operand:
     """`scale = max` of the terms' scales; 1 in wide dtypes if all coefficients are constants.
 
     Evaluated on plain values. JAX approximates special functions by polynomials with constant
@@ -71,8 +59,8 @@ def polynomial_rule(
     return ctx.on_values(scale, x, *coefficients, saturates=False, **params)
 
 
-@register_scale_rule(lax.logistic_p, elements="new", elementwise=True, nonnegative="always")
-def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+@register_elementwise(lax.logistic_p, nonnegative="always")
+def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = 1/2`, the value at 0; evaluated on plain values.
 
     A scale of 1 would be twice the mean of the gate. In a chain of gates, as in a recurrent
@@ -81,18 +69,12 @@ def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
     return ctx.on_values(Scale(-1), x, saturates=False, **params)
 
 
-@register_scale_rule(
+@register_elementwise(
     *(lax.tanh_p, lax.erf_p, lax.atan_p, lax.asinh_p, lax.expm1_p, lax.log1p_p, lax.sinh_p),
-    elements="new",
-    elementwise=True,
     nonnegative="keeps",
 )
-@register_scale_rule(
-    *(lax.sin_p, lax.asin_p, lax.atanh_p, lax.tan_p, lax.erf_inv_p),
-    elements="new",
-    elementwise=True,
-)
+@register_elementwise(lax.sin_p, lax.asin_p, lax.atanh_p, lax.tan_p, lax.erf_inv_p)
 @register_scale_rule(lax.bessel_i1e_p, elements="new")
-def through_zero_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def through_zero_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = min(1, scale)`: for small `x`, `f(x)` is close to `x` and must not underflow."""
     return ctx.on_values(algebra.meet(ONE, x.scale), x, saturates=False, **params)

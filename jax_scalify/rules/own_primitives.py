@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from jax_scalify.arrays import scaled_array as array_lib
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
 from jax_scalify.base.stochastic_rounding import keep_nonzero, round_stochastically
@@ -45,18 +44,18 @@ def _requested_scale(ctx: RuleContext, index: int) -> Scale:
 
 
 @register_scale_rule(primitives.set_scaling_p, elements="rescaled")
-def set_scaling_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
+def set_scaling_rule(ctx: RuleContext, x: Operand, _: Any) -> Operand:
     """`data = x / scale`, at the given scale."""
     return _at_scale(ctx, x, _requested_scale(ctx, 1))
 
 
 @register_scale_rule(primitives.match_scale_p, elements="rescaled")
-def match_scale_rule(ctx: RuleContext, x: Operand, like: Operand) -> ScaledArray:
+def match_scale_rule(ctx: RuleContext, x: Operand, like: Operand) -> Operand:
     """`scale = like.scale`, in value and shape; `data = x / scale`."""
     return _at_scale(ctx, x, like.scale)
 
 
-def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
+def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> Operand:
     if x.scale.is_zero:
         return Operand(x.source, scale)
     if not scale.is_nonzero:  # where the given scale is 0 ("any scale will do"), keep the value's
@@ -70,33 +69,33 @@ def _at_scale(ctx: RuleContext, x: Operand, scale: Scale) -> ScaledArray:
 
 
 @register_scale_rule(primitives.cast_p, elements="cast")
-def cast_rule(ctx: RuleContext, x: Operand, *, dtype: Any) -> ScaledArray:
+def cast_rule(ctx: RuleContext, x: Operand, *, dtype: Any) -> Operand:
     """Cast the data, saturating; scale unchanged."""
-    return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
+    return Operand(dtypes.cast(x.data, dtype), x.scale)
 
 
 @register_scale_rule(block_round_p, elements="cast")
-def block_round_rule(ctx: RuleContext, x: Operand, *, quantiser: Any, **dims: Any) -> ScaledArray:
+def block_round_rule(ctx: RuleContext, x: Operand, *, quantiser: Any, **dims: Any) -> Operand:
     """Round the data to a block format; scale unchanged."""
     if ctx.inputs[0].is_scaled:  # its data has unit size
         quantiser = quantiser.of_unit_data(0)
-    return ScaledArray(block_round_p.bind(x.data, quantiser=quantiser, **dims), x.scale)
+    return Operand(block_round_p.bind(x.data, quantiser=quantiser, **dims), x.scale)
 
 
 @register_scale_rule(straight_through_p, elements="same")
-def straight_through_rule(ctx: RuleContext, x: Operand, *_: Any, **params: Any) -> ScaledArray:
+def straight_through_rule(ctx: RuleContext, x: Operand, *_: Any, **params: Any) -> Operand:
     """Return `x` unchanged: inside `scalify`, derivatives have already been taken."""
     return x
 
 
 @register_scale_rule(primitives.stochastic_cast_p, elements="cast")
-def stochastic_cast_rule(ctx: RuleContext, x: Operand, bits: Any, *, dtype: Any) -> ScaledArray:
+def stochastic_cast_rule(ctx: RuleContext, x: Operand, bits: Any, *, dtype: Any) -> Operand:
     """Round the data stochastically, saturating; scale unchanged."""
-    return ScaledArray(round_stochastically(x.data, bits, dtype), x.scale)
+    return Operand(round_stochastically(x.data, bits, dtype), x.scale)
 
 
 @register_scale_rule(primitives.rebalance_scale_p, elements="rescaled")
-def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> ScaledArray:
+def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> Operand:
     """`data = data / factor`, `scale = scale * factor`; a factor of 0 counts as 1."""
     factor = _requested_scale(ctx, 1)
     if not factor.is_nonzero:

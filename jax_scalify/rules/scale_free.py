@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
+from jax_scalify.interpreter.registry import RuleContext, register_elementwise, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable
 from jax_scalify.rules.shared.joining import aligned, same_dtype, shared_scale
 from jax_scalify.scales.algebra import ONE
@@ -23,7 +22,7 @@ def argmax_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
     return ctx.bind(comparable(x, params["axes"]).source, **params)
 
 
-@register_scale_rule(lax.is_finite_p, elements="new", elementwise=True)
+@register_elementwise(lax.is_finite_p)
 def is_finite_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
     """`out = f(data)`, plain; `f(data * scale)` if the scale could make finite data infinite."""
     if _can_be_infinite(x):
@@ -38,8 +37,8 @@ def _can_be_infinite(x: Operand) -> bool:
     return x.unit.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
 
 
-@register_scale_rule(lax.sign_p, elements="new", elementwise=True, nonnegative="keeps", degree=0)
-def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+@register_elementwise(lax.sign_p, nonnegative="keeps", degree=0)
+def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`out = sign(data)`, scale 1."""
     return ctx.result(ctx.bind(x.source, **params), ONE)
 
@@ -49,9 +48,7 @@ def _together(lhs: Operand, rhs: Operand) -> list[Any]:
     return aligned(shared_scale(lhs, rhs, additive=True) if narrow else ONE, lhs, rhs)
 
 
-@register_scale_rule(
-    *(lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p), elements="new", elementwise=True
-)
+@register_elementwise(lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p)
 @register_scale_rule("eq_to", "lt_to", "le_to", elements="new")
 def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Any:
     """Align, then compare in at least float32; the output is plain."""
@@ -65,15 +62,15 @@ def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any)
     return ctx.bind(*_together(lhs, rhs), **params)
 
 
-@register_scale_rule(lax.atan2_p, elements="new", elementwise=True)
-def atan2_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
+@register_elementwise(lax.atan2_p)
+def atan2_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
     """`scale = 1`; the operands are aligned, and evaluated in at least float32."""
     compute = dtypes.compute_dtype(ctx.out_dtype)
     data = (dtypes.cast(d, compute) for d in _together(lhs, rhs))
     return ctx.result(ctx.bind(*data, **params), ONE)
 
 
-@register_scale_rule("and", "or", "not", "xor", elements="new", elementwise=True)
+@register_elementwise("and", "or", "not", "xor")
 @register_scale_rule("reduce_and", "reduce_or", elements="picked")
 @register_scale_rule(
     "shift_left", "shift_right_arithmetic", "shift_right_logical",

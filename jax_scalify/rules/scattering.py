@@ -14,7 +14,6 @@ from jax.extend import core as jex_core
 from jax.extend.core import Primitive
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import promote
 from jax_scalify.interpreter.operand import Operand
@@ -157,9 +156,7 @@ def applies_function(params: dict[str, Any]) -> bool:
     return jaxpr is not None and jaxpr.outvars[0] is not jaxpr.invars[1]
 
 
-def apply_function(
-    ctx: RuleContext, x: Operand, indices: Any, params: dict[str, Any]
-) -> ScaledArray:
+def apply_function(ctx: RuleContext, x: Operand, indices: Any, params: dict[str, Any]) -> Operand:
     """Interpret `x.at[i].apply(f)` as a choice: `where(i names the element, f(x), x)`.
 
     As in JAX, `f` is applied to an element once for each occurrence of its index.

@@ -15,11 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
+from jax_scalify.interpreter.registry import (
+    Rule,
+    RuleContext,
+    register_elementwise,
+    register_scale_rule,
+)
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
 from jax_scalify.scales.algebra import ONE, Scale
@@ -29,31 +33,28 @@ _LARGEST_SPAN = 120
 
 
 def structural_rule(
-    mixed_axes: Callable[..., Any] | None = None, move_scale: Callable[..., Any] | None = None
+    move_scale: Callable[..., Any] | None = None, mixed_axes: Callable[..., Any] | None = None
 ) -> Rule:
     """Return the rule of a primitive that rearranges the elements of its first operand.
 
     Args:
-        mixed_axes: `(ctx, **params)` -> the axes along which the scale must be uniform. By default
-            all axes.
         move_scale: `(scale, *others, ctx, **params)` -> the array of the result's scale, or a list
             of arrays if the primitive has several results. By default the scale is unchanged.
+        mixed_axes: `(ctx, **params)` -> the axes along which the scale must be uniform. By default
+            none.
     """
 
     def rule(ctx: RuleContext, x: Operand, *others: Any, **params: Any) -> Any:
         if x.scale.ndim:
-            x = uniform_over(x, None if mixed_axes is None else mixed_axes(ctx, **params))
-        scale: Any = x.scale
-        if move_scale is not None and scale.ndim:
-            scale = move_scale(scale.array, *others, ctx=ctx, **params)
-            if isinstance(scale, list):
-                scale = [_scale(ctx, *s) for s in zip(scale, ctx.out_avals, strict=True)]
-            else:
-                scale = _scale(ctx, scale, ctx.out_avals[0])
+            x = uniform_over(x, () if mixed_axes is None else mixed_axes(ctx, **params))
+        scales = [x.scale] * len(ctx.out_avals)
+        if move_scale is not None and x.scale.ndim:
+            moved = move_scale(x.scale.array, *others, ctx=ctx, **params)
+            moved = moved if ctx.primitive.multiple_results else [moved]
+            scales = [_scale(ctx, *s) for s in zip(moved, ctx.out_avals, strict=True)]
         out = ctx.bind(x.source, *others, **params)
         if not ctx.primitive.multiple_results:
-            return _moved(ctx, x, out, scale)
-        scales = scale if isinstance(scale, list) else [scale] * len(out)
+            return _moved(ctx, x, out, scales[0])
         return [x.moved(o, s) for o, s in zip(out, scales, strict=True)]
 
     rule.__doc__ = "`out = f(data)`, scale unchanged."
@@ -79,25 +80,27 @@ def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
     return ctx.table.atom(array) if own else scale_of(ctx.table, array)
 
 
-def no_axes(ctx: RuleContext, **params: Any) -> tuple[int, ...]:
-    """Return no axes: an elementwise primitive mixes no elements."""
-    return ()
-
-
-_same_axes_rule = structural_rule(no_axes)
-_SAME_AXES: tuple[tuple[Any, dict[str, Any]], ...] = (
-    ((lax.neg_p,), dict(elements="negated", elementwise=True)),
-    ((lax.abs_p,), dict(elements="new", elementwise=True, nonnegative="always", degree=1)),
-    ((lax.real_p,), dict(elements="new", elementwise=True, nonnegative="keeps", degree=1)),
-    ((lax.imag_p, lax.conj_p), dict(elements="new", elementwise=True)),
-    (("copy", "copy_p", "stop_gradient", "name"), dict(elements="same", elementwise=True)),
-    (
-        "on_backward sharding_constraint reshard layout_constraint relayout pvary".split(),
-        dict(elements="same"),
+for _register in (
+    register_scale_rule(lax.neg_p, elements="negated", elementwise=True),
+    register_elementwise(lax.abs_p, nonnegative="always", degree=1),
+    register_elementwise(lax.real_p, nonnegative="keeps", degree=1),
+    register_elementwise(lax.imag_p, lax.conj_p),
+    register_scale_rule(
+        "copy", "copy_p", "stop_gradient", "name", elements="same", elementwise=True
     ),
-)
-for _names, _traits in _SAME_AXES:
-    register_scale_rule(*_names, **_traits)(_same_axes_rule)
+    register_scale_rule(
+        *(
+            "on_backward",
+            "sharding_constraint",
+            "reshard",
+            "layout_constraint",
+            "relayout",
+            "pvary",
+        ),
+        elements="same",
+    ),
+):
+    _register(structural_rule())
 
 
 def _broadcast_scale(
@@ -157,13 +160,11 @@ for _primitive, _elements, _move in (
     ("unstack", "taken", _unstack_scale),
     ("tile", "taken", _tile_scale),
 ):
-    register_scale_rule(_primitive, elements=_elements)(structural_rule(no_axes, _move))
+    register_scale_rule(_primitive, elements=_elements)(structural_rule(_move))
 
 
 @register_scale_rule(lax.reshape_p, elements="moved")
-def reshape_rule(
-    ctx: RuleContext, x: Operand, *, dimensions: Any = None, **params: Any
-) -> ScaledArray:
+def reshape_rule(ctx: RuleContext, x: Operand, *, dimensions: Any = None, **params: Any) -> Operand:
     """`out = reshape(data)`; the scales along an axis move to the axes that it becomes.
 
     Example: data of shape `(4, 6)` has scales of shape `(4, 1)`. Reshaped to `(2, 2, 6)`, it has
@@ -228,14 +229,14 @@ def _at_most(size: Any, other: Any) -> bool:
 
 
 register_scale_rule(lax.reduce_max_p, lax.reduce_min_p, elements="picked")(
-    structural_rule(lambda ctx, *, axes, **_: axes, lambda s, *, axes, **_: lax.squeeze(s, axes))
+    structural_rule(lambda s, *, axes, **_: lax.squeeze(s, axes), lambda _, *, axes, **__: axes)
 )
 register_scale_rule(lax.cummax_p, lax.cummin_p, elements="picked")(
-    structural_rule(lambda ctx, *, axis, **_: (axis,))
+    structural_rule(mixed_axes=lambda _, *, axis, **__: (axis,))
 )
 register_scale_rule(
     lax.reduce_window_max_p, lax.reduce_window_min_p, elements="new", nonnegative="keeps"
-)(structural_rule(windowed_axes))
+)(structural_rule(mixed_axes=windowed_axes))
 
 
 @register_scale_rule(lax.top_k_p, "approx_top_k", elements="taken")
@@ -250,7 +251,7 @@ def top_k_rule(ctx: RuleContext, x: Operand, **params: Any) -> list[Any]:
 @register_scale_rule("select_and_gather_add", elements="new", nonnegative="keeps")
 def select_and_gather_add_rule(
     ctx: RuleContext, tangents: Operand, operand: Operand, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """`scale = tangents.scale`; the operand only selects positions."""
     # JAX differentiates max pooling with this primitive, in forward mode.
     axes = windowed_axes(ctx, **params)
@@ -264,7 +265,7 @@ def select_and_gather_add_rule(
 @register_scale_rule(lax.reduce_precision_p, elements="cast", elementwise=True)
 def reduce_precision_rule(
     ctx: RuleContext, x: Operand, *, exponent_bits: int, mantissa_bits: int, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """`out = f(data)`, scale unchanged; FP8 data that fits the precision is not touched."""
     kind = jnp.finfo(x.dtype)
     fits = exponent_bits >= kind.nexp and mantissa_bits >= kind.nmant
@@ -317,7 +318,7 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
     """
     dtype = ctx.out_dtype
     if not isinstance(x, Operand):  # integers and bools have scale 1
-        return ScaledArray(ctx.bind(x, **params), ONE)
+        return Operand(ctx.bind(x, **params), ONE)
     if not dtypes.is_scalable(dtype):
         # A cast to bool is `x != 0`, which the data decides. An integer needs the value.
         return ctx.bind(x.source if dtype == jnp.bool_ else ctx.dequantise(x), **params)
@@ -327,13 +328,13 @@ def convert_element_type_rule(ctx: RuleContext, x: Any, **params: Any) -> Any:
             return ctx.result(source, x.scale, unit)
         return ctx.of_value(source, x.scale, unit)  # a scalar unit is kept, not multiplied
     if dtypes.is_narrow(x.dtype):
-        return ScaledArray(dtypes.cast(x.data, dtype), x.scale)
+        return Operand(dtypes.cast(x.data, dtype), x.scale)
     # In `jnp.where(m, x, 1).astype(float16)` with tiny `x`, the 1 must fit at the scale too.
     scale = ctx.with_room(x.scale)
     if scale.may_leave_range and (scale.ndim or scale.span > _LARGEST_SPAN):
         scale = scale.bounded()  # the unbounded factor may be infinite, and 0 * inf is nan
     if dtypes.is_fp8(dtype):  # never stays in float32: the program rounds here
-        return ScaledArray(x.at_unit(scale, dtype), scale)
+        return Operand(x.at_unit(scale, dtype), scale)
     # A real dtype takes the real part. It is taken first, because complex numbers cannot saturate.
     source = lax.real(x.source) if jnp.iscomplexobj(x.source) else x.source
     return ctx.result(source, scale, x.unit)

@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.blocks.dot import block_dot_p
 from jax_scalify.interpreter.operand import Operand, ratio_of
@@ -27,7 +26,7 @@ from jax_scalify.scales.multiplying import multiply
 
 
 @register_scale_rule(lax.reduce_sum_p, elements="summed", degree=1)
-def reduce_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def reduce_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     axes = params["axes"]
     count = math.prod(ctx.in_avals[0].shape[a] for a in axes)
@@ -51,21 +50,21 @@ def _sum(
 
 
 @register_scale_rule(lax.cumsum_p, elements="new", nonnegative="keeps", degree=1)
-def cumsum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def cumsum_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = scale * pow2(n**p)`: p = 1/2 for given terms, 7/8 if computed, 1 if >= 0."""
     axis = params["axis"]
     return _sum(ctx, x, (axis,), ctx.in_avals[0].shape[axis], params)
 
 
 @register_scale_rule(lax.reduce_window_sum_p, elements="new", nonnegative="keeps", degree=1)
-def reduce_window_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def reduce_window_sum_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = scale * pow2(n**p)` for windows of n: p = 1/2, 7/8 if computed, 1 if >= 0."""
     count = math.prod(params["window_dimensions"])
     return _sum(ctx, x, windowed_axes(ctx, **params), count, params)
 
 
 @register_scale_rule(lax.fft_p, elements="new")
-def fft_rule(ctx: RuleContext, x: Operand, **params: Any) -> ScaledArray:
+def fft_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = scale * pow2(sqrt(n))` for n points; for the inverse, `scale / pow2(sqrt(n))`."""
     lengths = params["fft_lengths"]
     x = uniform_over(x, range(x.ndim - len(lengths), x.ndim))
@@ -137,7 +136,7 @@ _OF_FLOAT16 = (lax.DotAlgorithmPreset.F16_F16_F16, lax.DotAlgorithmPreset.F16_F1
 
 
 @register_scale_rule(lax.dot_general_p, elements="summed", degree="product")
-def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> ScaledArray:
+def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
     """`scale = lhs.scale * rhs.scale * pow2(K**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
 
     Scales along batch and free dims are carried to the result. Along contracted dims a scale is
@@ -170,7 +169,7 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
 @register_scale_rule(narrow_dot_p, elements="summed", degree="product")
 def narrow_dot_rule(
     ctx: RuleContext, lhs: Operand, rhs: Operand, *, exponent: int, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """The rule of `dot_general`, times `2**exponent`. A nested `scalify` binds this primitive."""
     out = dot_general_rule(ctx, lhs, rhs, **params)
     return out.moved(out.source, out.scale * Scale(exponent))
@@ -203,7 +202,7 @@ def _of_sum(
 @register_scale_rule(block_dot_p, elements="summed", degree="product")
 def block_dot_rule(
     ctx: RuleContext, lhs: Operand, rhs: Operand, *, quantisers: Any, **params: Any
-) -> ScaledArray:
+) -> Operand:
     """The rule of `dot_general`; the data chooses block scales, but not the array's scale."""
     lhs, rhs, left, right, count = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     data = [lhs.data, rhs.data]  # of unit size
@@ -243,7 +242,7 @@ def ragged_dot_general_rule(
     ragged_dot_dimension_numbers: Any,
     preferred_element_type: Any = None,
     **params: Any,
-) -> ScaledArray:
+) -> Operand:
     """`scale = lhs.scale * rhs.scale * pow2(K**p)`, one scale each; p as in `dot_general`.
 
     If rhs has a scale for each group, the result has the largest, and its rows are multiplied by
@@ -316,7 +315,7 @@ def conv_general_dilated_rule(
     *,
     preferred_element_type: Any = None,
     **params: Any,
-) -> ScaledArray:
+) -> Operand:
     """`scale = lhs.scale * rhs.scale * pow2(n**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
 
     n is the number of input channels times the mean number of taps that meet no padding. Scales

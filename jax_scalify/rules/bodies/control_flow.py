@@ -12,7 +12,6 @@ from jax import lax
 from jax.extend import core as jex_core
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import all_equations, depends
 from jax_scalify.interpreter.constants import promote
@@ -303,7 +302,7 @@ def custom_linear_solve_rule(
 @register_scale_rule("debug_callback", "debug_print", elements="new")
 def debug_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """Pass plain values in at least float32: the user sees values, not data."""
-    plain = [ctx.dequantise(x) if isinstance(x, ScaledArray) else x for x in args]
+    plain = map(ctx.dequantise, args)
     return ctx.bind(*plain, **params)
 
 

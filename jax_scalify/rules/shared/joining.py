@@ -61,9 +61,7 @@ def _unless_zero(scale: Scale, other: Scale) -> Scale:
     return scale.table.held(scale, other, pow2.MAX_EXPONENT)
 
 
-def _voters(
-    operands: Sequence[Operand],
-) -> tuple[list[Operand], list[Operand], list[Operand]]:
+def _voters(operands: Sequence[Operand]) -> tuple[list[Operand], list[Operand], list[Operand]]:
     """Return the operands that vote: arrays, traced numbers, and constants."""
     arrays, numbers, constants = [], [], []
     for x in operands:
