@@ -18,12 +18,7 @@ from jax import lax
 from jax_scalify.base import dtypes
 from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.interpreter.registry import (
-    Rule,
-    RuleContext,
-    register_elementwise,
-    register_scale_rule,
-)
+from jax_scalify.interpreter.registry import RuleContext, register_elementwise, register_scale_rule
 from jax_scalify.rules.shared.along_axes import comparable, scale_of, uniform_over, windowed_axes
 from jax_scalify.rules.shared.joining import same_dtype
 from jax_scalify.scales.algebra import ONE, Scale
@@ -34,7 +29,7 @@ _LARGEST_SPAN = 120
 
 def structural_rule(
     move_scale: Callable[..., Any] | None = None, mixed_axes: Callable[..., Any] | None = None
-) -> Rule:
+) -> Callable[..., Any]:
     """Return the rule of a primitive that rearranges the elements of its first operand.
 
     Args:
@@ -45,6 +40,7 @@ def structural_rule(
     """
 
     def rule(ctx: RuleContext, x: Operand, *others: Any, **params: Any) -> Any:
+        """`out = f(data)`, scale unchanged."""
         if x.scale.ndim:
             x = uniform_over(x, () if mixed_axes is None else mixed_axes(ctx, **params))
         scales = [x.scale] * len(ctx.out_avals)
@@ -57,7 +53,6 @@ def structural_rule(
             return _moved(ctx, x, out, scales[0])
         return [x.moved(o, s) for o, s in zip(out, scales, strict=True)]
 
-    rule.__doc__ = "`out = f(data)`, scale unchanged."
     return rule
 
 
@@ -80,46 +75,30 @@ def _scale(ctx: RuleContext, array: Any, aval: Any) -> Scale:
     return ctx.table.atom(array) if own else scale_of(ctx.table, array)
 
 
-for _register in (
-    register_scale_rule(lax.neg_p, elements="negated", elementwise=True),
-    register_elementwise(lax.abs_p, nonnegative="always", degree=1),
-    register_elementwise(lax.real_p, nonnegative="keeps", degree=1),
-    register_elementwise(lax.imag_p, lax.conj_p),
-    register_scale_rule(
-        "copy", "copy_p", "stop_gradient", "name", elements="same", elementwise=True
-    ),
-    register_scale_rule(
-        *(
-            "on_backward",
-            "sharding_constraint",
-            "reshard",
-            "layout_constraint",
-            "relayout",
-            "pvary",
-        ),
-        elements="same",
-    ),
-):
-    _register(structural_rule())
+_same_axes_rule = structural_rule()
+register_scale_rule(lax.neg_p, elements="negated", elementwise=True)(_same_axes_rule)
+register_elementwise(lax.abs_p, nonnegative="always", degree=1)(_same_axes_rule)
+register_elementwise(lax.real_p, nonnegative="keeps", degree=1)(_same_axes_rule)
+register_elementwise(lax.imag_p, lax.conj_p)(_same_axes_rule)
+for _name in ("copy", "copy_p", "stop_gradient", "name"):
+    register_scale_rule(_name, elements="same", elementwise=True)(_same_axes_rule)
+for _name in "on_backward sharding_constraint reshard layout_constraint relayout pvary".split():
+    register_scale_rule(_name, elements="same")(_same_axes_rule)
 
 
-def _broadcast_scale(
-    scale: Any, *_: Any, ctx: RuleContext, broadcast_dimensions: Any, **__: Any
-) -> Any:
-    shape = [1] * ctx.out_avals[0].ndim
-    for size, dim in zip(scale.shape, broadcast_dimensions, strict=True):
-        shape[dim] = size
-    return lax.broadcast_in_dim(scale, shape, broadcast_dimensions)
+def _broadcast_scale(scale: Any, *_: Any, ctx: RuleContext, **params: Any) -> Any:
+    dims = params["broadcast_dimensions"]
+    sizes = dict(zip(dims, scale.shape, strict=True))
+    shape = [sizes.get(a, 1) for a in range(ctx.out_avals[0].ndim)]
+    return lax.broadcast_in_dim(scale, shape, dims)
 
 
-def _slice_scale(
-    scale: Any, *, start_indices: Any, limit_indices: Any, strides: Any, **_: Any
-) -> Any:
-    strides = strides or [1] * scale.ndim
-    taken = zip(scale.shape, start_indices, limit_indices, strides, strict=True)
+def _slice_scale(scale: Any, **params: Any) -> Any:
+    strides = params["strides"] or [1] * scale.ndim
+    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
     # An axis of length 1 has one scale for all indices, so it is not sliced.
-    bounds = [(0, 1, 1) if size == 1 else own for size, *own in taken]
-    return lax.slice(scale, *zip(*bounds, strict=True))
+    taken = [(0, 1, 1) if n == 1 else own for n, own in zip(scale.shape, bounds, strict=True)]
+    return lax.slice(scale, *zip(*taken, strict=True))
 
 
 def _dynamic_slice_scale(scale: Any, *starts: Any, slice_sizes: Any, **_: Any) -> Any:
@@ -263,34 +242,30 @@ def select_and_gather_add_rule(
 
 
 @register_scale_rule(lax.reduce_precision_p, elements="cast", elementwise=True)
-def reduce_precision_rule(
-    ctx: RuleContext, x: Operand, *, exponent_bits: int, mantissa_bits: int, **params: Any
-) -> Operand:
+def reduce_precision_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`out = f(data)`, scale unchanged; FP8 data that fits the precision is not touched."""
     kind = jnp.finfo(x.dtype)
-    fits = exponent_bits >= kind.nexp and mantissa_bits >= kind.nmant
+    fits = params["exponent_bits"] >= kind.nexp and params["mantissa_bits"] >= kind.nmant
     # XLA's `reduce_precision` turns E4M3 values above 240 into nan, and subnormal values into 0.
     # `jax.checkpoint` inserts it wherever a policy saves an array (JAX 0.12).
     if fits and dtypes.is_fp8(x.dtype):
         return x
-    params = params | {"exponent_bits": exponent_bits, "mantissa_bits": mantissa_bits}
     return x.moved(ctx.bind(x.source, **params), x.scale)
 
 
 @register_scale_rule("optimization_barrier", "pin", "store", elements="same", elementwise=True)
 @register_scale_rule("device_put", elements="same")
-def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
+def operandwise_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
     """`out = f(data)`, scale unchanged, for each operand."""
     data = [x.source if isinstance(x, Operand) else x for x in args]
     # A number beside arrays may be 0-d, but the results must have the shapes of the equation.
     data = [filled(d, aval) for d, aval in zip(data, ctx.in_avals, strict=True)]
     out = ctx.bind(*data, **params)
     out = out if ctx.primitive.multiple_results else [out]
-    out = [
+    return [
         x.moved(dtypes.cast(o, aval.dtype), x.scale) if isinstance(x, Operand) else o
         for o, aval, x in zip(out, ctx.out_avals, args, strict=True)
     ]
-    return out if ctx.primitive.multiple_results else out[0]
 
 
 @register_scale_rule(lax.sort_p, elements="taken")
@@ -299,12 +274,9 @@ def sort_rule(
 ) -> list[Any]:
     """`out = f(data)`; each operand has one scale along the sorted axis."""
     # Keys are compared, so small keys must keep their order. Other operands are only moved.
-    args = tuple(
-        x
-        if not isinstance(x, Operand)
-        else (comparable if i < num_keys else uniform_over)(x, (dimension,))
-        for i, x in enumerate(args)
-    )
+    bring = [comparable] * num_keys + [uniform_over] * (len(args) - num_keys)
+    pairs = zip(bring, args, strict=True)
+    args = tuple(to_one(x, (dimension,)) if isinstance(x, Operand) else x for to_one, x in pairs)
     return operandwise_rule(ctx, *args, dimension=dimension, num_keys=num_keys, **params)
 
 

@@ -19,7 +19,7 @@ from jax_scalify.blocks.dot import block_dot_p
 from jax_scalify.interpreter.operand import Operand, ratio_of
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.primitives.narrow_dot import SMALLEST_EXPONENT, narrow_dot_p
-from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes, windowed_axes
+from jax_scalify.rules.shared.along_axes import reshaped, uniform_over, varying_axes, windowed_axes
 from jax_scalify.rules.shared.growth import Terms, growth
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
@@ -120,10 +120,8 @@ def _factors_together(
     free = [a for a in range(rhs.ndim) if a not in (*batch[1], *contract[1])]
 
     def along_lhs(scale: Any) -> Any:
-        shape = [1] * lhs.ndim
-        for a, b in pairs:
-            shape[a] = scale.shape[b]
-        return lax.reshape(lax.transpose(scale, (*(b for _, b in pairs), *free)), shape)
+        sizes = {a: scale.shape[b] for a, b in pairs}
+        return reshaped(lax.transpose(scale, (*(b for _, b in pairs), *free)), lhs.ndim, sizes)
 
     # In `(M, K) @ (K, N)`, `part` has the shape (K, 1), and (1, K) beside lhs.
     part = rhs.scale.map(lambda s: jnp.max(s, free, keepdims=True, initial=0))
@@ -159,10 +157,8 @@ def dot_general_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
             exponent = int(ratio.exponent)
             total = narrow_dot_p.bind(lhs.source, rhs.source, exponent=exponent, **params)
             return Operand(total, corrected)
-    preferred = _preferred(ctx, kinds)
-    total = lax.dot_general_p.bind(
-        lhs.source, rhs.source, preferred_element_type=preferred, **params
-    )
+    params["preferred_element_type"] = _preferred(ctx, kinds)
+    total = lax.dot_general_p.bind(lhs.source, rhs.source, **params)
     return ctx.result(total, scale, unit, saturates=False)
 
 
@@ -200,15 +196,13 @@ def _of_sum(
 
 
 @register_scale_rule(block_dot_p, elements="summed", degree="product")
-def block_dot_rule(
-    ctx: RuleContext, lhs: Operand, rhs: Operand, *, quantisers: Any, **params: Any
-) -> Operand:
+def block_dot_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
     """The rule of `dot_general`; the data chooses block scales, but not the array's scale."""
     lhs, rhs, left, right, count = _of_product(ctx, lhs, rhs, params["dimension_numbers"])
     data = [lhs.data, rhs.data]  # of unit size
-    of_unit_size = [q.of_unit_data(0) if v.is_scaled else q for q, v in zip(quantisers, ctx.inputs)]
-    preferred = _preferred(ctx, {ctx.out_dtype})
-    params |= dict(quantisers=tuple(of_unit_size), preferred_element_type=preferred)
+    pairs = zip(params["quantisers"], ctx.inputs)
+    params["quantisers"] = tuple(q.of_unit_data(0) if v.is_scaled else q for q, v in pairs)
+    params["preferred_element_type"] = _preferred(ctx, {ctx.out_dtype})
     scale, _ = _of_sum(ctx, lhs, rhs, left, right, count)
     return ctx.result(block_dot_p.bind(*data, **params), scale, left * right, saturates=False)
 
@@ -224,24 +218,16 @@ def _along_rows(ctx: RuleContext, scale: Any, group_sizes: Any, dims: Any) -> An
     """Repeat the scale of each group for the rows of the result that belong to the group."""
     (ragged,), (contract, batch) = dims.lhs_ragged_dimensions, dims.dot_dimension_numbers
     free = [a for a in range(ctx.in_avals[0].ndim) if a not in (*contract[0], *batch[0])]
-    shape = [1] * ctx.out_avals[0].ndim
     place = len(batch[0]) + free.index(ragged)
-    shape[place] = ctx.out_avals[0].shape[place]
+    count = ctx.out_avals[0].shape[place]
     # Groups of 2 and 1 rows with the scales `[a, b]` give `[a, a, b]`.
-    rows = jnp.repeat(jnp.ravel(scale), group_sizes, total_repeat_length=shape[place])
-    return lax.reshape(rows, shape)
+    rows = jnp.repeat(jnp.ravel(scale), group_sizes, total_repeat_length=count)
+    return reshaped(rows, ctx.out_avals[0].ndim, {place: count})
 
 
 @register_scale_rule("ragged_dot_general", elements="summed", degree="product")
 def ragged_dot_general_rule(
-    ctx: RuleContext,
-    lhs: Operand,
-    rhs: Operand,
-    group_sizes: Any,
-    *,
-    ragged_dot_dimension_numbers: Any,
-    preferred_element_type: Any = None,
-    **params: Any,
+    ctx: RuleContext, lhs: Operand, rhs: Operand, group_sizes: Any, **params: Any
 ) -> Operand:
     """`scale = lhs.scale * rhs.scale * pow2(K**p)`, one scale each; p as in `dot_general`.
 
@@ -249,7 +235,7 @@ def ragged_dot_general_rule(
     `group scale / largest scale` before they are cast. If the contracted axis is the ragged axis,
     K is the mean length of a group.
     """
-    dims = ragged_dot_dimension_numbers
+    dims = params["ragged_dot_dimension_numbers"]
     (contract, _), _ = dims.dot_dimension_numbers
     lhs, rhs = _floating(ctx, lhs, rhs)
     lhs, ratio = uniform_over(lhs), ONE
@@ -263,8 +249,8 @@ def ragged_dot_general_rule(
     else:
         rhs = uniform_over(rhs)
     data = [lhs.source, rhs.source]
-    preferred = _preferred(ctx, {x.dtype for x in (*data, ctx.out_avals[0])})
-    params |= dict(ragged_dot_dimension_numbers=dims, preferred_element_type=preferred)
+    kinds = {x.dtype for x in (*data, ctx.out_avals[0])}
+    params["preferred_element_type"] = _preferred(ctx, kinds)
     total = ctx.bind(*data, group_sizes, **params)
     if not ratio.is_one:
         total = multiply(total, ratio.map(lambda s: _along_rows(ctx, s, group_sizes, dims)))
@@ -274,7 +260,7 @@ def ragged_dot_general_rule(
     return ctx.result(total, *_of_sum(ctx, lhs, rhs, lhs.scale, rhs.scale, count), saturates=False)
 
 
-def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, low: int):
+def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole: int, pad: Any):
     """Return the mean number of kernel taps, along one axis, that meet an element of the input.
 
     Other taps meet padding, or the holes of a dilated input. A kernel of 3 taps over 4 elements
@@ -283,7 +269,7 @@ def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole:
     # Tap t of output o meets the position `first[t] + o * stride` of the dilated input. From the
     # output `begin[t]` to the output `end[t]` this position lies inside. One in `hole` positions
     # holds an element.
-    first = np.arange(taps) * dilation - low
+    first = np.arange(taps) * dilation - pad[0]
     begin = np.maximum(0, -(first // stride))
     end = np.minimum(out - 1, ((size - 1) * hole - first) // stride)
     return float(np.sum(np.maximum(0, end - begin + 1))) / max(1, out) / hole
@@ -291,30 +277,17 @@ def _mean_taps(size: int, taps: int, out: int, stride: int, dilation: int, hole:
 
 def _convolved_terms(ctx: RuleContext, params: dict[str, Any]) -> int:
     """Return the mean number of products that are summed in one element of a convolution."""
-    lhs, rhs, out = ctx.in_avals[0].shape, ctx.in_avals[1].shape, ctx.out_avals[0].shape
-    dims = params["dimension_numbers"]
-    terms = float(rhs[dims.rhs_spec[1]])
-    for i, stride in enumerate(params["window_strides"]):
-        terms *= _mean_taps(
-            lhs[dims.lhs_spec[2 + i]],
-            rhs[dims.rhs_spec[2 + i]],
-            out[dims.out_spec[2 + i]],
-            stride,
-            params["rhs_dilation"][i],
-            params["lhs_dilation"][i],
-            params["padding"][i][0],
-        )
-    return round(terms)
+    dims, shapes = params["dimension_numbers"], [a.shape for a in (*ctx.in_avals, *ctx.out_avals)]
+    # The specs of lhs, rhs and result begin with the axes of the batch and of the channels.
+    sizes = [[shape[a] for a in spec[2:]] for shape, spec in zip(shapes, dims, strict=True)]
+    along = ("window_strides", "rhs_dilation", "lhs_dilation", "padding")
+    taps = map(_mean_taps, *sizes, *(params[name] for name in along))
+    return round(math.prod(taps, start=float(shapes[1][dims.rhs_spec[1]])))
 
 
 @register_scale_rule(lax.conv_general_dilated_p, elements="summed", degree="product")
 def conv_general_dilated_rule(
-    ctx: RuleContext,
-    lhs: Operand,
-    rhs: Operand,
-    *,
-    preferred_element_type: Any = None,
-    **params: Any,
+    ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any
 ) -> Operand:
     """`scale = lhs.scale * rhs.scale * pow2(n**p)`: p = 1/2, 3/4 if both are computed, 1 if >= 0.
 
@@ -333,20 +306,11 @@ def conv_general_dilated_rule(
     # output channels of its own, so the batch axis of the result is not that of lhs.
     lhs = uniform_over(lhs, dims.lhs_spec if batched else dims.lhs_spec[1:])
     rhs = uniform_over(rhs, dims.rhs_spec[1:])
-    total = ctx.bind(
-        lhs.source,
-        rhs.source,
-        preferred_element_type=dtypes.compute_dtype(ctx.out_dtype),
-        **params,
-    )
+    params["preferred_element_type"] = dtypes.compute_dtype(ctx.out_dtype)
+    total = ctx.bind(lhs.source, rhs.source, **params)
 
     def along(source: int, target: int) -> Any:
-        def move(scale: Any) -> Any:
-            shape = [1] * scale.ndim
-            shape[target] = scale.shape[source]
-            return lax.reshape(scale, shape)
-
-        return move
+        return lambda scale: reshaped(scale, scale.ndim, {target: scale.shape[source]})
 
     left = lhs.scale.map(along(dims.lhs_spec[0], dims.out_spec[0]))
     right = rhs.scale.map(along(dims.rhs_spec[0], dims.out_spec[1]))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.base import dtypes, pow2
+from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.joining import shared_scale
@@ -59,6 +59,11 @@ def scale_along(
     return scale_array(table, scale, [n if a in axes else 1 for a, n in enumerate(shape)])
 
 
+def reshaped(array: jax.Array, rank: int, sizes: dict[int, int]) -> jax.Array:
+    """Reshape an array of scales to a rank: axes that have no size get the length 1."""
+    return lax.reshape(array, [sizes.get(a, 1) for a in range(rank)])
+
+
 def own_scales(*operands: Operand) -> list[Scale]:
     """Return the scale of each operand, where operands keep different scales.
 
@@ -69,9 +74,8 @@ def own_scales(*operands: Operand) -> list[Scale]:
     own = []
     for x in operands:
         if x.constant is None:
-            limit = pow2.MAX_EXPONENT  # the largest exponent that an array of scales holds
-            static = x.scale.is_static and not x.scale.is_zero
-            own.append(Scale(max(-limit, min(limit, x.scale.exponent))) if static else x.scale)
+            # An array of scales holds only scales that are in range.
+            own.append(x.scale.bounded() if x.scale.is_static else x.scale)
         else:
             own.append(ZERO if x.constant == 0 else shared_scale(*together))
     return own
@@ -82,12 +86,11 @@ def least_scales(*arrays: Operand) -> list[Operand]:
     return [x if varying_axes(x.scale) and 0 not in x.shape else uniform_over(x) for x in arrays]
 
 
-def comparable(x: Operand, axes: Sequence[int] | None = None) -> Operand:
-    """Bring elements that are compared along axes (by default all) to one scale.
+def comparable(x: Operand, axes: Sequence[int]) -> Operand:
+    """Bring elements that are compared along axes to one scale.
 
     Data with several scales is widened to at least float32 for this. Other data is unchanged.
     """
-    axes = range(x.ndim) if axes is None else axes
     if all(a % x.ndim not in varying_axes(x.scale, x.unit) for a in axes):
         return x
     if not dtypes.is_narrow(x.dtype):
@@ -117,10 +120,8 @@ class Windows:
         """Return the windows of a scatter, given the operand's rank and the updates' shape."""
         # The fields of `ScatterDimensionNumbers` are the same, in the same order.
         windows = cls(lax.GatherDimensionNumbers(*dims), (1,) * rank)
-        sizes = [1] * rank
-        for d, a in windows.inside.items():
-            sizes[a] = updates[d]
-        return dataclasses.replace(windows, sizes=tuple(sizes))
+        sizes = {a: updates[d] for d, a in windows.inside.items()}
+        return dataclasses.replace(windows, sizes=tuple(sizes.get(a, 1) for a in range(rank)))
 
     @property
     def inside(self) -> dict[int, int]:
@@ -177,13 +178,11 @@ class Windows:
 
         The array has length 1 along the partial axes.
         """
-        sizes = {d: array.shape[a] for d, a in self.inside.items()}
-        return lax.reshape(array, [sizes.get(d, 1) for d in range(rank)])
+        return reshaped(array, rank, {d: array.shape[a] for d, a in self.inside.items()})
 
     def on_operand(self, array: jax.Array) -> jax.Array:
         """Invert `on_windows`."""
-        sizes = {a: array.shape[d] for d, a in self.inside.items()}
-        return lax.reshape(array, [sizes.get(a, 1) for a in range(len(self.sizes))])
+        return reshaped(array, len(self.sizes), {a: array.shape[d] for d, a in self.inside.items()})
 
 
 def gathered_scale(ctx: RuleContext, scale: Scale, indices: Any, windows: Windows) -> Scale:
