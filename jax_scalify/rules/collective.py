@@ -17,8 +17,7 @@ from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes
 from jax_scalify.rules.shared.growth import Terms, growth
-from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ONE, Scale
+from jax_scalify.scales.algebra import ONE, Scale, join
 from jax_scalify.scales.multiplying import multiply
 
 
@@ -71,15 +70,10 @@ def _at_one_scale(ctx: RuleContext, x: Operand, params: dict[str, Any]) -> tuple
 
 def _mixed_axes(ctx: RuleContext, params: dict[str, Any]) -> Any:
     """Return the array axes along which a collective moves elements; None for all axes."""
-    name, tiled = ctx.primitive.name, params.get("tiled", False)
-    positional = any(isinstance(a, int) for a in params.get("axes", ()))
-    if positional or (name == "all_to_all" and not tiled):
+    is_positional = any(isinstance(a, int) for a in params.get("axes", ()))
+    if is_positional or (ctx.primitive.name == "all_to_all" and not params["tiled"]):
         return None
-    if name == "all_to_all":
-        return params["split_axis"], params["concat_axis"]
-    if name == "reduce_scatter":
-        return (params["scatter_dimension"],)
-    return ()
+    return [params[n] for n in ("split_axis", "concat_axis", "scatter_dimension") if n in params]
 
 
 def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
@@ -138,7 +132,7 @@ def psum_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     widens = sum_dtype == jnp.float32 or positional or dtypes.is_fp8(out)
     travels = dtypes.compute_dtype(out) if widens else out
     if travels == jnp.float16:
-        data = multiply(data, Scale(0) / factor)
+        data = multiply(data, factor**-1)
         total = ctx.bind(dtypes.cast(data, travels), **params)
         return Operand(total, _moved(scale, params) * factor)
     total, scale = ctx.bind(dtypes.cast(data, travels), **params), _moved(scale, params)
@@ -161,7 +155,8 @@ def _summed_in_fp8(ctx: RuleContext, data: Any, params: dict[str, Any], devices:
     of ones would stop at 8, because `8 + 1` rounds to 8. If the number of devices does not divide
     the axis, the axis is padded.
     """
-    axis, size = _cut_axis(ctx, params, devices)
+    axis = _cut_axis(ctx, params, devices)
+    size = -(-data.shape[axis] // devices)
     if size * devices != data.shape[axis]:
         padding = [(0, size * devices - n if a == axis else 0) for a, n in enumerate(data.shape)]
         data = jnp.pad(data, padding)
@@ -177,19 +172,16 @@ def _summed_in_fp8(ctx: RuleContext, data: Any, params: dict[str, Any], devices:
     return total if params.get("tiled", True) else jnp.squeeze(total, axis)
 
 
-def _cut_axis(ctx: RuleContext, params: dict[str, Any], devices: int) -> tuple[int, int]:
-    """Return the axis along which the sum is divided among devices, and the length of a part."""
+def _cut_axis(ctx: RuleContext, params: dict[str, Any], devices: int) -> int:
+    """Return the axis along which the sum is divided among devices."""
     shape = ctx.in_avals[0].shape
-    if "scatter_dimension" in params:
-        axis = params["scatter_dimension"]
-    else:
-        axis = next((a for a, n in enumerate(shape) if n % devices == 0), len(shape) - 1)
-    return axis, -(-shape[axis] // devices)
+    axis = next((a for a, n in enumerate(shape) if n % devices == 0), len(shape) - 1)
+    return params.get("scatter_dimension", axis)
 
 
 def _gathered(ctx: RuleContext, part: Operand, params: dict[str, Any], devices: int) -> Operand:
     """Gather the parts of a sum from all devices, in the dtype of the result."""
-    aval, axis = ctx.out_avals[0], _cut_axis(ctx, params, devices)[0]
+    aval, axis = ctx.out_avals[0], _cut_axis(ctx, params, devices)
     whole = lax.all_gather(
         part.source,
         _axis_names(params),
@@ -217,6 +209,6 @@ def ragged_all_to_all_rule(
 ) -> Operand:
     """`scale = max` of the scales of operand and output buffer on all devices."""
     x, out = uniform_over(x), uniform_over(out)
-    scale = _largest(ctx, algebra.join(x.scale, out.scale), x.source, params)
+    scale = _largest(ctx, join(x.scale, out.scale), x.source, params)
     data = [ctx.array_of(a, scale, ctx.out_dtype) for a in (x, out)]
     return ctx.result(ctx.bind(*data, *sizes, **params), scale)

@@ -54,11 +54,9 @@ def call_rule(ctx: RuleContext, *args: Value, call_jaxpr: Any, **_: Any) -> list
 
 
 @register_value_rule("eval_jaxpr", "composite")
-def body_rule(
-    ctx: RuleContext, *args: Value, jaxpr: Any = None, call_jaxpr: Any = None, **_: Any
-) -> list[Value]:
+def body_rule(ctx: RuleContext, *args: Value, **params: Any) -> list[Value]:
     """Interpret the body in place."""
-    return ctx.scale_jaxpr(jaxpr or call_jaxpr, list(args))
+    return ctx.scale_jaxpr(params.get("jaxpr") or params["call_jaxpr"], list(args))
 
 
 @register_value_rule("call_hi_primitive")

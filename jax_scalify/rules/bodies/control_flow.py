@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,10 +35,7 @@ from jax_scalify.scales.algebra import LARGEST_EXTENT, ONE
 
 
 def _loop(
-    ctx: RuleContext,
-    make: Callable[[list[Form]], Body],
-    init: list[Value],
-    others: Sequence[Value],
+    ctx: RuleContext, make: Callable[[list[Form]], Body], init: list[Value], others: Sequence[Value]
 ) -> tuple[Body, list[Form], list[Any]]:
     """Return a loop's body, the forms of its carries, and the arrays from which they start.
 
@@ -76,13 +74,7 @@ def _held(forms: list[Form], before: Sequence[Any], after: Sequence[Any]) -> lis
 
 @register_value_rule("scan")
 def scan_rule(
-    ctx: RuleContext,
-    *args: Value,
-    jaxpr: Any,
-    length: int,
-    reverse: bool,
-    unroll: Any,
-    **params: Any,
+    ctx: RuleContext, *args: Value, jaxpr: Any, length: int, **params: Any
 ) -> list[Value]:
     """Interpret the body on data and scales; each step of scanned values has its own scale."""
     num_consts, num_carry = _compat.scan_counts(params)
@@ -119,20 +111,17 @@ def scan_rule(
         _compat.as_varying(jnp.zeros(f.scale_shape, ctx.table.dtype), f.varying)
         for f in shared.values()
     ]
-    given_length = None if scanned else length  # a symbolic length comes from arrays only
-    carry, (own, tables) = lax.scan(
-        step, (start, zeros), scanned, given_length, reverse=reverse, unroll=unroll
-    )
+    options = {name: params[name] for name in ("reverse", "unroll")}
+    options["length"] = None if scanned else length  # a symbolic length comes from arrays only
+    carry, (own, tables) = lax.scan(step, (start, zeros), scanned, **options)
     ys = dict(zip([*alone, *shared], [*own, *carry[1]], strict=True))
     for which, table in zip(together, tables, strict=True):
         ys |= {at: table[:, column] for column, at in enumerate(which)}
     for at, form in scales_of(y_forms).items():
-        shape = form.scale_shape or (1,) * len(form.shape)
-        if at not in shared:
+        if at not in shared or form.scale_shape:
             # A scale for each step: shape (length, 1, 1) beside data of shape (length, 6, 6).
-            ys[at] = jnp.reshape(ys[at], (length, *shape))
-        elif form.scale_shape:
-            ys[at] = ys[at].reshape((1, *shape))
+            shape = form.scale_shape or (1,) * len(form.shape)
+            ys[at] = jnp.reshape(ys[at], (1 if at in shared else length, *shape))
     forms = [dataclasses.replace(f, shape=(length, *f.shape)) for f in y_forms]
     values = unpack(carry_forms, carry[0], ctx.table)
     return [*values, *unpack(forms, [ys[at] for at in sorted(ys)], ctx.table)]
@@ -174,16 +163,10 @@ def _scanned(ctx: RuleContext, x: Value, form: Form, length: int) -> list[tuple[
 
 
 @register_value_rule("while")
-def while_rule(
-    ctx: RuleContext,
-    *args: Value,
-    cond_nconsts: int,
-    cond_jaxpr: Any,
-    body_nconsts: int,
-    body_jaxpr: Any,
-    **_: Any,
-) -> list[Value]:
+def while_rule(ctx: RuleContext, *args: Value, **params: Any) -> list[Value]:
     """Interpret condition and body on data and scales."""
+    cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
+    cond_nconsts, body_nconsts = params["cond_nconsts"], params["body_nconsts"]
     if cond_jaxpr.out_avals[0].shape:
         cond_jaxpr, body_jaxpr = _of_a_batch(cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts)
         # The new body evaluates the condition, so it takes the constants of the condition as well.
@@ -239,22 +222,16 @@ def _of_a_batch(cond: Any, cond_count: int, body: Any, body_count: int) -> tuple
 
 @register_value_rule("cond")
 def cond_rule(
-    ctx: RuleContext,
-    index: Plain,
-    *args: Value,
-    branches: Any,
-    branches_platforms: Any = None,
-    **_: Any,
+    ctx: RuleContext, index: Plain, *args: Value, branches: Any, **params: Any
 ) -> list[Value]:
     """A result is scaled if any branch scales it; its scale is static if all branches agree."""
     forms = [Form.of(v) for v in args]
     bodies = [interpret(ctx, branch, forms) for branch in branches]
-    joined = bodies[0].forms
-    for body in bodies[1:]:
-        joined = [join(a, b) for a, b in zip(joined, body.forms, strict=True)]
+    results = zip(*(body.forms for body in bodies), strict=True)
+    joined = [functools.reduce(join, forms_of_result) for forms_of_result in results]
     calls = [lambda *arrays, body=body: body(arrays, joined) for body in bodies]
     operands = pack(forms, args, ctx.table)
-    if branches_platforms is None:
+    if (branches_platforms := params.get("branches_platforms")) is None:
         out = lax.switch(index.whole(), calls, *operands)
     else:
         # JAX lowers only the branches of the platforms at hand. Others need not compile there.
@@ -302,8 +279,7 @@ def custom_linear_solve_rule(
 @register_scale_rule("debug_callback", "debug_print", elements="new")
 def debug_rule(ctx: RuleContext, *args: Any, **params: Any) -> Any:
     """Pass plain values in at least float32: the user sees values, not data."""
-    plain = map(ctx.dequantise, args)
-    return ctx.bind(*plain, **params)
+    return ctx.bind(*map(ctx.dequantise, args), **params)
 
 
 for _reason, _names in (

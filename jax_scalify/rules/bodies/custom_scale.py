@@ -11,11 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_scalify import _compat
-from jax_scalify.arrays.scaled_array import (
-    ScaledArray,
-    is_scaled,
-    may_be_powers_of_two,
-)
+from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled, may_be_powers_of_two
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import LazyJaxpr, closed_jaxpr, depends
 from jax_scalify.interpreter.constants import promote
@@ -49,8 +45,8 @@ def custom_scale_rule(
             operands.append(value.whole())
     rule = functools.partial(_apply, applied)
     # The innermost `vmap` comes first: the rule itself is for one of its examples.
-    for batched, size, name in applied.batched:
-        rule = functools.partial(_map, rule, batched, size, name, ctx.table.dtype)
+    for mapping in applied.batched:
+        rule = functools.partial(_map, rule, mapping, ctx.table.dtype)
     results = rule(*operands)
     for x, aval in zip(results, ctx.out_avals, strict=True):
         _check_result(applied, x, aval)
@@ -120,21 +116,16 @@ def _check_result(applied: AppliedRule, x: Any, aval: Any) -> None:
 
 
 def _map(
-    rule: Callable[..., list[Any]],
-    batched: tuple[bool, ...],
-    size: int,
-    name: Any,
-    dtype: Any,
-    *operands: Any,
+    rule: Callable[..., list[Any]], mapping: tuple[Any, ...], dtype: Any, *operands: Any
 ) -> list[Any]:
     """Apply the rule of one example to all examples of a `vmap`.
 
     Examples have different scales if the operands' scales differ between examples, or if the rule
     computes a scale from data. Otherwise all examples share one scale.
 
-    `batched` says for each operand whether its first axis is the axis of examples, and `dtype` is
-    the dtype of scales.
+    `mapping` is an entry of `AppliedRule.batched`, and `dtype` is the dtype of scales.
     """
+    batched, size, name = mapping
     data = [x.data if is_scaled(x) else x for x in operands]
     pairs = [_scale_and_axis(x, b, size) for x, b in zip(operands, batched, strict=True)]
     scales, axes = [s for s, _ in pairs], [axis for _, axis in pairs]
@@ -152,11 +143,9 @@ def _map(
         results = [_symbolic(x, table) for x in rule(*arguments)]
         results = [within_range(x) if is_scaled(x) else x for x in results]
         statics[:] = [x if is_scaled(x) and x.scale.is_static else None for x in results]
-        dynamic = [is_scaled(x) and not x.scale.is_static for x in results]
-        return (
-            [x.data if is_scaled(x) else x for x in results],
-            [table.output(x.scale) if d else None for x, d in zip(results, dynamic, strict=True)],
-        )
+        dynamic = [x.scale if is_scaled(x) and not x.scale.is_static else None for x in results]
+        data = [x.data if is_scaled(x) else x for x in results]
+        return data, [s if s is None else table.output(s) for s in dynamic]
 
     in_axes = ([0 if b else None for b in batched], axes)
     mapped = jax.vmap(of_example, in_axes, axis_size=size, axis_name=name)

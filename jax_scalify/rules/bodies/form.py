@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_scalify import _compat
 from jax_scalify.arrays.scaled_array import align_scale
@@ -102,9 +103,7 @@ class Form:
         rest = () if math.prod(rest) == 1 else rest
         sharding = self.sharding
         if sharding is not None:
-            sharding = jax.sharding.NamedSharding(
-                sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:])
-            )
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
         return dataclasses.replace(self, shape=self.shape[1:], scale_shape=rest, sharding=sharding)
 
     def as_array(self) -> Form:

@@ -9,6 +9,7 @@ brought to the largest scale of all devices. All scales that vary along the same
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,10 +31,10 @@ _SMALLEST_RATIO = 2.0**-126
 @register_value_rule("shard_map")
 def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body on each device's shard; all devices agree on the scales of results."""
-    in_specs, out_specs = params["in_specs"], params["out_specs"]
+    out_specs = params["out_specs"]
     forms = [Form.of(value) for value in args]
     inner = [_part(f, var.aval) for f, var in zip(forms, jaxpr.invars, strict=True)]
-    specs = _specs(forms, in_specs)
+    specs = _specs(forms, params["in_specs"])
     arrays = [
         _compat.resharded(a, params["mesh"], spec)
         for a, spec in zip(pack(forms, args, ctx.table), specs, strict=True)
@@ -42,7 +43,7 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
     names = tuple(n for n in params["mesh"].axis_names if n in params["newly_manual_axes"])
     found: list[Form] = []
 
-    def body(*arrays: Any) -> list[Any]:
+    def body(*arrays: Any) -> tuple[Any, ...]:
         def flat(table: ScaleTable, *arrays: Any) -> list[Any]:
             outputs = ctx.scale_jaxpr(closed, unpack(inner, arrays, table), table)
             # A number that all elements equal on one device may differ between devices.
@@ -53,25 +54,19 @@ def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) ->
         specs = _specs(found, out_specs)
         # Without `check_vma`, types do not say along which mesh axes a scale varies: assume all.
         checked = names if not params["check_vma"] else None
-        return _at_common_scales(found, results, specs, names, checked)
+        return tuple(_at_common_scales(found, results, specs, names, checked))
 
-    def sharded(function: Any, out_specs: Any) -> Any:
-        return jax.shard_map(
-            function,
-            mesh=params["mesh"],
-            in_specs=tuple(specs),
-            out_specs=out_specs,
-            axis_names=set(names),
-            check_vma=params["check_vma"],
-        )
+    sharded = functools.partial(
+        jax.shard_map,
+        mesh=params["mesh"],
+        in_specs=tuple(specs),
+        axis_names=set(names),
+        check_vma=params["check_vma"],
+    )
 
-    def probe(*arrays: Any) -> tuple[()]:
-        body(*arrays)
-        return ()
-
-    jax.eval_shape(sharded(probe, ()), *arrays)  # finds the forms, which determine `out_specs`
-    out = tuple(_specs(found, out_specs))
-    results = sharded(lambda *xs: tuple(body(*xs)), out)(*arrays)
+    # This finds the forms, which determine `out_specs`.
+    jax.eval_shape(sharded(lambda *xs: body(*xs)[:0], out_specs=()), *arrays)
+    results = sharded(body, out_specs=tuple(_specs(found, out_specs)))(*arrays)
     whole = [_part(f, aval) for f, aval in zip(found, ctx.out_avals, strict=True)]
     return unpack(whole, results, ctx.table)
 
@@ -118,7 +113,7 @@ def _at_common_scales(
     """
     axes = {}
     for at in scales_of(forms):
-        cut = {n for entry in specs[at] for n in _entry_names(entry)}
+        cut = jax.tree.leaves(tuple(specs[at]))  # an entry is None, a name, or a tuple of names
         differs = _compat.varying_axes(arrays[at]) if may_differ is None else may_differ
         axes[at] = tuple(n for n in names if n in differs and n not in cut)
     out = list(arrays)
@@ -134,7 +129,3 @@ def _at_common_scales(
             ratio = jnp.maximum(scale / jnp.where(common == 0, 1, common), _SMALLEST_RATIO)
             out[at - 1 : at + 1] = rescale_data(data, align_scale(ratio, data.ndim)), common
     return out
-
-
-def _entry_names(entry: Any) -> tuple[Any, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
