@@ -18,12 +18,7 @@ from jax_scalify.base.filling import filled
 from jax_scalify.interpreter.constants import align_constant, constant_floor
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_elementwise, register_scale_rule
-from jax_scalify.rules.scattering import (
-    applies_function,
-    apply_function,
-    scatter,
-    scatter_along_axes,
-)
+from jax_scalify.rules.scattering import apply_function, scatter, scatter_along_axes
 from jax_scalify.rules.shared.along_axes import (
     Windows,
     comparable,
@@ -47,8 +42,7 @@ from jax_scalify.rules.shared.joining import (
     shared_scale,
 )
 from jax_scalify.rules.shared.products import widened
-from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ONE, ZERO, Scale
+from jax_scalify.scales.algebra import ONE, ZERO, Scale, join, meet
 from jax_scalify.scales.multiplying import multiply
 
 
@@ -68,7 +62,7 @@ def _sum_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Op
     else:
         scale = shared_scale(lhs, rhs, additive=True) * _growth(ctx, lhs, rhs)
         scale = of_leaf_shape(scale, lhs, rhs)
-    home = home_of_sum(ctx, lhs, rhs, negate_rhs=negate_rhs)
+    home = home_of_sum(ctx, lhs, rhs)
     if ctx.holds_values:
         unit = ONE if home is None or home.ndim else home  # see `in_unit`
         out = ctx.of_value(operation(*(in_unit(x, unit) for x in (lhs, rhs))), scale, unit)
@@ -94,7 +88,7 @@ def _growth(ctx: RuleContext, *terms: Operand) -> Scale:
     """
     counts = [x.facts.sums for x in terms]
     if ctx.primitive.name != "add_any" or not all(counts):
-        return algebra.ONE
+        return ONE
     grown = [int(math.log2(n) / 2) for n in (sum(counts), max(counts))]
     return Scale(grown[0] - grown[1])
 
@@ -132,9 +126,7 @@ def stack_rule(ctx: RuleContext, *args: Operand, axis: int, **params: Any) -> Op
 
 
 @register_scale_rule(lax.pad_p, elements="placed")
-def pad_rule(
-    ctx: RuleContext, x: Operand, value: Operand, *, padding_config: Any, **params: Any
-) -> Operand:
+def pad_rule(ctx: RuleContext, x: Operand, value: Operand, **params: Any) -> Operand:
     """`scale = max(votes)` of the array and the padding value.
 
     If the array has scales along a padded axis, new indices get the scale 0 for the padding value
@@ -144,26 +136,22 @@ def pad_rule(
     if not x.scale.ndim:
         scale = scale_for((x, value))
         data = at_shared_scale(ctx, (x, value), scale)
-        out = ctx.bind(*data, padding_config=padding_config, **params)
-        return ctx.result(out, scale)
-    number = value.constant
+        return ctx.result(ctx.bind(*data, **params), scale)
+    number, config = value.constant, params["padding_config"]
     scale = shared_scale(x, value)
     (data,) = at_shared_scale(ctx, (x,), scale)
-    own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(padding_config)]
+    own = [tuple(c) if lies_along(x, a) else (0, 0, 0) for a, c in enumerate(config)]
     if any(c != (0, 0, 0) for c in own):
         # The gradient of `x[:2]` pads with zeros. In a sum of such gradients, the scale 0 of the
         # zeros leaves the other terms their scales.
         new = scale_array(ctx.table, ZERO if number == 0 else scale.largest)
         scale = scale_of(ctx.table, lax.pad(scale.array, new, own))
     if ctx.holds_values:
-        out = ctx.bind(data, value.value, padding_config=padding_config, **params)
-        return ctx.of_value(out, scale)
+        return ctx.of_value(ctx.bind(data, value.value, **params), scale)
     if number is not None and (number == 0 or not np.isfinite(number)):
-        out = ctx.bind(data, value.data, padding_config=padding_config, **params)
-        return Operand(out, scale)
+        return Operand(ctx.bind(data, value.data, **params), scale)
     # The padding value's data differs where scales differ, but `lax.pad` takes one number.
-    zero, config = np.zeros((), data.dtype), padding_config
-    out = ctx.bind(data, zero, padding_config=config, **params)
+    out = ctx.bind(data, np.zeros((), data.dtype), **params)
     inside = lax.pad(jnp.ones(data.shape, bool), np.zeros((), bool), config)
     return Operand(jnp.where(inside, out, align(value, scale, out.dtype)), scale)
 
@@ -208,7 +196,7 @@ def gather_rule(ctx: RuleContext, x: Operand, indices: Any, **params: Any) -> Op
     if fill is None or fill == 0 or not np.isfinite(fill):
         scale = gathered_scale(ctx, x.scale, indices, windows)
         return x.moved(ctx.bind(x.source, indices, **params), scale)
-    scale = algebra.join(x.scale, constant_floor(fill, x.dtype))
+    scale = join(x.scale, constant_floor(fill, x.dtype))
     if ctx.holds_values:
         return ctx.on_values(gathered_scale(ctx, scale, indices, windows), x, indices, **params)
     # The fill value is a static parameter of `gather`, but with a dynamic scale its data is not
@@ -239,15 +227,15 @@ def scatter_rule(
     everywhere. `x.at[i].apply(f)` applies `f` to plain values.
     """
     x, updates = least_scales(x, updates)
-    if ctx.primitive is lax.scatter_p and applies_function(params):
-        return apply_function(ctx, x, indices, params)
+    if (applied := apply_function(ctx, x, indices, params)) is not None:
+        return applied
     sums = ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p)
-    density = algebra.ONE
+    density = ONE
     counted = all(isinstance(v.size, int) and v.size for v in (x, updates))
     if sums and x.constant == 0 and counted:
         density = Scale(round(math.log2(updates.size / x.size) / 2))
         if dtypes.is_narrow(x.dtype):
-            density = algebra.join(density, _LEAST_DENSITY)
+            density = join(density, _LEAST_DENSITY)
     # In the gradient of an embedding, thousands of updates may be added to one row, in float32.
     compute = dtypes.compute_dtype(ctx.out_dtype) if sums else ctx.out_dtype
     if x.scale.ndim or updates.scale.ndim:
@@ -286,7 +274,7 @@ def complex_rule(ctx: RuleContext, re: Operand, im: Operand, **params: Any) -> O
 @register_elementwise(lax.rem_p, family="remainder", nonnegative="keeps")
 def rem_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
     """`scale = min(lhs.scale, rhs.scale)`, in at least float32: the divisor must not underflow."""
-    scale = algebra.meet(lhs.scale, rhs.scale)
+    scale = meet(lhs.scale, rhs.scale)
     if ctx.holds_values:
         return ctx.on_values(scale, lhs, rhs, **params)
     data = same_dtype(*(multiply(x.data, x.scale / scale) for x in (lhs, rhs)))

@@ -29,28 +29,26 @@ from jax_scalify.rules.shared.joining import (
     scale_for,
     shared_scale,
 )
-from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import NARROW_EXTENT, ONE, ZERO, Scale, sorted_factors
+from jax_scalify.scales.algebra import NARROW_EXTENT, ONE, ZERO, Scale, join, meet, sorted_factors
 from jax_scalify.scales.table import ScaleTable
 
 
 def _extremum_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any) -> Operand:
     sign = 1 if ctx.primitive is lax.max_p else -1
     args = (lhs, rhs)
-    numbers = [x.constant for x in args]
-    harmless = [n is not None and sign * n <= 0 for n in numbers]
+    harmless = [x.constant is not None and sign * x.constant <= 0 for x in args]
     bound = None
     if any(harmless):  # max(x, c <= 0): exact for every finite x, even if c saturates
         which = harmless.index(True)
         other = args[which ^ 1]
         scale, limit = other.scale, _bound(args[which])
         if sign < 0 and other.facts.nonneg:  # relu6: 0 <= min(x, 6) <= 6
-            scale = algebra.meet(scale, limit)
+            scale = meet(scale, limit)
         elif other.facts.bound is not None and sign * other.facts.bound.number > 0:
             bound = other.facts.bound.number  # `other` is the first half of `clip`
             # No element of `clip(x, -1, 2)` is larger than 2.
             own = Scale(pow2.split_constant(bound)[1])
-            scale = algebra.meet(scale, algebra.join(limit, own))
+            scale = meet(scale, join(limit, own))
     else:
         scale = shared_scale(lhs, rhs)
     if (number := _own_number(ctx, args, scale, params)) is not None:
@@ -86,10 +84,10 @@ def clamp_rule(ctx: RuleContext, low: Operand, x: Operand, high: Operand, **para
         scale = shared_scale(low, x, high)
     else:
         bounds = _bound(low), _bound(high)
-        scale = algebra.meet(x.scale, algebra.join(*bounds))
+        scale = meet(x.scale, join(*bounds))
         # No element of `clip(x, 0.1, 10)` is below 0.1, however small `x.scale` is.
         if low.constant > 0 or high.constant < 0:
-            scale = algebra.join(scale, algebra.meet(*bounds))
+            scale = join(scale, meet(*bounds))
     out, operands = ctx.out_avals[0], (low, x, high)
     if (number := _own_number(ctx, operands, scale, params)) is not None:
         return number
@@ -131,10 +129,9 @@ def _less(ctx: RuleContext, cases: Sequence[Operand]) -> Scale:
     """
     first, *others = cases
     multiples = [x.scale / first.scale for x in others]
-    if first.scale.is_zero or not all(m.is_static and not m.is_zero for m in multiples):
-        return algebra.ONE
-    if any(x.source is not first.source for x in cases):
-        return algebra.ONE
+    are_known = not first.scale.is_zero and all(m.is_static and not m.is_zero for m in multiples)
+    if not are_known or any(x.source is not first.source for x in cases):
+        return ONE
     exponents = [0, *(m.exponent for m in multiples)]
     dtype = dtypes.compute_dtype(first.dtype) if ctx.stays_wide else first.dtype
     # For `x` and `4096 * x`, 2**-12: the data of `x` stays as it is, and the data of `4096 * x` is

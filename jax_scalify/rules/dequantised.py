@@ -12,6 +12,7 @@ from jax_scalify.interpreter.registry import (
     RuleContext,
     dequantising_rule,
     evaluate_plain,
+    register_elementwise,
     register_scale_rule,
 )
 from jax_scalify.rules.scattering import scatter
@@ -25,8 +26,7 @@ def own_dtype_rule(ctx: RuleContext, *args: Any, **params: Any) -> list[Any]:
 
 
 def _register(reason: str, *primitives: Any, **traits: Any) -> None:
-    traits = {"elements": "new", **traits}
-    register = register_scale_rule(*primitives, dequantises=reason, **traits)
+    register = register_scale_rule(*primitives, dequantises=reason, elements="new", **traits)
     register(dequantising_rule)
 
 
@@ -48,9 +48,7 @@ _register("the ends of the interval are plain numbers", lax.rng_uniform_p)
 
 
 _BITS = "it is about the bits of the value"
-register_scale_rule(lax.nextafter_p, dequantises=_BITS, elements="new", elementwise=True)(
-    own_dtype_rule
-)
+register_elementwise(lax.nextafter_p, dequantises=_BITS)(own_dtype_rule)
 register_scale_rule(lax.bitcast_convert_type_p, dequantises=_BITS, elements="new")(own_dtype_rule)
 
 

@@ -13,8 +13,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import Rule, RuleContext, register_scale_rule
 from jax_scalify.rules.shared.along_axes import uniform_over
-from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ONE
+from jax_scalify.scales.algebra import ONE, join
 
 _MATRIX = (-2, -1)  # the axes of a matrix; the others enumerate the matrices of a batch
 
@@ -27,12 +26,11 @@ def _factor_rule(*degrees: int) -> Rule:
         results = []
         # There may be fewer results: `svd` without vectors has the singular values only.
         for out, degree in zip(ctx.bind(x.value, **params), degrees, strict=False):
-            if not dtypes.is_scalable(out.dtype):
-                results.append(out)
-                continue
-            drop = tuple(range(out.ndim, x.ndim))  # eigenvalues have one axis less
-            scale = x.scale.map(lambda s, drop=drop: lax.squeeze(s, drop)) if drop else x.scale
-            results.append(Operand(out, scale if degree else ONE, unit=ONE))
+            if dtypes.is_scalable(out.dtype):
+                drop = tuple(range(out.ndim, x.ndim))  # eigenvalues have one axis less
+                scale = x.scale.map(lambda s, drop=drop: lax.squeeze(s, drop)) if drop else x.scale
+                out = Operand(out, scale if degree else ONE, unit=ONE)
+            results.append(out)
         return results
 
     names = ", ".join("scale" if degree else "1" for degree in degrees)
@@ -57,22 +55,20 @@ def cholesky_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
 def cholesky_update_rule(ctx: RuleContext, r: Operand, w: Operand, **params: Any) -> Operand:
     """`scale = max(r.scale, w.scale)`: the result has degree 1 in `(r, w)` together."""
     r, w = uniform_over(r), uniform_over(w)
-    return ctx.on_values(algebra.join(r.scale, w.scale), r, w, **params)
+    return ctx.on_values(join(r.scale, w.scale), r, w, **params)
 
 
 @register_scale_rule(lax.linalg.triangular_solve_p, elements="new")
-def triangular_solve_rule(
-    ctx: RuleContext, a: Operand, b: Operand, *, unit_diagonal: bool, **params: Any
-) -> Operand:
+def triangular_solve_rule(ctx: RuleContext, a: Operand, b: Operand, **params: Any) -> Operand:
     """`scale = b.scale / a.scale`; with a unit diagonal, `scale = b.scale`."""
     a, b = uniform_over(a, _MATRIX), uniform_over(b, _MATRIX)
-    scale = b.scale if unit_diagonal else b.scale / a.scale
-    return ctx.on_values(scale, a, b, unit_diagonal=unit_diagonal, **params)
+    scale = b.scale if params["unit_diagonal"] else b.scale / a.scale
+    return ctx.on_values(scale, a, b, **params)
 
 
 @register_scale_rule(lax.linalg.tridiagonal_solve_p, elements="new")
 def tridiagonal_solve_rule(ctx: RuleContext, *diagonals_and_b: Operand, **params: Any) -> Operand:
     """`scale = b.scale / max(diagonals' scales)`."""
     *diagonals, b = (uniform_over(x) for x in diagonals_and_b)
-    joined = algebra.join(*(x.scale for x in diagonals))
+    joined = join(*(x.scale for x in diagonals))
     return ctx.on_values(b.scale / joined, *diagonals, b, **params)

@@ -119,42 +119,40 @@ def _base(ctx: RuleContext, x: Operand, rest: Scale) -> Any:
     return x.value if ctx.holds_values else widened(ctx, [multiply(x.data, rest)])[0]
 
 
-def _root_rule(degree: int, inverse: bool, moved: str) -> Rule:
+def _root_rule(degree: int, moved: str) -> Rule:
+    """Return the rule of a root, or of an inverse root if the degree is negative."""
+
     def rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
-        root, rest = x.scale.root(degree)
-        scale = root**-1 if inverse else root
+        root, rest = x.scale.root(abs(degree))
+        scale = root**-1 if degree < 0 else root
         return ctx.result(ctx.bind(_base(ctx, x, rest), **params), scale)
 
-    rule.__doc__ = f"`scale = scale**({'-' * inverse}1/{degree})`; {moved} into the data."
+    rule.__doc__ = f"`scale = scale**({'-' * (degree < 0)}1/{abs(degree)})`; {moved} into the data."
     return rule
 
 
 _ONE_FACTOR = "for an odd exponent, one factor of two moves"
-for _primitive, _degree, _inverse, _moved, _sign in (
-    (lax.sqrt_p, 2, False, _ONE_FACTOR, "always"),
-    (lax.rsqrt_p, 2, True, _ONE_FACTOR, "always"),
-    (lax.cbrt_p, 3, False, "up to two factors of two move", "keeps"),
+for _primitive, _degree, _moved, _sign in (
+    (lax.sqrt_p, 2, _ONE_FACTOR, "always"),
+    (lax.rsqrt_p, -2, _ONE_FACTOR, "always"),
+    (lax.cbrt_p, 3, "up to two factors of two move", "keeps"),
 ):
-    _register = register_elementwise(
-        _primitive, nonnegative=_sign, degree=(-1 if _inverse else 1) / _degree
-    )
-    _register(_root_rule(_degree, _inverse, _moved))
+    _register = register_elementwise(_primitive, nonnegative=_sign, degree=1 / _degree)
+    _register(_root_rule(_degree, _moved))
 
 
 @register_elementwise(lax.pow_p, nonnegative="keeps")
 def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
     """`scale = scale**y` if `y` is a constant multiple of 1/2, else 1."""
     number = ctx.inputs[1].constant  # an integer `y` is plain
-    if number is None or number.imag:
-        return wide_rule(ctx, x, y, **params)
-    number = number.real
-    halves = 2 * float(number)
+    halves = math.nan if number is None or number.imag else 2 * float(number.real)
     if not halves.is_integer() or abs(halves) > _LARGEST_POWER:
         return wide_rule(ctx, x, y, **params)
     # For `y = 1.5`: with `scale = root**2 * rest`, `x**y` is `(data * rest)**1.5 * root**3`.
     root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
-    scale = root ** int(halves) if halves % 2 else root ** int(number)
+    scale = root ** int(halves if halves % 2 else halves / 2)
     base = _base(ctx, x, rest)
     is_integer = jnp.issubdtype(ctx.in_avals[1].dtype, jnp.integer)
-    exponent = np.asarray(number).astype(ctx.in_avals[1].dtype if is_integer else base.dtype)[()]
+    dtype = ctx.in_avals[1].dtype if is_integer else base.dtype
+    exponent = np.asarray(halves / 2, dtype)[()]
     return ctx.result(ctx.bind(base, exponent, **params), scale)

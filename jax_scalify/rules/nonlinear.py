@@ -8,8 +8,7 @@ from jax import lax
 
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_elementwise, register_scale_rule
-from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ONE, Scale
+from jax_scalify.scales.algebra import ONE, Scale, join, meet
 
 
 @register_elementwise(
@@ -36,13 +35,13 @@ def wide_rule(ctx: RuleContext, *args: Any, **params: Any) -> Operand:
 def rounding_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = max(1, scale)`, evaluated on plain values."""
     # Results are integers: `floor(-0.001)` is -1, however small the scale is.
-    return ctx.on_values(algebra.join(ONE, x.scale), x, saturates=False, **params)
+    return ctx.on_values(join(ONE, x.scale), x, saturates=False, **params)
 
 
 @register_elementwise("one_minus_square")
 def one_minus_square_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = max(1, scale**2)`, evaluated on plain values."""
-    return ctx.on_values(algebra.join(ONE, x.scale**2), x, saturates=False, **params)
+    return ctx.on_values(join(ONE, x.scale**2), x, saturates=False, **params)
 
 
 @register_scale_rule("polynomial", elements="new")
@@ -55,7 +54,7 @@ def polynomial_rule(ctx: RuleContext, x: Operand, *coefficients: Operand, **para
     scale, narrow = ONE, not ctx.holds_values
     if narrow or any(c.constant is None for c in coefficients):
         terms = [c.scale * x.scale**k for k, c in enumerate(coefficients)]
-        scale = algebra.join(*terms, narrow=narrow)
+        scale = join(*terms, narrow=narrow)
     return ctx.on_values(scale, x, *coefficients, saturates=False, **params)
 
 
@@ -77,4 +76,4 @@ def logistic_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
 @register_scale_rule(lax.bessel_i1e_p, elements="new")
 def through_zero_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = min(1, scale)`: for small `x`, `f(x)` is close to `x` and must not underflow."""
-    return ctx.on_values(algebra.meet(ONE, x.scale), x, saturates=False, **params)
+    return ctx.on_values(meet(ONE, x.scale), x, saturates=False, **params)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.arrays import scaled_array as array_lib
+from jax_scalify.arrays.scaled_array import align_scale
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.statistics import statistic
 from jax_scalify.base.stochastic_rounding import keep_nonzero, round_stochastically
@@ -22,31 +22,28 @@ from jax_scalify.interpreter.value import Plain, Value
 from jax_scalify.primitives import definitions as primitives
 from jax_scalify.primitives.straight_through import straight_through_p
 from jax_scalify.rules.shared.along_axes import uniform_over
-from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.algebra import ONE, ZERO, Scale
 
 
-def _requested_scale(ctx: RuleContext, index: int) -> Scale:
-    """Read a scale operand. A constant or a traced number is rounded down to a power of two."""
-    value = ctx.inputs[index]
+def _requested_scale(ctx: RuleContext) -> Scale:
+    """Read the scale operand. A constant or a traced number is rounded down to a power of two."""
+    value = ctx.inputs[1]
     if value.known_scale is not None:
         return value.known_scale
     if value.constant is not None:
         number, limit = float(value.constant), pow2.MAX_EXPONENT
         if not number:
-            return algebra.ZERO
+            return ZERO
         return Scale(max(-limit, min(limit, pow2.floor_exponent(number))))
     # A scale of shape (2,) for data of shape (2, 3) lies along the leading axis: (2, 1).
     plain = jnp.abs(ctx.dequantise(value)).astype(ctx.table.dtype)
-    return ctx.table.atom(
-        pow2.round_down(array_lib.align_scale(plain, len(ctx.out_avals[0].shape)))
-    )
+    return ctx.table.atom(pow2.round_down(align_scale(plain, ctx.out_avals[0].ndim)))
 
 
 @register_scale_rule(primitives.set_scaling_p, elements="rescaled")
 def set_scaling_rule(ctx: RuleContext, x: Operand, _: Any) -> Operand:
     """`data = x / scale`, at the given scale."""
-    return _at_scale(ctx, x, _requested_scale(ctx, 1))
+    return _at_scale(ctx, x, _requested_scale(ctx))
 
 
 @register_scale_rule(primitives.match_scale_p, elements="rescaled")
@@ -97,10 +94,10 @@ def stochastic_cast_rule(ctx: RuleContext, x: Operand, bits: Any, *, dtype: Any)
 @register_scale_rule(primitives.rebalance_scale_p, elements="rescaled")
 def rebalance_scale_rule(ctx: RuleContext, x: Operand, _: Any) -> Operand:
     """`data = data / factor`, `scale = scale * factor`; a factor of 0 counts as 1."""
-    factor = _requested_scale(ctx, 1)
+    factor = _requested_scale(ctx)
     if not factor.is_nonzero:
         array = jnp.asarray(factor.array, ctx.table.dtype)
-        factor = ctx.table.atom(jnp.where(array == 0, 1, array)) if factor.factors else algebra.ONE
+        factor = ctx.table.atom(jnp.where(array == 0, 1, array)) if factor.factors else ONE
     return x.with_scale(x.scale * factor)
 
 
@@ -130,7 +127,6 @@ def dynamic_rescale_rule(
     An array of zeros gets the scale 0. If the statistic is not finite, the value is unchanged. A
     nonzero element never becomes 0, because optimizers divide by second moments.
     """
-    examples = ctx.out_avals[1].shape
     if not isinstance(value, Operand):
         return [value, Plain.filled(ctx.out_avals[-1], np.bool_(True))]
     x = value.as_pair(value.data, value.scale)
@@ -143,7 +139,7 @@ def dynamic_rescale_rule(
     # The power of zeros is 0. The data is then multiplied by `0**-1`, which counts as 1 in the
     # algebra of scales, so zeros do not become nan.
     factor = ctx.table.atom(jnp.where(finite, power, jnp.ones_like(power)))
-    flag = _of_examples(finite, examples)
+    flag = _of_examples(ctx, finite)
     out = at_scale(x, x.scale * factor)
     if dtypes.is_narrow(x.dtype):
         out = out.as_pair(keep_nonzero(out.source, x.source, x.dtype), out.scale)
@@ -157,8 +153,9 @@ def _measured_axes(x: Operand, batch_ndim: int) -> tuple[int, ...] | None:
     return tuple(range(batch_ndim, x.ndim)) if batch_ndim else None
 
 
-def _of_examples(finite: jax.Array, examples: tuple[int, ...]) -> jax.Array:
+def _of_examples(ctx: RuleContext, finite: jax.Array) -> jax.Array:
     """Return for each example of a batch whether all its statistics are finite."""
+    examples = ctx.out_avals[-1].shape
     rest = tuple(range(len(examples), finite.ndim))
     return jnp.broadcast_to(jnp.all(finite, rest), examples)
 
@@ -172,7 +169,6 @@ def delayed_rescale_rule(
     The exponent of the current largest value enters the history, unless this value is not finite.
     An empty history leaves the scale unchanged.
     """
-    examples = ctx.out_avals[2].shape
     if not isinstance(value, Operand):
         return [value, history, Plain.filled(ctx.out_avals[-1], np.bool_(True))]
     x = value.as_pair(value.data, value.scale)
@@ -186,7 +182,7 @@ def delayed_rescale_rule(
     return [
         _at_scale(ctx, x, ctx.table.atom(scale)),
         Plain.of(jnp.where(finite, entered, seen)),
-        _of_examples(finite, examples),
+        _of_examples(ctx, finite),
     ]
 
 

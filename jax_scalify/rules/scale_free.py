@@ -25,16 +25,15 @@ def argmax_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
 @register_elementwise(lax.is_finite_p)
 def is_finite_rule(ctx: RuleContext, x: Operand, **params: Any) -> Any:
     """`out = f(data)`, plain; `f(data * scale)` if the scale could make finite data infinite."""
-    if _can_be_infinite(x):
-        return ctx.bind(ctx.dequantise(x), **params)
-    return ctx.bind(x.source, **params)
+    return ctx.bind(_infinite_as_value(ctx, x), **params)
 
 
-def _can_be_infinite(x: Operand) -> bool:
-    """Return whether finite data times its scale may be infinite in the dtype of computation."""
+def _infinite_as_value(ctx: RuleContext, x: Operand) -> Any:
+    """Return an array that is infinite where the value is, in the dtype of computation."""
     finfo = jnp.finfo(dtypes.compute_dtype(x.dtype))
     # float16 data is below 2**16. Up to a scale of 2**112, its values are finite in float32.
-    return x.unit.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
+    may_overflow = x.unit.span + min(0, jnp.finfo(x.dtype).maxexp - finfo.maxexp) > 0
+    return ctx.dequantise(x) if may_overflow else x.source
 
 
 @register_elementwise(lax.sign_p, nonnegative="keeps", degree=0)
@@ -57,8 +56,7 @@ def comparison_rule(ctx: RuleContext, lhs: Operand, rhs: Operand, **params: Any)
         return ctx.bind(*same_dtype(lhs.source, rhs.source), **params)
     if any(n is not None and not np.isfinite(np.complex128(n)) for n in numbers):
         # `x < inf` is about the value, which may be infinite although the data is finite.
-        wide = [ctx.dequantise(x) if _can_be_infinite(x) else x.source for x in (lhs, rhs)]
-        return ctx.bind(*same_dtype(*wide), **params)
+        return ctx.bind(*same_dtype(*(_infinite_as_value(ctx, x) for x in (lhs, rhs))), **params)
     return ctx.bind(*_together(lhs, rhs), **params)
 
 

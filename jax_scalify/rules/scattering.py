@@ -29,8 +29,7 @@ from jax_scalify.rules.shared.along_axes import (
     varying_axes,
 )
 from jax_scalify.rules.shared.joining import align
-from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import Scale
+from jax_scalify.scales.algebra import Scale, join
 
 
 def scatter(
@@ -38,15 +37,8 @@ def scatter(
 ) -> Any:
     """Scatter data of any dtype. The equation itself, with its `update_jaxpr`, takes one dtype."""
     function = getattr(lax, primitive.name.replace("-", "_"))  # `lax.scatter_add` for "scatter-add"
-    return function(
-        x,
-        indices,
-        updates,
-        params["dimension_numbers"],
-        indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=params["unique_indices"],
-        mode=params["mode"],
-    )
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    return function(x, indices, updates, **{name: params[name] for name in names})
 
 
 def scatter_along_axes(
@@ -73,7 +65,7 @@ def scatter_along_axes(
     replaces = False
     if not partial & set(axes):
         # No index chooses a scale: `x.at[rows].add(u)` with a scale for each column.
-        scale = algebra.join(own[0], own[1].map(windows.on_operand)) * factor
+        scale = join(own[0], own[1].map(windows.on_operand)) * factor
         there = scale.map(lambda s: windows.on_windows(s, updates.ndim))
     else:
         # Indices choose scales: `x.at[rows].add(u)` with a scale for each row. The array of scales
@@ -99,10 +91,7 @@ def scatter_along_axes(
 
 
 def _with_few_scales(
-    x: Operand,
-    updates: Operand,
-    windows: Windows,
-    partial: set[int],
+    x: Operand, updates: Operand, windows: Windows, partial: set[int]
 ) -> tuple[Operand, Sequence[int]]:
     """Return the updates, and the axes along which the result has scales.
 
@@ -146,23 +135,20 @@ def _is_worth_it(x: Operand, axes: list[int]) -> bool:
     return given or x.ndim == 1 or math.prod(x.shape[a] for a in axes) < math.prod(x.shape)
 
 
-def applies_function(params: dict[str, Any]) -> bool:
-    """Return whether a scatter is `x.at[i].apply(f)`, which replaces elements `v` with `f(v)`.
+def apply_function(
+    ctx: RuleContext, x: Operand, indices: Any, params: dict[str, Any]
+) -> Operand | None:
+    """Interpret `x.at[i].apply(f)` as a choice: `where(i names the element, f(x), x)`.
 
-    An ordinary scatter replaces them with the updates: its jaxpr returns its second operand.
+    As in JAX, `f` is applied to an element once for each occurrence of its index. The result is
+    None for an ordinary scatter, which replaces elements with the updates: its jaxpr returns its
+    second operand.
     """
     jaxpr = params["update_jaxpr"]
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return jaxpr is not None and jaxpr.outvars[0] is not jaxpr.invars[1]
-
-
-def apply_function(ctx: RuleContext, x: Operand, indices: Any, params: dict[str, Any]) -> Operand:
-    """Interpret `x.at[i].apply(f)` as a choice: `where(i names the element, f(x), x)`.
-
-    As in JAX, `f` is applied to an element once for each occurrence of its index.
-    """
-    closed = params["update_jaxpr"]
-    closed = _compat.close_jaxpr(getattr(closed, "jaxpr", closed), params["update_consts"])
+    if ctx.primitive is not lax.scatter_p or jaxpr is None or jaxpr.outvars[0] is jaxpr.invars[1]:
+        return None
+    closed = _compat.close_jaxpr(jaxpr, params["update_consts"])
     aval, updates = ctx.in_avals[0], ctx.in_avals[2]
 
     def function(value: Any) -> Any:

@@ -64,10 +64,8 @@ def growth(ctx: RuleContext, count: int, terms: Terms) -> Scale:
     count = count if isinstance(count, int) else _SYMBOLIC_COUNT
     if count <= 1:
         return Scale(0)
-    exponent = math.log2(count) * terms.value
-    if ctx.config.rounding_mode is Pow2RoundMode.UP:
-        exponent = math.ceil(exponent)
-    exponent = math.floor(exponent)
+    rounded = math.ceil if ctx.config.rounding_mode is Pow2RoundMode.UP else math.floor
+    exponent = rounded(math.log2(count) * terms.value)
     if terms is Terms.NONNEGATIVE and jnp.finfo(ctx.out_dtype).bits < 32:
         exponent = min(exponent, NONNEGATIVE_LIMIT)
     return Scale(exponent)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jax import lax
+
 from jax_scalify.base.dtypes import is_wide
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
@@ -34,9 +36,7 @@ def at_its_home(out: Operand, home: Scale | None, *terms: Operand) -> Operand:
     return out.known(home=out.scale if is_home else None)
 
 
-def home_of_sum(
-    ctx: RuleContext, lhs: Operand, rhs: Operand, *, negate_rhs: bool = False
-) -> Scale | None:
+def home_of_sum(ctx: RuleContext, lhs: Operand, rhs: Operand) -> Scale | None:
     """Return the home of the leaf that a sum replaces; None if there is no such leaf."""
     aval = ctx.out_avals[0]
     # A sum of cotangents is a gradient, not a new leaf, even if one of them is `2 * w`.
@@ -51,7 +51,7 @@ def home_of_sum(
         return None
     keeper = found[0]
     other = rhs if keeper is lhs else lhs
-    return held_scale(keeper, other, keeper is lhs or not negate_rhs)
+    return _held_scale(keeper, other, keeper is lhs or ctx.primitive is not lax.sub_p)
 
 
 def in_unit(x: Operand, unit: Scale) -> Any:
@@ -82,7 +82,7 @@ def of_leaf_shape(scale: Scale, *terms: Operand) -> Scale:
     return scale
 
 
-def held_scale(keeper: Operand, other: Operand, is_sum: bool = True) -> Scale:
+def _held_scale(keeper: Operand, other: Operand, is_sum: bool) -> Scale:
     """Return the scale of a sum: the keeper's home or, where it is 0, the leaf's expected size.
 
     A moment `b * m + (1 - b) * g` starts from 0 and becomes a sum of many terms. A difference

@@ -12,16 +12,10 @@ from jax import lax
 
 from jax_scalify.base import dtypes, pow2
 from jax_scalify.base.filling import filled
-from jax_scalify.interpreter.constants import (
-    align_constant,
-    constant_floor,
-    constant_scale,
-    room,
-)
+from jax_scalify.interpreter.constants import align_constant, constant_floor, constant_scale, room
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
-from jax_scalify.scales import algebra
-from jax_scalify.scales.algebra import ONE, ZERO, Scale
+from jax_scalify.scales.algebra import ONE, ZERO, Scale, join
 from jax_scalify.scales.multiplying import multiply
 
 
@@ -42,7 +36,7 @@ def votes(*operands: Operand, additive: bool = False) -> list[Scale]:
         return own
     found = [x.scale for x in arrays]
     if arrays and constants and dtypes.is_wide(constants[0].dtype):
-        found = [_unless_zero(algebra.join(*found), algebra.join(*own))]
+        found = [_unless_zero(join(*found), join(*own))]
     # In `jnp.where(m, x, lr)` the number may become data of about 2**12, so that small `x`
     # keeps its digits.
     found += [x.scale * room(x.dtype) if arrays else x.scale for x in numbers]
@@ -87,7 +81,7 @@ def shared_scale(*operands: Operand, additive: bool = False) -> Scale:
     if not scales:
         return ZERO if all(n is None or n == 0 for n in numbers) else Scale(0)
     narrow = any(dtypes.is_narrow(x.dtype) for x in operands)
-    joined = algebra.join(*scales, narrow=narrow)
+    joined = join(*scales, narrow=narrow)
     return joined.or_one() if any(n is not None and not np.isfinite(n) for n in numbers) else joined
 
 
@@ -98,14 +92,13 @@ def align(x: Operand, scale: Scale, dtype: Any = None) -> Any:
     saturates, and a nonzero constant never becomes 0.
     """
     number = x.constant
-    if number is None or number.dtype.kind == "c":
-        if x.scale.is_zero:
-            return x.data if dtype is None else dtypes.cast(x.data, dtype)
-        # A ratio to a larger scale may underflow to 0 without harm, so it is applied at once.
-        return multiply(x.source, x.unit / scale, dtype, trusted=math.inf)
-    if number == 0 or not np.isfinite(np.float64(number)):
+    is_real = number is not None and number.dtype.kind != "c"
+    if is_real and number != 0 and np.isfinite(np.float64(number)):
+        return align_constant(number, x.dtype if dtype is None else dtype, scale)
+    if is_real or x.scale.is_zero:
         return x.data if dtype is None else dtypes.cast(x.data, dtype)
-    return align_constant(number, x.dtype if dtype is None else dtype, scale)
+    # A ratio to a larger scale may underflow to 0 without harm, so it is applied at once.
+    return multiply(x.source, x.unit / scale, dtype, trusted=math.inf)
 
 
 def same_dtype(*arrays: Any) -> list[Any]:
@@ -148,8 +141,7 @@ def at_shared_scale(
 def scale_for(operands: Sequence[Operand], factor: Scale = ONE) -> Scale:
     """Return the largest vote times `factor`, or more if a constant does not fit otherwise."""
     scale = shared_scale(*operands) * factor
-    if factor.exponent < 0:
-        numbers = [(x.constant, x.dtype) for x in operands]
-        floors = [constant_floor(abs(n), dtype) for n, dtype in numbers if n and np.isfinite(n)]
-        scale = algebra.join(scale, *floors) if floors else scale
-    return scale
+    if factor.exponent >= 0:
+        return scale
+    constants = [x for x in operands if x.constant and np.isfinite(x.constant)]
+    return join(scale, *(constant_floor(abs(x.constant), x.dtype) for x in constants))
