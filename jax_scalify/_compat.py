@@ -188,18 +188,6 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
-def is_constraint(sharding: Any) -> bool:
-    """Return whether a `jit` sharding parameter constrains an array.
-
-    It does not if it was left unspecified, or on a mesh with explicit axes, where types have the
-    shardings.
-    """
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is not None and jax.sharding.AxisType.Explicit in (mesh.axis_types or ()):
-        return False
-    return type(sharding).__name__ not in ("UnspecifiedValue", "AUTO", "NoneType")
-
-
 def kept_apart(product: Any) -> Any:
     """Keep XLA from making one constant of two that data is multiplied by: it might be infinite.
 

@@ -528,6 +528,60 @@ def small_leaves_of_one_shape_and_other_shardings():
 
 
 @case
+def values_at_scales_that_differ_between_devices():
+    """A wide array holds values, which stay as they are at the largest scale of all devices."""
+
+    def stage(x, w):  # of a pipeline
+        first = lax.axis_index("data") == 0
+        y = lax.ppermute(x @ w, "data", [(0, 1), (1, 2), (2, 3)])
+        return jnp.where(first, x, y)
+
+    def scaled_by_a_sum(x, w):
+        return x * jnp.sum(jsa.dynamic_rescale(x)) @ w
+
+    for fun in (stage, scaled_by_a_sum):
+        for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+            for check_vma in (True, False):
+                mapped = _shard_map(fun, (P("data"), P()), P("data"), check_vma=check_vma)
+                data = 2.0 ** (np.arange(8)[:, None] - 4) * jnp.ones((8, 2))
+                x = ScaledArray(data.astype(dtype), jnp.float32(4))
+                w = ScaledArray(jnp.eye(2, dtype=dtype), jnp.float32(2.0**-6))
+                plain = (jsa.asarray(v, jnp.float32) for v in (x, w))
+                assert_same(jax.jit(jsa.scalify(mapped))(x, w), jax.jit(mapped)(*plain))
+
+
+@case
+def equal_elements_that_shard_map_shards():
+    for check_vma in (True, False):
+        for make in (
+            lambda t: jnp.ones(8, bool),
+            lambda t: jnp.full(8, 3),
+            lambda t: t + jnp.zeros(8, t.dtype),
+        ):
+            fun = _shard_map(
+                lambda x, m: jnp.where(m > 0, x * m, x),
+                (P("data"),) * 2,
+                P("data"),
+                check_vma=check_vma,
+            )
+            x, t = scaled(0, 8, 4.0), jnp.float32(3)
+            got = jax.jit(jsa.scalify(lambda x, t, fun=fun, make=make: fun(x, make(t))))(x, t)
+            assert_same(got, jsa.asarray(x) * make(t))
+
+
+@case
+def gathered_rows_keep_their_scales():
+    gather = _shard_map(
+        lambda w: lax.all_gather(w, "data", axis=0, tiled=True), P("data"), P(), check_vma=False
+    )
+    for rows in (4, 8):
+        scales = jnp.asarray(2.0 ** (-8.0 * np.arange(rows)), jnp.float32)[:, None]
+        w = ScaledArray(jnp.full((rows, 3), 1.3, jnp.float16), scales)
+        got = jax.jit(jsa.scalify(gather))(w)
+        np.testing.assert_array_equal(jsa.asarray(got, jnp.float32), jsa.asarray(w, jnp.float32))
+
+
+@case
 def bodies_of_shard_map():
     """Values and types are those of the plain function, whatever the mesh and the scales.
 

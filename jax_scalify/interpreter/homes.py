@@ -52,6 +52,8 @@ def home_of(eqn: Any, inputs: Sequence[Value], out: Operand) -> tuple[Scale | No
     traits = traits_of(eqn.primitive.name)
     if traits.degree == "sum":
         return out.home, out.returns
+    if traits.elements in ("joined", "placed"):
+        return _home_of_choice(inputs, out)
     owners = [v for v in inputs if isinstance(v, Operand) and v.home is not None]
     # A product of two leaves, such as `w1 * w2`, is the next value of neither.
     if len(owners) != 1 or not _is_multiple(eqn, owners[0], inputs, out):
@@ -67,6 +69,22 @@ def home_of(eqn: Any, inputs: Sequence[Value], out: Operand) -> tuple[Scale | No
     if x.home.ndim and not traits.elementwise:
         return None, False
     return x.home, returns
+
+
+def _home_of_choice(inputs: Sequence[Value], out: Operand) -> tuple[Scale | None, bool]:
+    """Return `home` and `returns` of a choice between next values of one leaf.
+
+    In `where(ok, w - u, w)` and `clip(w - u, -4, 4)` every element belongs to the next `w`.
+    """
+    cases = [v for v in inputs if v.is_scalable and v.constant is None]
+    homes = [v.home for v in cases if isinstance(v, Operand) and v.shape == out.shape]
+    home = homes[0] if len(homes) == len(cases) and homes else None
+    if home is None or any(h != home for h in homes):
+        return None, False
+    if out.scale == home:
+        return home, False
+    returns = not dtypes.is_narrow(out.dtype) and all(v.returns or v.scale == home for v in cases)
+    return (home, True) if returns else (None, False)
 
 
 def _is_multiple(eqn: Any, x: Operand, inputs: Sequence[Value], out: Operand) -> bool:

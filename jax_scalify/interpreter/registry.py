@@ -145,6 +145,9 @@ def _register(
     for primitive in primitives:
         name = primitive if isinstance(primitive, str) else primitive.name
         _rules.pop(name, None)  # `find_rule` would prefer an older rule for the name
+        if isinstance(primitive, str):
+            for key in [k for k in _rules if isinstance(k, Primitive) and k.name == name]:
+                del _rules[key]
         where = family or own.replace("_", " ")
         _rules[primitive] = RuleInfo(where, name, law, dequantises, rule=rule, **forms)
         if traits != Traits():  # a rule without traits keeps the primitive's

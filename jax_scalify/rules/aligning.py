@@ -226,10 +226,12 @@ def scatter_rule(
     the result. For example, the gradient of a loss that picks one logit per token is 0 almost
     everywhere. `x.at[i].apply(f)` applies `f` to plain values.
     """
+    sums = ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p)
+    if sums and not x.scale.ndim and x.home == x.scale:  # a leaf keeps the shape of its scale
+        updates = uniform_over(updates)
     x, updates = least_scales(x, updates)
     if (applied := apply_function(ctx, x, indices, params)) is not None:
         return applied
-    sums = ctx.primitive in (lax.scatter_add_p, lax.scatter_sub_p)
     density = ONE
     counted = all(isinstance(v.size, int) and v.size for v in (x, updates))
     if sums and x.constant == 0 and counted:

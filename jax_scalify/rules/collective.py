@@ -15,7 +15,7 @@ from jax_scalify import _compat
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext, register_scale_rule
-from jax_scalify.rules.shared.along_axes import uniform_over, varying_axes
+from jax_scalify.rules.shared.along_axes import lies_along, uniform_over
 from jax_scalify.rules.shared.growth import Terms, growth
 from jax_scalify.scales.algebra import ONE, Scale, join
 from jax_scalify.scales.multiplying import multiply
@@ -94,7 +94,7 @@ def _moved(scale: Scale, params: dict[str, Any]) -> Scale:
 @register_scale_rule("pbroadcast", elements="same")
 def gathering_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
     """`scale = max` over all devices; scales along a gathered axis are gathered too."""
-    if params.get("tiled") and params.get("all_gather_dimension") in varying_axes(x.scale):
+    if params.get("tiled") and lies_along(x, params.get("all_gather_dimension", 0)):
         # For example, weights that are sharded along their rows, with a scale for each row.
         scale = _collected(ctx, x.scale, x.source, params)
         return x.moved(ctx.bind(x.source, **params), scale)

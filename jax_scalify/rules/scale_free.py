@@ -43,8 +43,12 @@ def sign_rule(ctx: RuleContext, x: Operand, **params: Any) -> Operand:
 
 
 def _together(lhs: Operand, rhs: Operand) -> list[Any]:
-    narrow = dtypes.is_narrow(lhs.dtype)
-    return aligned(shared_scale(lhs, rhs, additive=True) if narrow else ONE, lhs, rhs)
+    if not dtypes.is_narrow(lhs.dtype):
+        return [lhs.value, rhs.value]
+    # At the scale of the other operand, float16 may hold a constant in few digits only.
+    has_constant = any(x.constant is not None for x in (lhs, rhs))
+    compute = dtypes.compute_dtype(lhs.dtype) if has_constant else None
+    return aligned(shared_scale(lhs, rhs, additive=True), lhs, rhs, dtype=compute)
 
 
 @register_elementwise(lax.eq_p, lax.ne_p, lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p)

@@ -31,6 +31,9 @@ from jax_scalify.rules.shared.along_axes import (
 from jax_scalify.rules.shared.joining import align
 from jax_scalify.scales.algebra import Scale, join
 
+# With other modes, an update whose window lies outside is dropped.
+_NEVER_DROPS = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
 
 def scatter(
     primitive: Primitive, x: Any, indices: Any, updates: Any, params: dict[str, Any]
@@ -73,7 +76,10 @@ def scatter_along_axes(
         inner, columns = windows.along(axes, indices)
         old = scale_along(ctx.table, own[0], axes, x.shape)
         new = scale_array(ctx.table, own[1], inner.shape_along(axes, updates.shape))
-        replaces = ctx.primitive is lax.scatter_p and partial <= set(axes)
+        # Scales of dropped updates must be dropped too, so all starts must choose scales.
+        starts = set(params["dimension_numbers"].scatter_dims_to_operand_dims)
+        is_placed = starts <= set(axes) or params["mode"] in _NEVER_DROPS
+        replaces = ctx.primitive is lax.scatter_p and partial <= set(axes) and is_placed
         kept = old
         if replaces:
             # The scale 0 loses every maximum, so the scales of replaced elements do not count.

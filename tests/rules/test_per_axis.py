@@ -240,6 +240,26 @@ def test_slices_that_start_outside(start, dtype):
     check_exact(jax.grad(lambda x: jnp.sum(lax.dynamic_slice(x, (i, 0), (2, 6)))), x)
 
 
+def test_infinity_beside_scales():
+    """`-inf` has any scale, so no column takes on the scale of another column."""
+    x = ScaledArray(jnp.full((4, 2), 1.25, jnp.float16), jnp.float32([[1, 2.0**-30]]))
+    check_exact(lambda x: jax.ops.segment_max(x, np.array([0, 0, 1, 1]), 3), x)
+    check_exact(lambda x: jnp.full((5, 2), -jnp.inf, x.dtype).at[1:].set(x), x)
+    whole = lambda x: lax.dynamic_update_slice(jnp.full((5, 2), jnp.inf, x.dtype), x, (0, 0))  # noqa: E731
+    check_exact(whole, x)
+
+
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+def test_scales_of_updates_that_are_dropped(mode):
+    """A window of whole rows is dropped if it begins beside the first column."""
+    x = ScaledArray(jnp.ones((3, 2), jnp.float16), jnp.float32([[1], [2], [4]]))
+    update = ScaledArray(jnp.ones((1, 2), jnp.float16), jnp.float32(2.0**-10))
+    dims = lax.ScatterDimensionNumbers((1,), (0,), (0, 1))
+    for column in (0, 1):
+        index = np.array([[1, column]])
+        check_exact(lambda x, u, i=index: lax.scatter(x, i, u, dims, mode=mode), x, update)
+
+
 def test_columns_of_a_matrix_with_a_scale_each():
     w = jnp.float32([[1.0, 2.0**-30], [1.5, 2.0**-29]])
     rows = [(jsa.as_scaled_array(w, scale="max", axis=1, dtype=dtype),) for dtype in DTYPES]

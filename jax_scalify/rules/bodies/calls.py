@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex_core
@@ -19,8 +20,20 @@ from jax_scalify.scales.algebra import ONE
 from jax_scalify.scales.rounds import round_p
 
 
+def _is_constraint(sharding: Any) -> bool:
+    """Return whether a `jit` sharding parameter constrains an array.
+
+    It does not if it was left unspecified, or on a mesh with explicit axes, where types have the
+    shardings.
+    """
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is not None and jax.sharding.AxisType.Explicit in (mesh.axis_types or ()):
+        return False
+    return type(sharding).__name__ not in ("UnspecifiedValue", "AUTO", "NoneType")
+
+
 def _constrain(value: Value, sharding: Any) -> Value:
-    if not _compat.is_constraint(sharding):
+    if not _is_constraint(sharding):
         return value
     if isinstance(value, Operand):
         source = lax.with_sharding_constraint(value.source, sharding)

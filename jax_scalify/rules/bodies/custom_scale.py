@@ -30,7 +30,7 @@ def custom_scale_rule(
     ctx: RuleContext, *args: Value, jaxpr: Any, applied: AppliedRule
 ) -> list[Value]:
     """Apply the function's own rule; without a rule, interpret the body in place."""
-    values = args[applied.num_consts :]
+    values = list(args[applied.num_consts :])
     # Constants are scaled from the start, so a constant operand suffices.
     has_scale = any(v.is_scaled or (v.is_scalable and v.constant is not None) for v in values)
     if applied.rule is None or not has_scale:

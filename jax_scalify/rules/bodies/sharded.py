@@ -32,7 +32,7 @@ _SMALLEST_RATIO = 2.0**-126
 def shard_map_rule(ctx: RuleContext, *args: Value, jaxpr: Any, **params: Any) -> list[Value]:
     """Interpret the body on each device's shard; all devices agree on the scales of results."""
     out_specs = params["out_specs"]
-    forms = [Form.of(value) for value in args]
+    forms = [_as_sharded(Form.of(v), var.aval) for v, var in zip(args, jaxpr.invars, strict=True)]
     inner = [_part(f, var.aval) for f, var in zip(forms, jaxpr.invars, strict=True)]
     specs = _specs(forms, params["in_specs"])
     arrays = [
@@ -86,6 +86,15 @@ def _part(form: Form, aval: Any) -> Form:
     )
 
 
+def _as_sharded(form: Form, aval: Any) -> Form:
+    """Return the form of an operand. Equal elements are an array if the body's type varies.
+
+    Otherwise the body would mix a number, which does not vary along mesh axes, with arrays that do.
+    """
+    is_number = form.kind in ("constant", "uniform") and _compat.varying_axes(aval)
+    return dataclasses.replace(form, kind="plain", constant=None) if is_number else form
+
+
 def _specs(forms: Sequence[Form], specs: Sequence[Any]) -> list[Any]:
     """Return the spec of each array. A scale has its data's spec, except along axes of length 1."""
     out = []
@@ -111,8 +120,8 @@ def _at_common_scales(
     `may_differ` names the mesh axes along which scales may differ. If it is None, the types of the
     scales name these axes.
     """
-    axes = {}
-    for at in scales_of(forms):
+    axes, positions = {}, scales_of(forms)
+    for at in positions:
         cut = jax.tree.leaves(tuple(specs[at]))  # an entry is None, a name, or a tuple of names
         differs = _compat.varying_axes(arrays[at]) if may_differ is None else may_differ
         axes[at] = tuple(n for n in names if n in differs and n not in cut)
@@ -125,7 +134,10 @@ def _at_common_scales(
             data, scale = arrays[at - 1 : at + 1]
             common = largest[start : start + scale.size].reshape(scale.shape)
             start += scale.size
+            out[at] = common
+            if not positions[at].holds_data:  # values do not depend on the scale
+                continue
             # A ratio of 0 would turn infinite data into nan.
             ratio = jnp.maximum(scale / jnp.where(common == 0, 1, common), _SMALLEST_RATIO)
-            out[at - 1 : at + 1] = rescale_data(data, align_scale(ratio, data.ndim)), common
+            out[at - 1] = rescale_data(data, align_scale(ratio, data.ndim))
     return out

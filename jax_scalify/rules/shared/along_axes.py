@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_scalify.base import dtypes
+from jax_scalify.base import dtypes, pow2
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import RuleContext
 from jax_scalify.rules.shared.joining import shared_scale
@@ -67,8 +67,9 @@ def reshaped(array: jax.Array, rank: int, sizes: dict[int, int]) -> jax.Array:
 def own_scales(*operands: Operand) -> list[Scale]:
     """Return the scale of each operand, where operands keep different scales.
 
-    Arrays keep their scales. A constant 0 gets the scale 0, so that any update sets the scale. Any
-    other constant gets the scale that all operands would share.
+    Arrays keep their scales. A constant 0 gets the scale 0, so that any update sets the scale. So
+    does inf, at the smallest scale, because `0 * inf` is nan. Any other constant gets the scale
+    that all operands would share.
     """
     together = [x.as_pair(x.source, x.scale.largest) for x in operands]  # only for their votes
     own = []
@@ -76,6 +77,8 @@ def own_scales(*operands: Operand) -> list[Scale]:
         if x.constant is None:
             # An array of scales holds only scales that are in range.
             own.append(x.scale.bounded() if x.scale.is_static else x.scale)
+        elif not np.isfinite(np.complex128(x.constant)):
+            own.append(Scale(-pow2.MAX_EXPONENT))
         else:
             own.append(ZERO if x.constant == 0 else shared_scale(*together))
     return own
