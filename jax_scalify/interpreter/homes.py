@@ -76,14 +76,14 @@ def _home_of_choice(inputs: Sequence[Value], out: Operand) -> tuple[Scale | None
 
     In `where(ok, w - u, w)` and `clip(w - u, -4, 4)` every element belongs to the next `w`.
     """
-    cases = [v for v in inputs if v.is_scalable and v.constant is None]
-    homes = [v.home for v in cases if isinstance(v, Operand) and v.shape == out.shape]
-    home = homes[0] if len(homes) == len(cases) and homes else None
-    if home is None or any(h != home for h in homes):
+    arrays = [v for v in inputs if v.is_scalable and v.constant is None]
+    cases = [v for v in arrays if isinstance(v, Operand) and v.shape == out.shape]
+    home = cases[0].home if cases and len(cases) == len(arrays) else None
+    if home is None or any(x.home != home for x in cases):
         return None, False
     if out.scale == home:
         return home, False
-    returns = not dtypes.is_narrow(out.dtype) and all(v.returns or v.scale == home for v in cases)
+    returns = not dtypes.is_narrow(out.dtype) and all(x.returns or x.scale == home for x in cases)
     return (home, True) if returns else (None, False)
 
 
