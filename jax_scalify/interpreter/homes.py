@@ -74,12 +74,15 @@ def home_of(eqn: Any, inputs: Sequence[Value], out: Operand) -> tuple[Scale | No
 def _home_of_choice(inputs: Sequence[Value], out: Operand) -> tuple[Scale | None, bool]:
     """Return `home` and `returns` of a choice between next values of one leaf.
 
-    In `where(ok, w - u, w)` and `clip(w - u, -4, 4)` every element belongs to the next `w`.
+    In `where(ok, w - u, w)` and `clip(w - u, -4, 4)` every element belongs to the next `w`. But in
+    `w - clip(w, -1, 1)` the clip is a term of the next `w`, and only `w` has a home.
     """
     arrays = [v for v in inputs if v.is_scalable and v.constant is None]
     cases = [v for v in arrays if isinstance(v, Operand) and v.shape == out.shape]
     home = cases[0].home if cases and len(cases) == len(arrays) else None
     if home is None or any(x.home != home for x in cases):
+        return None, False
+    if not any(x.facts.computed for x in cases):
         return None, False
     if out.scale == home:
         return home, False

@@ -24,6 +24,7 @@ WIDE_STEPS = {
     "skip-sum": lambda w, u, ok: jnp.where(ok, w - 0.5 * u, w),
     "clip-sum": lambda w, u, ok: jnp.clip(w - 0.5 * u, -4, 4),
     "mask-sum": lambda w, u, ok: jnp.where(w > 0, w - 0.5 * u, w),
+    "threshold": lambda w, u, ok: w - jnp.clip(w, -0.125, 0.125) - 0.5 * u,
     "scatter": lambda w, u, ok: w.at[jnp.array([1, 0])].add(-u[:2]),
 }
 CASES = [(name, dtype) for name in STEPS for dtype in ("float16", "bfloat16", "float32")]
