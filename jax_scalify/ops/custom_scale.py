@@ -230,7 +230,7 @@ def _traced(
 
 
 def _types(arrays: Sequence[Any]) -> list[str]:
-    return [f"{jnp.dtype(x.dtype)}{list(x.shape)}" for x in arrays]
+    return [f"{x.dtype}{list(x.shape)}" for x in arrays]  # keys have a dtype of their own
 
 
 def _has_special_type(x: jax.Array) -> bool:

@@ -171,3 +171,23 @@ def test_a_frozen_state_compiles_once(name, policy):
     assert all(leaf.is_static or leaf.scale == 0 for leaf in stored_leaves(state))
     assert all_finite(state)
     np.testing.assert_allclose(losses, reference(name)[2:10], rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("round_updates", [False, True])
+def test_state_with_a_random_key(round_updates):
+    """A key has a dtype of its own, which is not NumPy's."""
+    plain = optax.noisy_sgd(1e-2, key=jax.random.key(0))
+    low = jsa.optim.low_precision(plain, round_updates=round_updates)
+    params = jsa.as_scaled_array({"w": jnp.ones((4, 4), jnp.float16)}, static=True)
+    grads = {"w": jnp.ones((4, 4), jnp.float16)}
+
+    @jax.jit
+    @jsa.scalify
+    def step(params, state, grads):
+        updates, state = low.update(grads, state, params)
+        return jsa.optim.apply_updates(params, updates), state
+
+    wide = {"w": jnp.ones((4, 4))}  # `low_precision` draws the noise in float32 too
+    updates, _ = plain.update(wide, plain.init(wide), wide)
+    got, _ = step(params, low.init(params), grads)
+    np.testing.assert_allclose(jsa.asarray(got["w"]), 1 + updates["w"], rtol=2e-3)
