@@ -311,3 +311,31 @@ def test_gradients_of_a_decoding_loop_keep_their_digits():
     for name, want in exact.items():
         error = np.linalg.norm(got[name] - want) / np.linalg.norm(want)
         assert error < 0.03, (name, error)
+
+
+@pytest.mark.parametrize("activation", [lambda z: 0.1 * z**3, jax.nn.gelu])
+def test_weights_that_a_loop_updates_are_weights(activation):
+    """A loop of training steps, whose model is a loop over layers, has the gradients of a step."""
+    keys = jax.random.split(jax.random.key(0))
+    w = jax.random.normal(keys[0], (3, 16, 16)) / 4
+    batches = jax.random.normal(keys[1], (3, 8, 16)) / 2
+
+    def gradient(w, x):
+        def loss(w):
+            h, _ = lax.scan(lambda h, w: (h + activation(h @ w), None), x, w)
+            return jnp.mean(jnp.square(h).astype(jnp.float32))
+
+        return jax.grad(loss)(w)
+
+    def train(w, batches):
+        def step(w, x):
+            g = gradient(w, x)
+            return (w - 1e-3 * g).astype(w.dtype), g
+
+        return lax.scan(step, w, batches)[1]
+
+    scaled = jsa.as_scaled_array(w, scale="rms", dtype=jnp.float16, static=True)
+    batches = batches.astype(jnp.float16)
+    got = jsa.asarray(jax.jit(jsa.scalify(train))(scaled, batches), jnp.float32)
+    want = train(jsa.asarray(scaled, jnp.float32), batches.astype(jnp.float32))
+    np.testing.assert_allclose(got, want, atol=0.02 * jnp.max(jnp.abs(want)))

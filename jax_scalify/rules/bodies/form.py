@@ -281,11 +281,15 @@ def fixpoint(make: Callable[[list[Form]], Body], forms: list[Form]) -> tuple[Bod
 
 
 def _carried(before: Form, after: Form) -> Form:
-    """Return the joined form of a carry. The fact `constant` keeps its first value.
+    """Return the joined form of a carry. The facts `constant` and `computed` stay as first.
 
     A body such as `3 * x` would raise the constant in every round, and the iteration would not end.
+    Weights that a loop of training steps updates are given. If they counted as computed, the scales
+    of activations would be too large by `pow2(K**(1/4))` for each matmul. A carry that starts from
+    constants, as zeros do, is computed.
     """
-    joined, constant = join(before, after), before.facts.constant
-    if constant is None:
-        return joined
-    return dataclasses.replace(joined, facts=dataclasses.replace(joined.facts, constant=constant))
+    joined, first = join(before, after), before.facts
+    kept: dict[str, Any] = {} if first.constant is None else dict(constant=first.constant)
+    if before.kind == "scaled" and not first.computed:
+        kept |= dict(computed=False)
+    return dataclasses.replace(joined, facts=dataclasses.replace(joined.facts, **kept))
