@@ -66,3 +66,15 @@ def test_what_is_not_known_is_refused(traits, message):
 def test_of_an_undeclared_primitive_nothing_is_known():
     assert traits_of("no such primitive") == Traits()
     assert not Traits().keeps_nonnegative and not Traits().is_given
+
+
+def test_a_rule_by_name_replaces_the_rule_of_a_primitive(monkeypatch):
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
+
+    @jsa.register_scale_rule("sin")
+    def sin_rule(ctx, x, **params):
+        """`scale = 4 * scale`."""
+        return jsa.ScaledArray(x.data, 4 * x.scale)
+
+    got = jsa.scalify(jnp.sin)(jsa.scaled_array(jnp.ones(3, jnp.float16), 2.0))
+    assert jsa.asarray(got).tolist() == [8, 8, 8]

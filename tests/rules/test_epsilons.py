@@ -62,3 +62,9 @@ def test_a_constant_is_chosen_beside_its_multiple():
     got = jsa.asarray(jax.jit(jsa.scalify(function))(x), jnp.float32)
     assert got[0, 1] == 3
     np.testing.assert_allclose(got[1, 0], -1.8e-5, rtol=2e-3)
+
+
+def test_a_comparison_keeps_the_digits_of_its_constant():
+    """At the scale 2**20, float16 data near 3 has steps of 1/16."""
+    x = jsa.ScaledArray(jnp.array([49 * 2.0**-24], jnp.float16), jnp.float32(2.0**20))
+    assert jsa.scalify(lambda x: x > 3.04)(x).tolist() == [True]
