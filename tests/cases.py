@@ -297,6 +297,8 @@ MULTIPLICATIVE = [
     Case("cbrt", jnp.cbrt, X, "positive", zero=False),
     Case("pow-half", lambda x: x**0.5, X, "positive", zero=False),
     Case("pow--half", lambda x: lax.pow(x, _as(-0.5, x)), X, "positive", zero=False),
+    Case("pow-0.75", lambda x: lax.pow(x, _as(0.75, x)), X, "positive", zero=False),
+    Case("pow--0.75", lambda x: lax.pow(x, _as(-0.75, x)), X, "positive", zero=False),
     Case("pow-int", lambda x: lax.pow(x, 3), degree=(3,)),
     Case("pow-2.0", lambda x: lax.pow(x, _as(2.0, x)), X, "positive", (2,), zero=False),
 ]

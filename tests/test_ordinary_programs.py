@@ -523,3 +523,33 @@ def test_a_loop_from_a_small_constant_may_grow_as_far_as_it_does_without_scales(
     for fun in (recur, repeat):
         for got in outcomes(fun, scaled([1.0, 1.0], 1.0, "float32")):
             np.testing.assert_allclose(got, small * 1e50, rtol=1e-4)
+
+
+@pytest.mark.parametrize("exponent", [-12, -4, 0, 4, 12])
+@pytest.mark.parametrize("ord", [1.5, 2.5, 3, 4])
+def test_unit_vectors_of_any_norm(ord, exponent):
+    """Their gradients have powers such as `sum(x**4)**-0.75`, far outside of float16."""
+
+    def loss(x):
+        unit = x / jnp.linalg.norm(x, ord=ord)
+        return jnp.sum(unit.astype(jnp.float32) * jnp.arange(-2.0, 6))
+
+    x = np.linspace(0.2, 2, 8).astype(np.float16).astype(np.float32) * np.float32(2.0**exponent)
+    want = jax.grad(loss)(jnp.asarray(x))
+    for static in (False, True):
+        given = jsa.as_scaled_array(x, dtype=jnp.float16, scale="rms", static=static)
+        found = jsa.asarray(jax.jit(jsa.scalify(jax.grad(loss)))(given), jnp.float32)
+        # JAX rounds 1/3 to float16: of 2**48, this is an error of 1%.
+        np.testing.assert_allclose(found, want, rtol=0, atol=0.03 * float(jnp.max(jnp.abs(want))))
+
+
+@pytest.mark.parametrize("power", [0.75, -0.75, 1 / 3, 2.2, -1.7])
+def test_broken_powers_at_any_scale(power):
+    for exponent in (-20, -10, 0, 10, 20):
+        x = jsa.scaled_array(jnp.float16([1.0, 1.5, 2.0]), 2.0**exponent)
+        found = jsa.asarray(jsa.scalify(lambda x: x**power)(x), jnp.float32)
+        want = np.asarray(x, np.float64) ** float(np.float16(power))
+        np.testing.assert_allclose(found, want, rtol=2e-3)
+    zero = jsa.as_scaled_array(jnp.zeros(2, jnp.float16))
+    found = jsa.asarray(jsa.scalify(lambda x: x**power)(zero))
+    np.testing.assert_array_equal(found, 0.0 if power > 0 else np.inf)

@@ -99,9 +99,13 @@ def constant_scale(number: Any, dtype: Any) -> Scale:
     The scale is at most 1, unless a narrow dtype needs a larger scale to hold the constant. The
     constant's own power of two would be too large: 2**127 for the float32 mask value finfo.min. At
     the scale 1 a mask value is kept, because it may later be added to large values.
+
+    The scale of 1/2 is 1 too. The derivative of `max(x, 0)` is `where(x > 0, 1, tie)` with
+    `tie = where(x == 0, 1/2, 0)`. It has the scale of `tie`, and cotangents should keep theirs.
     """
     floor = constant_floor(number, dtype)
-    return Scale(max(floor.exponent, min(0, pow2.split_constant(number)[1])))
+    exponent = pow2.split_constant(number)[1]
+    return Scale(max(floor.exponent, 0 if exponent >= -1 else exponent))
 
 
 def align_constant(number: Any, dtype: Any, scale: Scale) -> Any:

@@ -6,7 +6,8 @@ are `x`, and their derivatives are 1. At half of `x.scale`, the data of an outli
 range of float16. A product with a gate therefore has the scale of the other factor, in both passes
 (Balanca et al., "Scalify", 2024, section 3.2.1).
 
-A multiple of a gate is a gate too, and so is `1 - gate` (`interpreter/facts.py`).
+A multiple of a gate is a gate too, and so is `1 - gate` (`interpreter/facts.py`). In `glu`, the
+gate is computed from one half of an array and multiplies the other.
 
 The derivative is `gate(x) + x * gate'(x)`. The second term is smaller, because a gate is constant
 for large `x`, but its scale may be larger: the scale of gelu's second term contains `x**3`. So the
@@ -46,9 +47,18 @@ def gates_of(jaxpr: Any) -> tuple[set[Any], set[Any]]:
             # `gate * gate` is no activation. A gate of an LSTM fails in `_passed`: it is no
             # elementwise function of the cell state that it multiplies.
             if gate is not source and _is_bounded(gate, made):
-                if _passed(gate, {source}, made) is not None:
+                of_source = (_passed(gate, {x}, made) for x in _with_other_half(source, made))
+                if any(passed is not None for passed in of_source):
                     sources[gate] = source
     return set(sources), _leading(jaxpr, made, sources) if sources else set()
+
+
+def _with_other_half(var: Any, made: dict[Any, Any]) -> list[Any]:
+    """Return a variable; if it is half of an array, as in `glu`, both halves."""
+    eqn = made.get(var)
+    if eqn is None or eqn.primitive.name != "split" or len(eqn.outvars) != 2:
+        return [var]
+    return list(eqn.outvars)
 
 
 def _leading(jaxpr: Any, made: dict[Any, Any], sources: dict[Any, Any]) -> set[Any]:

@@ -110,9 +110,10 @@ def survey(jaxpr: Any, leaving: tuple[int, ...]) -> Survey:
     by_matmuls, by_others, refused = set(), set(), set()
     for eqn in equations:
         readers = by_matmuls if eqn.primitive.name in _MATMULS else by_others
+        # `d * d` reads `d` once, as `square(d)` does.
+        counts.update({v for v in eqn.invars if is_var(v)})
         for var, takes in zip(eqn.invars, _operands_taken(eqn), strict=True):
             if is_var(var):
-                counts[var] += 1
                 readers.add(var)
                 refused |= set() if takes else {var}
     reused = {v for v, n in counts.items() if n > 1} | results

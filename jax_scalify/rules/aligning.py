@@ -173,9 +173,9 @@ def dynamic_update_slice_rule(
     new = scale_along(ctx.table, own[1], axes, update.shape)
     offsets = [s if a in axes else np.zeros((), s.dtype) for a, s in enumerate(starts)]
     if not partial <= set(axes):  # some old elements share a scale with new elements
-        taken = lax.dynamic_slice(old, offsets, new.shape, allow_negative_indices=False)
+        taken = lax.dynamic_slice_p.bind(old, *offsets, slice_sizes=new.shape)
         new = lax.max(new, taken)
-    written = lax.dynamic_update_slice(old, new, offsets, allow_negative_indices=False)
+    written = lax.dynamic_update_slice_p.bind(old, new, *offsets)
     scale = scale_of(ctx.table, written)
     # Elements that are overwritten need not be brought to the new scales.
     kept = own[0] if partial <= set(axes) else scale

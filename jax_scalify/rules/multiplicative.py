@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import math
 from typing import Any
 
@@ -18,9 +19,11 @@ from jax_scalify.rules.shared.products import bind_product, widened
 from jax_scalify.scales.algebra import ONE, Scale
 from jax_scalify.scales.multiplying import multiply
 
-# The largest `2 * |y|` for which `x**y` has a power law. Models have no larger powers, and the
-# scales of larger powers would leave the range of every dtype.
-_LARGEST_POWER = 64
+# The largest `|y|` for which `x**y` has a power law. Models have no larger powers, and the scales
+# of larger powers would leave the range of every dtype.
+_LARGEST_POWER = 32
+# The largest root that a law takes: `x**0.3` has the scale of a cube root.
+_LARGEST_ROOT = 4
 # In float16 and FP8, the scale of a power is 2**3 times the scale of its law, because powers spread
 # their data. Normal numbers with an RMS of 1 to 2 have squares with an RMS of 1.7 to 7, and squares
 # of sums of squares spread further. In `x**-3`, data of 2**-5 becomes 2**15, close to the largest
@@ -143,16 +146,20 @@ for _primitive, _degree, _moved, _sign in (
 
 @register_elementwise(lax.pow_p, nonnegative="keeps")
 def pow_rule(ctx: RuleContext, x: Operand, y: Any, **params: Any) -> Any:
-    """`scale = scale**y` if `y` is a constant multiple of 1/2, else 1."""
+    """`scale = scale**y` for a constant `y` (of the nearest quarter or third), else 1."""
     number = ctx.inputs[1].constant  # an integer `y` is plain
-    halves = math.nan if number is None or number.imag else 2 * float(number.real)
-    if not halves.is_integer() or abs(halves) > _LARGEST_POWER:
+    if number is None or number.imag or not abs(number.real) <= _LARGEST_POWER:
         return wide_rule(ctx, x, y, **params)
+    power = fractions.Fraction(float(number.real)).limit_denominator(_LARGEST_ROOT)
+    root, rest = x.scale.root(power.denominator) if power.denominator > 1 else (x.scale, ONE)
+    if power.denominator > 2 or power != number.real:
+        # Evaluated on values, since the scale is near `scale**y` only. The value of `0**-0.75` is
+        # infinite, and its scale must not be.
+        root = root.or_one() if power < 0 else root
+        return ctx.on_values(root**power.numerator, x, y, saturates=False, **params)
     # For `y = 1.5`: with `scale = root**2 * rest`, `x**y` is `(data * rest)**1.5 * root**3`.
-    root, rest = x.scale.root(2) if halves % 2 else (x.scale, ONE)
-    scale = root ** int(halves if halves % 2 else halves / 2)
     base = _base(ctx, x, rest)
     is_integer = jnp.issubdtype(ctx.in_avals[1].dtype, jnp.integer)
     dtype = ctx.in_avals[1].dtype if is_integer else base.dtype
-    exponent = np.asarray(halves / 2, dtype)[()]
-    return ctx.result(ctx.bind(base, exponent, **params), scale)
+    exponent = np.asarray(float(power), dtype)[()]
+    return ctx.result(ctx.bind(base, exponent, **params), root**power.numerator)

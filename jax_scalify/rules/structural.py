@@ -107,8 +107,9 @@ def _dynamic_slice_scale(scale: Any, *starts: Any, slice_sizes: Any, **_: Any) -
     # depend on `i`, and all steps share them.
     starts = tuple(s if v else np.zeros((), s.dtype) for s, v in zip(starts, varies, strict=True))
     sizes = [size if v else 1 for size, v in zip(slice_sizes, varies, strict=True)]
-    # Negative starts of the equation are final: XLA moves the slice to the nearest valid start.
-    return lax.dynamic_slice(scale, starts, sizes, allow_negative_indices=False)
+    # Starts of the equation are final: XLA moves the slice to the nearest valid start. The function
+    # `lax.dynamic_slice` would add the length to negative starts again, or refuse those below 0.
+    return lax.dynamic_slice_p.bind(scale, *starts, slice_sizes=tuple(sizes))
 
 
 def _split_scale(scale: Any, *, sizes: Any, axis: int, **_: Any) -> list[Any]:

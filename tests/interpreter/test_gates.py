@@ -72,6 +72,27 @@ def test_an_outlier_stays_in_range(name):
     np.testing.assert_allclose(np.asarray(gradient)[known], want[known], rtol=2e-3)
 
 
+@pytest.mark.parametrize("exponent", [0, -20, 10])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_glu_keeps_the_scale(dtype, exponent):
+    """Its gate is computed from one half of the array and multiplies the other."""
+    numbers = np.random.default_rng(0)
+    shapes = ((8, 16), 2.0**exponent), ((8, 8), 2.0 ** (exponent + 2))
+    given = [
+        jsa.ScaledArray(jnp.asarray(numbers.normal(size=shape), dtype), scale)
+        for shape, scale in shapes
+    ]
+    both = functools.partial(_both_passes, jax.nn.glu)
+    found = jax.jit(jsa.scalify(both))(*given)
+    assert float(found[0].scale) == given[0].scale
+    want = both(*(jnp.asarray(v, jnp.float32) for v in values(given)))
+    assert_close(found, values(want), max(1e-5, 8 * float(jnp.finfo(dtype).eps)))
+    outlier = jnp.asarray([40000.0, 1.0, 60000.0, 0.0], jnp.float16)
+    found = jsa.scalify(both)(*(jsa.as_scaled_array(v, scale=1.0) for v in (outlier, outlier[:2])))
+    np.testing.assert_allclose(np.asarray(found[0]), [40000, 0.5], rtol=2e-3)
+    np.testing.assert_allclose(np.asarray(found[1]), [40000, 0.5, 0, 0.25], rtol=2e-3)
+
+
 @pytest.mark.parametrize("name", OTHER)
 def test_what_is_no_gate(name):
     gates, _ = gates_of(jax.make_jaxpr(OTHER[name])(jnp.ones((4, 2))).jaxpr)

@@ -45,3 +45,13 @@ def test_what_an_fp8_matmul_and_a_sum_read_is_stored_once_on_gpus(platform):
     text = step.trace(*state).lower(lowering_platforms=(platform,)).as_text()
     barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
     assert any("tensor<64x32xf16>" in line for line in barriers) == (platform == "cuda")
+
+
+def test_a_factor_that_is_multiplied_by_itself_has_one_reader():
+    """It is not rounded to float16 before the product, as the operand of `square` is not."""
+    x = jsa.as_scaled_array(jnp.linspace(0, 3, 64, dtype=jnp.float16))
+
+    def squares(square):
+        return values(jsa.scalify(lambda x: square(x - 1 / 3))(x))
+
+    np.testing.assert_array_equal(squares(lambda d: d * d), squares(jnp.square))

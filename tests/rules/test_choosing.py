@@ -288,3 +288,28 @@ UNMASKED = {
 @pytest.mark.parametrize("name", UNMASKED)
 def test_a_mask_that_is_gone_flushes_nothing(name):
     _are_close(UNMASKED[name], rows(np.array([0.05, 0.01, 0.3]), 1.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.maximum(x, 0),
+        lambda x: jnp.maximum(0, -x),
+        lambda x: jnp.clip(x, -1e4, 5e4),
+        lambda x: jnp.maximum(x, -x),
+        jax.nn.celu,
+    ],
+)
+def test_the_derivative_of_a_maximum_keeps_the_scale(function, kind):
+    """It is a mask of 0, 1/2 where both operands are equal, and 1."""
+    x = scaled(np.array([3e4, 1.0, -2.0, 0.0, -1e4]), 1.0, jnp.float16, kind)
+    cotangent = scaled(np.array([4e4, -4e4, 1e-3, 8.0, 6e4]), 1.0, jnp.float16, kind)
+
+    def derivative(x, cotangent):
+        return jax.vjp(function, x)[1](cotangent)[0]
+
+    found = jax.jit(jsa.scalify(derivative))(x, cotangent)
+    assert np.all(np.asarray(found.scale) == 1)
+    want = derivative(*(jsa.asarray(v, jnp.float32) for v in (x, cotangent)))
+    np.testing.assert_allclose(np.asarray(found, np.float32), want, rtol=1e-3, atol=1e-3)

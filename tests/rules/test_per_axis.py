@@ -238,6 +238,9 @@ def test_slices_that_start_outside(start, dtype):
     check_exact(lambda x: lax.dynamic_slice(x, (i, 0), (2, 6)), x)
     check_exact(lambda x, u: lax.dynamic_update_slice(x, u, (i, 0)), x, update)
     check_exact(jax.grad(lambda x: jnp.sum(lax.dynamic_slice(x, (i, 0), (2, 6)))), x)
+    # The start is a number that is known when the function is traced.
+    check_exact(lambda x: lax.dynamic_slice(x, (start, 0), (2, 6)), x)
+    check_exact(lambda x, u: lax.dynamic_update_slice(x, u, (start, 0)), x, update)
 
 
 def test_infinity_beside_scales():
