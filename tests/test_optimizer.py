@@ -203,3 +203,17 @@ def test_a_step_with_integer_masks_is_the_plain_step(kind):
     scaled = jsa.freeze_scales(scaled) if kind == "frozen" else scaled
     got = jsa.asarray(jax.jit(jsa.scalify(step))(*scaled), jnp.float32)
     chex.assert_trees_all_close(got, step(*state), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_parameters_that_are_integers_are_added_as_in_optax(inside):
+    params = {"w": jnp.ones(2, jnp.float16), "ids": jnp.arange(2), "on": jnp.array([True, False])}
+    updates = {"w": jnp.full(2, 0.5), "ids": jnp.ones(2, int), "on": jnp.zeros(2, bool)}
+    apply = jsa.scalify(jsa.optim.apply_updates) if inside else jsa.optim.apply_updates
+    new = apply(jsa.as_scaled_array(params), updates)
+    want = optax.apply_updates(params, updates)
+    for name in params:
+        np.testing.assert_array_equal(np.asarray(new[name]), want[name])
+        assert new[name].dtype == want[name].dtype
+    gradient = np.zeros(2, jax.dtypes.float0)  # JAX's gradient of integers
+    assert jsa.optim.apply_updates(params["ids"], gradient) is params["ids"]

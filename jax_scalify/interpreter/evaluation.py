@@ -18,6 +18,7 @@ from jax_scalify.interpreter.clips import as_clip
 from jax_scalify.interpreter.constants import captured, promote
 from jax_scalify.interpreter.context import RuleContext
 from jax_scalify.interpreter.corrections import Corrections
+from jax_scalify.interpreter.gates import given_of
 from jax_scalify.interpreter.homes import home_of
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.registry import (
@@ -60,8 +61,9 @@ def evaluate(
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
         # A captured table of cosines, for example, is known while tracing: its RMS is its scale.
         env[var] = captured(const)
-    env.update(zip(jaxpr.invars, inputs, strict=True))
-    surveyed = survey(jaxpr, tuple(leaving))
+    surveyed = survey(jaxpr, tuple(leaving), given_of(inputs))
+    # A function of a gate's source may turn out to be a gate in the backward pass.
+    env.update(zip(jaxpr.invars, map(surveyed.gates.marked, jaxpr.invars, inputs), strict=True))
     for eqn in surveyed.equations:
         with _compat.equation_context(eqn):
             ctx = RuleContext(
@@ -78,7 +80,7 @@ def evaluate(
                 ctx = hook.before(ctx)
                 outputs = hook.after(ctx, _equation(ctx), jaxpr)
             env.update(zip(eqn.outvars, map(surveyed.after, eqn.outvars, outputs), strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return surveyed.gates.known_outside(jaxpr, inputs, [read(v) for v in jaxpr.outvars])
 
 
 def _equation(ctx: RuleContext) -> list[Value]:

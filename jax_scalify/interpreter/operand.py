@@ -42,6 +42,29 @@ class Bound:
 
 
 @dataclasses.dataclass(frozen=True)
+class OfGate:
+    """What is known of an elementwise function of the source of a gate, outside of its body.
+
+    Attributes:
+        source: the variable of the body that the function is of.
+        bound: how many times its scale the value is at most, 2 for a gate; 0 if it has no bound.
+        ends: whether the value is constant for large sources.
+        array: the array of the source, if the body got it as an argument in the same trace.
+    """
+
+    source: Any
+    bound: int
+    ends: bool
+    array: Any = dataclasses.field(default=None, compare=False)
+
+    def has_source_of(self, other: OfGate) -> bool:
+        """Return whether two values are functions of one source."""
+        # Two calls of one function have the same variables, and different arrays.
+        known = self.array is not None and other.array is not None
+        return self.array is other.array if known else self.source is other.source
+
+
+@dataclasses.dataclass(frozen=True)
 class Facts:
     """What is known about the elements of a value.
 
@@ -62,6 +85,7 @@ class Facts:
             there is no constant.
         gate, leads: the value is a gate, or the larger term of a gate's derivative: see
             `interpreter/gates.py`.
+        of_gate: the value left a body in which it was computed from the source of a gate.
     """
 
     nonneg: bool = False
@@ -72,12 +96,14 @@ class Facts:
     constant: Scale | None = None
     gate: bool = False
     leads: bool = False
+    of_gate: OfGate | None = None
 
     def outside_of_trace(self) -> Facts:
         """Return what is known in every trace: no array, and no size with a dynamic scale."""
         constant = self.constant if self.constant and self.constant.is_static else None
         bound = Bound(self.bound.number) if self.bound else None
-        return dataclasses.replace(self, constant=constant, bound=bound)
+        of_gate = dataclasses.replace(self.of_gate, array=None) if self.of_gate else None
+        return dataclasses.replace(self, constant=constant, bound=bound, of_gate=of_gate)
 
     def join(self, other: Facts) -> Facts:
         """Return what is known about a value that may be either of two values."""
@@ -92,6 +118,7 @@ class Facts:
             largest([self.constant, other.constant]),
             self.gate and other.gate,
             self.leads and other.leads,
+            self.of_gate if self.of_gate == other.of_gate else None,
         )
 
 

@@ -35,7 +35,7 @@ from jax_scalify import _compat
 from jax_scalify.base import dtypes
 from jax_scalify.base.jaxprs import applied, is_var, memoised
 from jax_scalify.base.pins import pin, store
-from jax_scalify.interpreter.gates import gates_of
+from jax_scalify.interpreter.gates import Gates, Given, gates_of
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.interpreter.value import Value
 
@@ -68,15 +68,14 @@ class Survey:
         stored: variables that both a matmul and another equation read.
         wide: variables of narrow dtypes that may stay in float32, each with the number of its
             readers.
-        gates, leading: see `interpreter/gates.py`.
+        gates: see `interpreter/gates.py`.
     """
 
     equations: list[Any]
     reused: set[Any]
     stored: set[Any]
     wide: Mapping[Any, int]
-    gates: set[Any]
-    leading: set[Any]
+    gates: Gates
 
     def after(self, var: Any, x: Value) -> Value:
         """Return the value of a variable as its readers get it."""
@@ -86,17 +85,18 @@ class Survey:
             x = x.moved(pin(x.source), x.scale).known(depth=0)
         if var in self.stored and dtypes.is_narrow(x.dtype):
             x = x.moved(store(x.source), x.scale)
-        if var in self.gates or var in self.leading:
-            gate, leads = var in self.gates, var in self.leading
-            x = x.known(facts=dataclasses.replace(x.facts, gate=gate, leads=leads))
-        return x
+        return self.gates.marked(var, x)
 
 
 @memoised  # a loop's body is interpreted several times
-def survey(jaxpr: Any, leaving: tuple[int, ...]) -> Survey:
-    """Survey a jaxpr. `leaving` says for each result how many equations of the caller read it.
+def survey(jaxpr: Any, leaving: tuple[int, ...], given: tuple[Given | None, ...] = ()) -> Survey:
+    """Survey a jaxpr.
 
-    It is 0 for a result that must leave in its own dtype. Empty means 0 for every result.
+    Args:
+        jaxpr: an open jaxpr.
+        leaving: for each result, how many equations of the caller read it; 0 for a result that must
+            leave in its own dtype. Empty means 0 for every result.
+        given: what is known of each argument: see `interpreter/gates.py`. Empty means nothing.
     """
     results = {v for v in jaxpr.outvars if is_var(v)}
     used, equations = set(results), []
@@ -122,7 +122,7 @@ def survey(jaxpr: Any, leaving: tuple[int, ...]) -> Survey:
             counts[var] += count
             refused |= set() if count else {var}
     wide = _wide_variables(equations, counts, refused, results)
-    return Survey(equations, reused, by_matmuls & by_others, wide, *gates_of(jaxpr))
+    return Survey(equations, reused, by_matmuls & by_others, wide, gates_of(jaxpr, given))
 
 
 def _wide_variables(

@@ -18,8 +18,14 @@ from jax_scalify.rules.shared.products import made
 from jax_scalify.scales.algebra import ONE, ZERO, Scale, join
 
 
+def _check_epsilon(epsilon: float) -> None:
+    if isinstance(epsilon, (int, float)) and not epsilon >= 0:
+        raise ValueError(f"`epsilon` must not be negative, got {epsilon!r}.")
+
+
 def _root(epsilon: float) -> Scale:
     """Return `sqrt(epsilon)`, rounded: the smallest possible divisor of a norm."""
+    _check_epsilon(epsilon)
     return Scale(round(math.log2(epsilon) / 2)) if epsilon else ZERO
 
 
@@ -47,6 +53,10 @@ def standardize(
         epsilon: added to the variance, inside the root.
         center: whether to subtract the mean.
 
+    Raises:
+        TypeError: if `x` is not floating point.
+        ValueError: if `epsilon` is negative.
+
     Example:
         >>> x = jsa.as_scaled_array(jnp.float16([1.0, 3.0]), scale=2.0**20)
         >>> print(jsa.scalify(jsa.nn.standardize)(x).data)
@@ -54,6 +64,7 @@ def standardize(
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x` must be floating point, got {x.dtype}.")
+    _check_epsilon(epsilon)
     value = x.astype(dtypes.compute_dtype(x.dtype))
     if center:
         value = value - jnp.mean(value, axis, keepdims=True)

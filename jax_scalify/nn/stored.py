@@ -31,15 +31,17 @@ def store_inputs(
         fun: a function of arrays, or trees of arrays. It may not close over weights: everything
             that is differentiated must be an argument.
         dtype: a floating dtype of at most 16 bits.
-        argnums: which arguments to store in `dtype`. Other arguments, and arrays of rank 0 and 1
-            such as scales and biases, are stored in their own dtype.
+        argnums: which arguments to store in `dtype`; -1 is the last. Other arguments, and arrays of
+            rank 0 and 1 such as scales and biases, are stored in their own dtype.
 
     Returns:
         A function of the same positional arguments and results. It has reverse-mode derivatives.
         Second derivatives, of either mode, are those of `fun` without rounding.
 
     Raises:
-        TypeError: if `fun` is not callable, or `dtype` is not a floating dtype of at most 16 bits.
+        TypeError: if `fun` is not callable, `dtype` is not a floating dtype of at most 16 bits, or
+            `argnums` are not ints. When differentiated:
+        ValueError: if there is no argument of such a number.
 
     Source: Xi et al., "COAT: Compressing Optimizer States and Activations for Memory-Efficient FP8
     Training", 2024. COAT scales each group of elements by its maximum; here the propagated scale is
@@ -56,15 +58,20 @@ def store_inputs(
     dtype = dtypes.as_floating(dtype, "dtype", real=True)
     if dtype.itemsize > 2:
         raise TypeError(f"`dtype` must have at most 16 bits, as jnp.float8_e4m3fn, got {dtype}.")
-    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    chosen = argnums if isinstance(argnums, Sequence) else (argnums,)
+    if not all(isinstance(i, int) for i in chosen):
+        raise TypeError(f"`argnums` must be an int or a sequence of ints, got {argnums!r}.")
 
     @jax.custom_vjp
     def stored(*args: Any) -> Any:
         return fun(*args)
 
     def forward(*args: Any) -> Any:
+        if not all(-len(args) <= i < len(args) for i in chosen):
+            raise ValueError(f"`argnums` is {argnums!r}, but there are {len(args)} arguments.")
+        narrow = {i % len(args) for i in chosen}
         kept = [
-            jax.tree.map(functools.partial(_narrowed, dtype=dtype), arg) if i in chosen else arg
+            jax.tree.map(functools.partial(_narrowed, dtype=dtype), arg) if i in narrow else arg
             for i, arg in enumerate(args)
         ]
         return fun(*args), (kept, args)

@@ -108,8 +108,21 @@ def rounded(params: Any, updates: Any, policy: str, factor: jax.Array) -> Any:
 def _is_narrow(param: Any, update: Any) -> bool:
     """Return whether a parameter is updated, and has a floating dtype of less than 32 bits."""
     kind = param.dtype if is_scaled(param) else dtypes.leaf_dtype(param)
-    is_float = kind is not None and dtypes.is_scalable(kind)
-    return update is not None and is_float and dtypes.compute_dtype(kind) != kind
+    return _is_float(param, update) and dtypes.compute_dtype(kind) != kind
+
+
+def _is_float(param: Any, update: Any) -> bool:
+    """Return whether a parameter is updated, and has a floating dtype."""
+    kind = param.dtype if is_scaled(param) else dtypes.leaf_dtype(param)
+    return update is not None and kind is not None and dtypes.is_scalable(kind)
+
+
+def _plain_sum(param: Any, update: Any) -> Any:
+    """Return the sum of an integer or boolean parameter and its update, as in optax."""
+    # The gradient of such a parameter has the dtype float0, and is 0.
+    if jax.dtypes.result_type(update) == jax.dtypes.float0:
+        return param
+    return jnp.asarray(param + update, param.dtype)
 
 
 def _applied(
@@ -122,7 +135,8 @@ def _applied(
     """Return new parameters, given pairs of a parameter and its update."""
     new: list[Any] = [p if is_scaled(p) or u is None else jnp.asarray(p) for p, u in pairs]
     follows = policy == "gradient"  # the sums keep the scales that `scalify` gives them
-    updated = [i for i, (_, update) in enumerate(pairs) if update is not None and not follows]
+    floats = [i for i, (param, update) in enumerate(pairs) if _is_float(param, update)]
+    updated = [] if follows else floats
     for i, x in zip(updated, read_together([new[i] for i in updated])[0], strict=True):
         new[i] = x
     kind = Kind(keeps_scale=follows, adds=not follows)
@@ -135,6 +149,9 @@ def _applied(
                 "`updates` must have the shapes of `params`, got "
                 f"{jnp.shape(update)} for {param.shape}."
             )
+        if i not in floats:
+            new[i] = _plain_sum(param, update)
+            continue
         step = widen(update)
         x = widen(param) + step if follows else step
         salt = bits = None

@@ -59,6 +59,79 @@ def test_an_activation_keeps_the_scale(name, frozen, dtype):
         assert_close(found, values(want), max(1e-5, 8 * float(jnp.finfo(dtype).eps)))
 
 
+# JAX computes the derivatives of these in a body of their own.
+CALLS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "checkpoint of jit": lambda fun: jax.checkpoint(jax.jit(fun)),
+    "scan": lambda fun: lambda x: jax.lax.scan(lambda c, x: (c, fun(2 * x)), 0.0, x[None] / 2)[1],
+    "scan of checkpoint": lambda fun: lambda x: jax.lax.map(jax.checkpoint(fun), x[None]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", [*GATED, "mish"])
+def test_an_activation_keeps_the_scale_in_a_body_of_its_own(name, call):
+    fun = CALLS[call](GATED.get(name, jax.nn.mish))
+    numbers = np.random.default_rng(0)
+    for exponent in (-20, 0, 4, 7):
+        x = jsa.scaled_array(jnp.asarray(numbers.normal(size=16), jnp.float16), 2.0**exponent)
+        gradient = jax.grad(lambda x: jnp.sum(fun(x).astype(jnp.float32)))  # noqa: B023
+        found = jax.jit(jsa.scalify(gradient))(x)
+        assert np.all(np.asarray(found.scale) <= 1)
+        want = gradient(jsa.asarray(x, jnp.float32))
+        np.testing.assert_allclose(np.asarray(found, np.float32), want, rtol=4e-3, atol=4e-3)
+
+
+def test_gradients_of_scanned_layers():
+    """Their scales do not grow with the number of layers."""
+    keys, layers, width = jax.random.split(jax.random.key(0), 3), 16, 16
+    weights = {
+        "up": 8 * jax.random.normal(keys[0], (layers, width, 2 * width)) / width**0.5,
+        "down": jax.random.normal(keys[1], (layers, 2 * width, width)) / (2 * width) ** 0.5,
+    }
+
+    def loss(weights, x):
+        def layer(h, w):
+            return h + jax.nn.gelu(jsa.nn.rms_norm(h) @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32)))
+
+    x = jax.random.normal(keys[2], (8, width))
+    want = jax.grad(loss)(weights, x)
+    given = jsa.as_scaled_array(weights, scale="rms", dtype=jnp.float16)
+    found = jax.jit(jsa.scalify(jax.grad(loss)))(given, jnp.float16(x))
+    for name, gradient in want.items():
+        error = jnp.linalg.norm(jsa.asarray(found[name], jnp.float32) - gradient)
+        assert error < 0.01 * jnp.linalg.norm(gradient)
+
+
+@pytest.mark.parametrize(
+    "name", ["another cotangent", "another factor", "a large term", "a large factor"]
+)
+def test_a_sum_that_only_looks_like_a_derivative(name):
+    """Its scale has to hold the second term, in one body and in two."""
+    second = {
+        "another cotangent": lambda x, y: 2.0**30 * jnp.tanh(x).astype(jnp.float32),
+        "another factor": lambda x, y: y * jnp.tanh(x),
+        "a large term": lambda x, y: 30000.0 * x,
+        "a large factor": lambda x, y: jnp.square(200.0 * x) * jnp.tanh(x),
+    }[name]
+    x = jsa.scaled_array(jnp.float16([-1.5, 0.5, 2.0, 1.0]), 1.0)
+    y = jsa.scaled_array(jnp.float16([1.0, 1.5, -1.0, 1.25]), 2.0**30)
+    for call in (lambda fun: fun, *CALLS.values()):
+
+        def loss(x, y):
+            def fun(x):
+                return jax.nn.silu(x).astype(jnp.float32) + second(x, y).astype(jnp.float32)
+
+            return jnp.sum(call(fun)(x))  # noqa: B023
+
+        found = jsa.asarray(jax.jit(jsa.scalify(jax.grad(loss)))(x, y), jnp.float32)
+        want = jax.grad(loss)(*(jsa.asarray(v, jnp.float32) for v in (x, y)))
+        np.testing.assert_allclose(found, want, rtol=0, atol=4e-3 * float(jnp.max(jnp.abs(want))))
+
+
 @pytest.mark.parametrize("name", GATED)
 def test_an_outlier_stays_in_range(name):
     x = jnp.asarray([40000.0, -40000.0, 0.5, 60000.0], jnp.float16)
@@ -95,8 +168,7 @@ def test_glu_keeps_the_scale(dtype, exponent):
 
 @pytest.mark.parametrize("name", OTHER)
 def test_what_is_no_gate(name):
-    gates, _ = gates_of(jax.make_jaxpr(OTHER[name])(jnp.ones((4, 2))).jaxpr)
-    assert not gates
+    assert not gates_of(jax.make_jaxpr(OTHER[name])(jnp.ones((4, 2))).jaxpr).gates
 
 
 @pytest.mark.parametrize("weight", [3e4, jnp.float32(3e4)])

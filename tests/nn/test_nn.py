@@ -395,3 +395,27 @@ def test_empty_arrays(fun, shape):
         lambda *args: (fun(*args), jax.grad(lambda x: fun(x, *args[1:]).sum())(args[0]))
     )(*[jsa.as_scaled_array(a) for a in args])
     assert got.shape == expected.shape == gradient.shape == shape
+
+
+@pytest.mark.parametrize("norm", [jsa.nn.layer_norm, jsa.nn.rms_norm])
+def test_a_negative_epsilon(norm):
+    x = jnp.ones((2, 3), jnp.float16)
+    fun = functools.partial(norm, epsilon=-0.1)
+    for call in (fun, jsa.scalify(fun), jsa.scalify(jax.grad(lambda x: jnp.sum(fun(x))))):
+        with pytest.raises(ValueError, match="`epsilon` must not be negative, got -0.1"):
+            call(x if call is fun else jsa.as_scaled_array(x))
+
+
+def test_the_arguments_that_are_stored():
+    x = jnp.float16([[3.1, 2.7]])
+    gradients = [
+        jax.grad(lambda x: jnp.sum(jsa.nn.store_inputs(jnp.square, argnums=which)(x)))(x)  # noqa: B023
+        for which in (0, -1, [0])
+    ]
+    np.testing.assert_array_equal(gradients[0], [[6, 5.5]])  # 3.1 and 2.7 in E4M3 are 3 and 2.75
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient, gradients[0])
+    with pytest.raises(ValueError, match="`argnums` is 1, but there are 1 arguments"):
+        jax.grad(lambda x: jnp.sum(jsa.nn.store_inputs(jnp.square, argnums=1)(x)))(x)
+    with pytest.raises(TypeError, match="`argnums` must be an int or a sequence of ints, got 'a'"):
+        jsa.nn.store_inputs(jnp.square, argnums="a")
