@@ -188,7 +188,7 @@ def _leading(
         for x, gate in _factors(eqn):
             terms = [(s, _multiplied(x, made), gate) for s in _sources(gate, made, sources, known)]
             led.setdefault(eqn.outvars[0], []).extend(terms)
-        if eqn.primitive.name != "add_any":
+        if eqn.primitive.name != "add_any" or not all(map(is_var, eqn.invars)):
             continue
         for x, other in (eqn.invars, eqn.invars[::-1]):
             start = x if x in led else _multiplied(x, made)
@@ -209,7 +209,7 @@ def _leading(
         for x, gate in _factors(eqn):
             terms = [(s, _multiplied(x, made), gate) for s in _sources(gate, made, sources, known)]
             led.setdefault(eqn.outvars[0], []).extend(terms)
-        if eqn.primitive.name != "add_any":
+        if eqn.primitive.name != "add_any" or not all(map(is_var, eqn.invars)):
             continue
         for x, other in (eqn.invars, eqn.invars[::-1]):
             start = x if x in led else _multiplied(x, made)

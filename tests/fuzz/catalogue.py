@@ -647,6 +647,19 @@ POLYNOMIALS = [
     "jnp.mean(({a} - jnp.mean({a})) ** 3)",
 ]
 
+# What models do with powers, with epsilons and in loops.
+MODELS = [
+    "jax.nn.glu(jnp.concatenate([{a}, 0.5 * {a}], -1))",
+    "lax.scan(lambda w, x: (w - 0.1 * x, jax.nn.gelu(w)), {x}, jnp.stack([{e}, {g}]))",
+    "jax.jit(lambda x, y: x * jax.nn.silu(y))({x}, {e})",
+    *_each("jnp.abs({x}) ** FUN", "0.75 0.25 2.25"),
+    *_each("(1 + jnp.abs({x})) ** FUN", "-0.75 -0.25"),
+    *_each("{a} / (1 + jnp.linalg.norm({a}, FUN, axis=-1, keepdims=True))", "1 2 4"),
+    "jnp.maximum({x}, -{x})",
+    "{x} / jnp.maximum(jnp.linalg.norm({x}), 1e-6)",
+    "{x} / (jnp.sqrt({p}) + 1e-6)",
+]
+
 # Statements that move elements of one operand, whose channels keep their scales.
 MOVES = frozenset(
     """{x}.T|jnp.transpose({x})|jnp.permute_dims({A}, (1, 0))|jnp.matrix_transpose({A})
@@ -679,6 +692,7 @@ TABLE: tuple[str, ...] = (
     *CLIPPING,
     *MOMENTS,
     *POLYNOMIALS,
+    *MODELS,
 )
 
 _NAME = re.compile(r"\b(jnp\.linalg|jnp\.fft|jnp|jax\.nn|jax\.ops|jax\.scipy\.\w+|lax)\.(\w+)")
