@@ -83,6 +83,18 @@ def test_an_activation_keeps_the_scale_in_a_body_of_its_own(name, call):
         np.testing.assert_allclose(np.asarray(found, np.float32), want, rtol=4e-3, atol=4e-3)
 
 
+def test_sums_of_numbers_have_no_gates():
+    """JAX adds up the cotangents 1 and 1 of `y`."""
+
+    def fun(x):
+        y = jnp.sum(jax.nn.silu(x))
+        return y + y
+
+    x = jsa.scaled_array(jnp.float16([0.5, -1.0]), 2.0)
+    found = jax.jit(jsa.scalify(jax.grad(fun)))(x)
+    np.testing.assert_allclose(np.asarray(found), jax.grad(fun)(jnp.asarray(x)), atol=2e-3)
+
+
 def test_gradients_of_scanned_layers():
     """Their scales do not grow with the number of layers."""
     keys, layers, width = jax.random.split(jax.random.key(0), 3), 16, 16
