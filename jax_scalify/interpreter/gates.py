@@ -132,7 +132,9 @@ def _leaving(
     """Return the results that are elementwise functions of the source of what may be a gate."""
     results = [v for v in jaxpr.outvars if is_var(v)]
     # Of a gate whose product with the source is not computed here, the farthest source.
-    starts = [s for v in results for s in _sources(v, made, sources, known)[-1:]]
+    # An argument that is returned keeps the fact that it came with.
+    own = [v for v in results if v not in known]
+    starts = [s for v in own for s in _sources(v, made, sources, known)[-1:]]
     leaving = {}
     for source in dict.fromkeys([*sources.values(), *starts]):
         for var in results:
@@ -199,30 +201,6 @@ def _leading(
                 leading.add(x)
                 gates.add(term[2])
                 led[eqn.outvars[0]] = [term]
-                break
-    return leading, gates
-    count = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v))
-    count.update(v for v in jaxpr.outvars if is_var(v))
-    led: dict[Any, list[Any]] = {}  # for each variable: source of the gate, cotangent, gate
-    for eqn in jaxpr.eqns:
-        # This may be `cotangent * gate(x)`, the first term of the derivative.
-        for x, gate in _factors(eqn):
-            terms = [(s, _multiplied(x, made), gate) for s in _sources(gate, made, sources, known)]
-            led.setdefault(eqn.outvars[0], []).extend(terms)
-        if eqn.primitive.name != "add_any" or not all(map(is_var, eqn.invars)):
-            continue
-        for x, other in (eqn.invars, eqn.invars[::-1]):
-            start = x if x in led else _multiplied(x, made)
-            # The fact `leads` is read by every sum of `x`, so `x` must have no other reader.
-            of_gate = (
-                []
-                if count[x] > 1
-                else [f for f in led.get(start, []) if _adds(other, f, made, known)]
-            )
-            if of_gate:
-                leading.add(x)
-                gates.add(of_gate[0][2])
-                led[eqn.outvars[0]] = of_gate[:1]
                 break
     return leading, gates
 
