@@ -449,8 +449,14 @@ NONLINEAR = [
     Case("acosh", lambda x: jnp.arccosh(8 * x), X, "positive", exponents=(0, 3, 20), zero=False),
     Case("erfc", lax.erfc, ulps=16),
     Case("logistic", jax.nn.sigmoid),
-    # Plain JAX is 12 units off in float32, because `1 - tanh(x)**2` cancels.
-    Case("one_minus_square", lambda x: jax.jvp(jnp.tanh, (x,), (x,))[1], X, "unit", ulps=16),
+    # One element is 0, where the result is 1: `1 - tanh(x)**2` cancels, and its error is a few
+    # units of 1 wherever x is (4.9 on processors without fused multiplications and additions).
+    Case(
+        "one_minus_square",
+        lambda x: jax.jvp(jnp.tanh, (x - x[:1, :1],), (jnp.ones_like(x),))[1],
+        X,
+        "unit",
+    ),
     Case("lgamma", lax.lgamma, X, "positive", ulps=64, **_NARROW),
     Case("digamma", lax.digamma, X, "positive", ulps=64, **_NARROW),
     Case(
