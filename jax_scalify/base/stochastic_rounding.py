@@ -29,7 +29,9 @@ def cast(data: jax.Array, dtype: Any, *, key: Any = None) -> jax.Array:
     return round_stochastically(data, jax.random.bits(key, data.shape, jnp.uint32), dtype)
 
 
-def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Array:
+def round_stochastically(
+    data: jax.Array, bits: jax.Array, dtype: Any, *, nonzero: bool = False
+) -> jax.Array:
     """Round each element to one of its neighbours in `dtype`. The expected result is the element.
 
     `P(up) = (x - low) / (high - low)`: 1.25 between 1 and 2 is rounded up with probability 1/4.
@@ -41,8 +43,9 @@ def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Ar
 
     Args:
         data: array of a floating dtype.
-        bits: random `uint32`, of the shape of `data`.
+        bits: random `uint32`, of the shape of `data`. The largest round up, 0 rounds down.
         dtype: the target dtype.
+        nonzero: whether elements that would become 0 become the smallest number: `keep_nonzero`.
 
     Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications",
     2022, mode 1.
@@ -51,7 +54,13 @@ def round_stochastically(data: jax.Array, bits: jax.Array, dtype: Any) -> jax.Ar
     if target.bits >= 32 or not jnp.issubdtype(data.dtype, jnp.floating):
         return dtypes.cast(data, dtype)
     data = lax.convert_element_type(data, dtypes.compute_dtype(data.dtype))
-    rounded = _with_sign_of(data, round_sizes(lax.abs(data), dtype, bits))
+    size = lax.abs(data)
+    rounded = round_sizes(size, dtype, bits)
+    if nonzero and dtypes.is_narrow(dtype):
+        # XLA:GPU would store an array of 0.0 if another equation needs one, and read it here.
+        zero, smallest = np.array([-0.0, target.smallest_subnormal], data.dtype)
+        rounded = lax.select(size > zero, lax.max(rounded, smallest), rounded)
+    rounded = _with_sign_of(data, rounded)
     if target.minexp < jnp.finfo(data.dtype).minexp:  # E8M0 has no sign, no 0 and no infinity
         return dtypes.cast(lax.select(lax.is_finite(data), rounded, data), dtype)
     return lax.convert_element_type(rounded, dtype)
@@ -124,11 +133,11 @@ def _to_nearest(size: jax.Array, target: Any) -> jax.Array:
 
 
 def _up_or_down(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
-    """Round positive finite numbers up where `bits` is below the dropped part of their mantissa.
+    """Round positive finite numbers up or down: the largest `bits` round up, 0 rounds down.
 
-    The sum carries into the kept bits if the dropped part, plus the complement of as many random
-    bits, is at least the ulp. Below the smallest normal number of the target the ulp is constant,
-    but the number of dropped bits is not. Such numbers are moved to the next binade.
+    The sum carries into the kept bits if the dropped part, plus as many random bits, is at least
+    the ulp. Below the smallest normal number of the target the ulp is constant, but the number of
+    dropped bits is not. Such numbers are moved to the next binade.
     """
     wide = size.dtype
     integer, nmant = pow2.exponent_layout(wide)
@@ -139,7 +148,7 @@ def _up_or_down(size: jax.Array, bits: jax.Array, target: Any) -> jax.Array:
         moved = jnp.where(size < smallest, smallest, nothing)
         # In float16, the ulp from 2**-14 to 2**-13 is 2**-24, as it is for subnormal numbers.
         size = size + moved
-    random = lax.bitwise_not(bits).astype(integer)
+    random = bits.astype(integer)
     # It has as many random bits as bits are dropped: 13 from float32 to float16.
     random = random >> (32 - dropped) if dropped <= 32 else random << (dropped - 32)
     kept = np.array(-1 << dropped).astype(integer)

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_scalify.arrays.scaled_array import ScaledArray, align_scale
 from jax_scalify.base import dtypes, pow2
-from jax_scalify.base.pins import pin_constant
+from jax_scalify.base.pins import pin_constant, store
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.primitives.overflow import unless_infinite
 from jax_scalify.scales.algebra import Scale
@@ -35,7 +35,7 @@ def narrowed(data: Any, scale: Scale, dtype: Any) -> Any:
     data = lax.convert_element_type(data, dtypes.compute_dtype(data.dtype))
     info = jnp.finfo(data.dtype)
     if scale.is_static:
-        factor = pin_constant(np.ldexp(_TO_INFINITY, 112 + int(scale.exponent)))
+        factor = store(pin_constant(np.ldexp(_TO_INFINITY, 112 + int(scale.exponent))))
     else:
         # A scale above 1 counts as 1: data within the range of float16 stays finite, as in a cast.
         factor = scale.table.request(scale * Scale(112), most=112)

@@ -46,8 +46,9 @@ def saturate(
     leaves of one shape.
     """
     if bits is not None:
-        moved = moved_for_square(x, dtype) if is_root else x
-        rounded = round_stochastically(moved, bits, dtype)
+        if not is_root:
+            return round_stochastically(x, bits, dtype, nonzero=wide)
+        rounded = round_stochastically(moved_for_square(x, dtype), bits, dtype)
     else:
         limit = np.array(jnp.finfo(dtype).max, x.dtype)
         limited = jnp.where(jnp.isfinite(x), lax.clamp(-limit, x, limit), x)

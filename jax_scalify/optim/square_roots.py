@@ -64,8 +64,7 @@ def moved_for_square(x: jax.Array, dtype: Any) -> jax.Array:
     # A computed square root may miss a number of the dtype by some ulps.
     slack = np.float32(1 + 2.0**-20)
     size = x * slack
-    # The largest bits always round down.
-    low = round_stochastically(size, jnp.full_like(x, 2**32 - 1, jnp.uint32), dtype)
+    low = round_stochastically(size, jnp.zeros_like(x, jnp.uint32), dtype)
     pattern = lax.bitcast_convert_type(low, bits)
     high = lax.bitcast_convert_type(jnp.minimum(pattern + bits.type(1), top), dtype)
     low, high = low.astype(x.dtype), high.astype(x.dtype)

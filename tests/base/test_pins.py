@@ -1,5 +1,7 @@
 """Barriers that are lowered for some platforms only."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,25 @@ def dense(x, w, b):
 
 
 def barriers(fun, args, platform):
+    """The number of barriers on arrays. Those on numbers make constants operands of kernels."""
     text = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    return text.count("stablehlo.optimization_barrier")
+    return len(re.findall(r"stablehlo.optimization_barrier .*: tensor<\d", text))
+
+
+def test_kernels_that_round_at_different_static_scales_are_equal():
+    """The number beyond which data is infinite is an operand: XLA for GPUs compiles one kernel."""
+
+    def text(scale):
+        x = jsa.ScaledArray(jnp.ones((8, 4), jnp.float16), scale)
+        fun = jax.jit(jsa.scalify(lambda x: (x.astype(jnp.float32) * 0.3).astype(jnp.float16)))
+        lowered = fun.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        numbers = re.findall(r"dense<([^>]*)> : tensor<f32>", lowered)
+        return re.sub(r"dense<[^>]*> : tensor<f32>", "dense<> : tensor<f32>", lowered), numbers
+
+    (first, numbers), (second, others) = text(2.0**-3), text(2.0**-9)
+    assert first == second
+    assert numbers != others
+    assert re.search(r"stablehlo.optimization_barrier .*: tensor<f32>", first)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
