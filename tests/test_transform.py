@@ -493,6 +493,21 @@ def test_a_chain_of_alignments_is_cut_where_it_has_several_readers(readers, cuts
     assert len(pinned) == cuts
 
 
+def test_errors_list_the_first_operands_of_many():
+    @jsa.custom_scale
+    def total(xs):
+        return sum(xs)
+
+    @total.defscale
+    def rule(xs):
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken") as info:
+        jsa.scalify(total)([scaled(X, 2.0)] * 300)
+    [note] = [n for n in info.value.__notes__ if n.startswith("jax_scalify")]
+    assert "and 292 more)" in note and note.count("float") == 8
+
+
 def test_errors_in_a_rule_name_the_equation():
     primitive = jax.extend.core.Primitive("broken")
     primitive.def_abstract_eval(lambda x: x)

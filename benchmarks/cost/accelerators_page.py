@@ -77,12 +77,15 @@ scales](block_scales.md#what-it-runs-on)). `make accelerators` writes this page,
 `benchmarks/cost/accelerators.py` says more. `jsa.numerics.compile_report` counts the same for a
 step of yours.
 
-**What float16 is on each device.** A GPU's matmul reads and writes float16, and the power of two is
-applied to the float32 sums. The compilers of v5p, v6e and TPU7x pass float16 operands to the matmul
-unit and get float32 sums; for bfloat16 operands they write bfloat16. All three accept E4M3
-operands. On TPUs we recommend activations and weights in bfloat16 (`as_scaled_array(params,
-scale="rms", dtype="bfloat16", static=True)`), the optimizer's state in float16 (`low_precision`),
-and `fp8_matmuls` where you measure that it is faster.
+**What float16 is on each device.** A GPU's matmul reads and writes float16. XLA applies the power
+of two behind it to the float32 sums if no other matmul of the program has the same factor and a
+result of the same shape, and otherwise to the float16 result: such a result is infinite
+[beyond 1,000 times the expected size](limits.md#outliers-of-float16-matmuls-on-a-gpu). The
+compilers of v5p, v6e and TPU7x pass float16 operands to the matmul unit and get float32 sums; for
+bfloat16 operands they write bfloat16. All three accept E4M3 operands. On TPUs we recommend
+activations and weights in bfloat16 (`as_scaled_array(params, scale="rms", dtype="bfloat16",
+static=True)`), the optimizer's state in float16 (`low_precision`), and `fp8_matmuls` where you
+measure that it is faster.
 """
 
 LIMITS = """

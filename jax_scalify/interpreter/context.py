@@ -33,6 +33,10 @@ from jax_scalify.scales.table import ScaleTable
 _LARGEST_WITH_ROOM = 20
 
 
+# How many operands of an equation an error message lists.
+_MOST_DESCRIBED = 8
+
+
 @dataclasses.dataclass
 class Pending:
     """The correction of an equation's result, which its rule may apply before it rounds.
@@ -235,12 +239,15 @@ class RuleContext:
 
     def describe(self) -> str:
         """Describe the equation for an error message: primitive, operands, and the user's line."""
-        operands = ", ".join(
+        operands = [
             f"{'scaled' if v.is_scaled else 'plain'} {jax.dtypes.canonicalize_dtype(v.dtype).name}"
             f"{list(v.shape)}"
             if not jnp.issubdtype(v.dtype, jax.dtypes.extended)
             else f"{v.dtype}{list(v.shape)}"
             for v in self.inputs
-        )
+        ]
+        if len(operands) > _MOST_DESCRIBED:  # an optimizer's `custom_scale` has hundreds
+            rest = len(operands) - _MOST_DESCRIBED
+            operands = [*operands[:_MOST_DESCRIBED], f"and {rest} more"]
         where = _compat.source_line(self.eqn)
-        return f"primitive `{self.primitive.name}` of ({operands}) at {where}"
+        return f"primitive `{self.primitive.name}` of ({', '.join(operands)}) at {where}"

@@ -1,9 +1,9 @@
 """A float16 matmul whose sums are multiplied by a power of two before they are rounded.
 
 On GPUs, XLA folds a constant factor after a matmul into cuBLAS's kernel, which applies it to its
-float32 sums. The kernel writes float16, and devices that share the contracted axis exchange
-float16. On other platforms the sums are float32 in the program, because a float16 sum might
-overflow before it is multiplied.
+float32 sums, if no other matmul has the same factor and a result of the same shape. The kernel
+writes float16, and devices that share the contracted axis exchange float16. On other platforms the
+sums are float32 in the program, because a float16 sum might overflow before it is multiplied.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jax_scalify.base.eager import compiled
 from jax_scalify.base.pins import pin_constant
 from jax_scalify.primitives.definitions import define, jvp_of_moved
 
-# Triton's matmuls and sums over devices do not fold the factor: they round to float16 before it. So
-# the factor behind the matmul is at least 2**-6, and elements of up to 2**10 times the expected
-# size stay in range. If the factor is smaller, an operand is multiplied by the rest, at least
-# 2**-10. Operand elements of 2**-7 then still have the precision of bfloat16. The smallest RMS of
-# gradients is 2**-9.
+# Triton's matmuls, sums over devices and equal matmuls (XLA merges their factors into one array) do
+# not fold the factor: they round to float16 before it. So the factor behind the matmul is at least
+# 2**-6, and elements of up to 2**10 times the expected size stay in range. If the factor is
+# smaller, an operand is multiplied by the rest, at least 2**-10. Operand elements of 2**-7 then
+# still have the precision of bfloat16. The smallest RMS of gradients is 2**-9.
 _SMALLEST_BEHIND = -6
 SMALLEST_EXPONENT = _SMALLEST_BEHIND - 10
 
