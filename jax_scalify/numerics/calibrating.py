@@ -323,8 +323,14 @@ def _next_state(out: Any, state: Any) -> Any:
     structure = jax.tree.structure(state, is_leaf=is_scaled)
     first = out[0] if isinstance(out, tuple) and out else None
     for candidate in (out, first):
-        if jax.tree.structure(candidate, is_leaf=is_scaled) == structure:
-            return candidate
+        if jax.tree.structure(candidate, is_leaf=is_scaled) != structure:
+            continue
+        if not any(map(is_scaled, jax.tree.leaves(candidate, is_leaf=is_scaled))):
+            raise ValueError(
+                "`step` returns a new state without a `ScaledArray`, so after one step there are "
+                "no scales to calibrate: return the state without `stop_scaling`."
+            )
+        return candidate
     raise ValueError(
         "`step` must return the new state, or a tuple that begins with it: its results have the "
         f"structure {jax.tree.structure(out, is_leaf=is_scaled)}, the state {structure}."

@@ -1025,3 +1025,10 @@ def test_a_state_is_brought_to_the_calibrated_scales_at_the_ends():
     np.testing.assert_array_equal(data["none"], [1.0])
     np.testing.assert_array_equal(data["wide"], [1.5 * 2.0**40, np.inf])
     np.testing.assert_array_equal(data["zero"], [0.0, 0.0])
+
+
+def test_a_new_state_without_scales_is_refused():
+    state = {"w": jsa.as_scaled_array(jnp.ones((8, 3), jnp.float16))}
+    step = lambda state, x: ({"w": jsa.stop_scaling(state["w"])}, x @ state["w"])  # noqa: E731
+    with pytest.raises(ValueError, match="new state without a `ScaledArray`"):
+        jsa.calibrate(step, state, jnp.ones((4, 8), jnp.float16))
