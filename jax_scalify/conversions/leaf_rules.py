@@ -120,7 +120,7 @@ def _known_block(block: Any) -> tuple[BlockFormat, int | None] | None:
         return None
     format, axis = block if isinstance(block, (tuple, list)) and len(block) == 2 else (block, None)
     found = block_format(format)
-    if found is None:
+    if found is None or not (axis is None or hasattr(axis, "__index__")):
         raise TypeError(
             f"`block` must be a `jsa.BlockFormat` or one of {list(NAMES)}, or a pair of it and an "
             f"axis, got {block!r}."

@@ -283,6 +283,7 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
             unless `dtype` is complex.
 
     Raises:
+        TypeError: if `dtype` is not a dtype.
         ValueError: if a concrete scale is not a power of two or 0.
 
     Example:
@@ -291,6 +292,13 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
         [0.00119209]
     """
     check_scaled(tree, scales="powers")
+    if dtype is not None:
+        try:
+            jnp.dtype(dtype)
+        except TypeError:
+            raise TypeError(
+                f'`dtype` must be a dtype, as jnp.float32 or "float32", got {dtype!r}.'
+            ) from None
 
     def convert(leaf: Any, path: tuple) -> Any:
         is_ours = is_array_of_ours(leaf)

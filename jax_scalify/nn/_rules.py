@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,29 @@ from jax_scalify.rules.shared.along_axes import uniform_over
 from jax_scalify.rules.shared.growth import NONNEGATIVE_LIMIT
 from jax_scalify.rules.shared.products import made
 from jax_scalify.scales.algebra import ONE, Scale
+
+
+def axes_of(x: Any, axis: Any) -> tuple[int, ...]:
+    """Return one axis, several axes, or all axes of `x` (None) as a tuple.
+
+    Raises:
+        TypeError: if `axis` is none of these.
+        ValueError: if `x` has no such axis.
+    """
+    if axis is None:
+        return tuple(range(x.ndim))
+    try:
+        axes = tuple(
+            operator.index(a) for a in (axis if isinstance(axis, (tuple, list)) else [axis])
+        )
+    except TypeError:
+        raise TypeError(f"`axis` must be an int or a tuple of ints, got {axis!r}.") from None
+    if not all(-x.ndim <= a < x.ndim for a in axes):
+        raise ValueError(
+            f"`axis` must be at least {-x.ndim} and less than {x.ndim} for an array of shape "
+            f"{tuple(x.shape)}, got {axis}."
+        )
+    return axes
 
 
 def scale_rules(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_scalify.nn._rules import elementwise, fixed, of_input
+from jax_scalify.nn._rules import axes_of, elementwise, fixed, of_input
 from jax_scalify.scales.algebra import ONE, join, meet
 
 
@@ -128,6 +128,7 @@ def geglu(x: jax.Array, axis: int = -1, approximate: bool = True) -> jax.Array:
 
 
 def _halves(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    axes_of(x, axis)
     if x.shape[axis] % 2:
         raise ValueError(f"`x` must have an even size along axis {axis}, got {x.shape}.")
     a, b = jnp.split(x, 2, axis)

@@ -12,7 +12,7 @@ from jax import lax
 from jax_scalify.arrays.scaled_array import ScaledArray
 from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
-from jax_scalify.nn._rules import scale_rules
+from jax_scalify.nn._rules import axes_of, scale_rules
 from jax_scalify.ops.custom_scale import custom_scale
 from jax_scalify.rules.shared.products import made
 from jax_scalify.scales.algebra import ONE, ZERO, Scale, join
@@ -54,8 +54,8 @@ def standardize(
         center: whether to subtract the mean.
 
     Raises:
-        TypeError: if `x` is not floating point.
-        ValueError: if `epsilon` is negative.
+        TypeError: if `x` is not floating point, or `axis` is no int and no tuple of ints.
+        ValueError: if `epsilon` is negative, or `x` has no such axis.
 
     Example:
         >>> x = jsa.as_scaled_array(jnp.float16([1.0, 3.0]), scale=2.0**20)
@@ -65,6 +65,7 @@ def standardize(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x` must be floating point, got {x.dtype}.")
     _check_epsilon(epsilon)
+    axes_of(x, axis)
     value = x.astype(dtypes.compute_dtype(x.dtype))
     if center:
         value = value - jnp.mean(value, axis, keepdims=True)
@@ -130,6 +131,7 @@ def group_norm(
     Other arguments are those of `layer_norm`. `scale` and `bias` have shape `(channels,)`.
 
     Raises:
+        TypeError: if `num_groups` is no int.
         ValueError: if the channels do not divide into `num_groups`.
 
     Example:
@@ -137,6 +139,8 @@ def group_norm(
         [[-1.  1. -1.  1.]]
     """
     channels = x.shape[-1]
+    if not hasattr(num_groups, "__index__"):
+        raise TypeError(f"`num_groups` must be an int, got {num_groups!r}.")
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"`num_groups` must divide the {channels} channels, got {num_groups}.")
     grouped = x.reshape((*x.shape[:-1], num_groups, channels // num_groups))

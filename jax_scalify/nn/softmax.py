@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 
-from jax_scalify.nn._rules import count_scale, scale_rules
+from jax_scalify.nn._rules import axes_of, count_scale, scale_rules
 from jax_scalify.scales.algebra import ONE, Scale, join
 
 
 def class_count(x: Any, axis: Any) -> int:
     """Return the number of elements along one axis, several axes, or all axes (None)."""
-    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
-    return math.prod(x.shape[a] for a in axes)
+    return math.prod(x.shape[a] for a in axes_of(x, axis))
 
 
 def _slope(x: Any, axis: Any) -> Scale:
@@ -46,6 +45,10 @@ def softmax(
         axis: the axis or axes of the classes.
         where: bool array that broadcasts to `x`, True for classes that count. Other classes give 0.
 
+    Raises:
+        TypeError: if `axis` is no int and no tuple of ints.
+        ValueError: if `x` has no such axis.
+
     Source: Blake et al., "Unit Scaling", 2023, table A.2.
 
     Example:
@@ -53,6 +56,7 @@ def softmax(
         >>> print(jsa.scalify(jsa.nn.softmax)(x).scale)
         0.125
     """
+    axes_of(x, axis)
     return jax.nn.softmax(x, axis, where)
 
 
@@ -69,6 +73,7 @@ def log_softmax(
     Scales: `out.scale = max(log(n), x.scale)` for n classes. The gradient, `ct - p * sum(ct)`, has
     the cotangent's scale.
     """
+    axes_of(x, axis)
     return jax.nn.log_softmax(x, axis, where)
 
 

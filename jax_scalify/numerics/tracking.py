@@ -261,8 +261,8 @@ def track(
         `tracked.names(*args)`.
 
     Raises:
-        TypeError: if `update` is not callable, `select` is nothing of the kind, or `dtype` is no
-            real floating dtype.
+        TypeError: if `update` is not callable, `select` is nothing of the kind, `every` is no int,
+            or `dtype` is no real floating dtype.
         ValueError: if `every` is less than 1; at the first call, if a pattern selects nothing.
 
     Example:
@@ -285,6 +285,8 @@ def track(
     )
     if not (select is None or isinstance(select, str) or callable(select) or is_list):
         raise TypeError(f"`select` must be patterns of names or a function, got {select!r}.")
+    if not hasattr(every, "__index__"):
+        raise TypeError(f"`every` must be an int, got {every!r}.")
     if operator.index(every) < 1:
         raise ValueError(f"`every` must be at least 1, got {every}.")
     kind = None if dtype is None else as_formats([dtype])[0]

@@ -93,6 +93,7 @@ def test_paths_and_leaves_are_those_of_jax():
         (dict(scale=lambda p, v: "amax"), ValueError, r"\['bias'\]`.*\"rms\" or \"max\""),
         (dict(scale=lambda p, v: -1.0), ValueError, "finite and not negative"),
         (dict(scale=lambda p, v: [1.0, "a"]), (TypeError, ValueError), "tree"),
+        (dict(block=("mxfp8", "a")), TypeError, r"pair of it and an axis, got \('mxfp8', 'a'\)"),
     ],
 )
 def test_refusals(rules, error, message):

@@ -112,6 +112,10 @@ class TestAsScaledArray:
         moved = jax.jit(lambda t: t, donate_argnums=0)(tree)
         assert [float(leaf.scale) for leaf in moved] == [1, 1, 1]
 
+    def test_a_dtype_that_does_not_exist(self):
+        with pytest.raises(TypeError, match="`dtype` must be a dtype, as .*got 'foo'"):
+            jsa.asarray(jsa.as_scaled_array(jnp.ones(2)), "foo")
+
     @pytest.mark.parametrize("scale", [-1.0, np.nan, np.inf, -np.inf, np.array([1.0, -2.0])])
     def test_scales_that_no_array_can_have(self, scale):
         with pytest.raises(ValueError, match="`scale` must be finite and not negative"):

@@ -322,6 +322,15 @@ REFUSED = {
         lambda: nn.softmax_cross_entropy_with_integer_labels(X, jnp.ones(ROWS)),
     ),
     "groups": (ValueError, "`num_groups` must divide", lambda: nn.group_norm(IMAGES, 3)),
+    "groups-float": (TypeError, "`num_groups` must be an int", lambda: nn.group_norm(IMAGES, 1.5)),
+    "axis-glu": (ValueError, "`axis` must be at least -2", lambda: nn.glu(X, 2)),
+    "axis-norm": (ValueError, "`axis` must be at least -2", lambda: nn.layer_norm(X, axis=(0, 7))),
+    "axis-name": (TypeError, "`axis` must be an int or", lambda: nn.softmax(X, axis="a")),
+    "axis-scalified": (
+        ValueError,
+        "`axis` must be at least -2",
+        lambda: jsa.scalify(lambda x: nn.log_softmax(x, axis=5))(jsa.as_scaled_array(X)),
+    ),
     "residual": (ValueError, "must agree in shape", lambda: nn.residual_add(X, X[:1])),
     "halves": (ValueError, "even size", lambda: nn.swiglu(X[:, :3])),
     "heads": (

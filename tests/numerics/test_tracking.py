@@ -416,7 +416,8 @@ def test_it_is_compiled_once(args):
     ("options", "error", "message"),
     [
         ({"every": 0}, ValueError, "`every` must be at least 1, got 0"),
-        ({"every": 1.5}, TypeError, "float"),
+        ({"every": 1.5}, TypeError, "`every` must be an int, got 1.5"),
+        ({"every": "a"}, TypeError, "`every` must be an int, got 'a'"),
         ({"select": 3}, TypeError, "`select` must be"),
         ({"select": []}, TypeError, "`select` must be"),
         ({"dtype": "int8"}, TypeError, "real floating dtypes"),
