@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax, tree_util
 
 from jax_scalify.arrays.scaled_array import ScaledArray
+from jax_scalify.base import dtypes
 from jax_scalify.blocks import rounding
 from jax_scalify.blocks.formats import BlockFormat
 
@@ -108,8 +109,11 @@ class BlockScaledArray:
 
     def to_array(self, dtype: Any = None) -> jax.Array:
         """Return the values, multiplied in float32 and cast once to `dtype`."""
+        dtype = jnp.dtype(self.dtype if dtype is None else dtype)
         wide = dataclasses.replace(self, dtype=jnp.dtype(jnp.float32)).to_scaled_array()
-        return wide.to_array(self.dtype if dtype is None else dtype)
+        if not dtypes.is_narrow(dtype):
+            return wide.to_array(dtype)
+        return rounding.cast_dequantised(wide.to_array(jnp.float32), dtype)
 
     def __jax_array__(self) -> jax.Array:
         return self.to_array()
@@ -215,7 +219,7 @@ def _values(
     codes = lax.bitcast_convert_type(scales, jnp.uint8)
     codes = codes.reshape([n for length in codes.shape for n in (length, 1)])
     values = rounding.times_scales(elements, codes, format)
-    return rounding.join_blocks(values, data.shape).astype(dtype)
+    return rounding.cast_dequantised(rounding.join_blocks(values, data.shape), dtype)
 
 
 def _aux(array: BlockScaledArray) -> tuple:

@@ -94,7 +94,7 @@ class Quantised:
         values = join_blocks(values, self.shape)
         if not isinstance(self.exponent, int) or self.exponent:
             values = times_power(values, self.exponent)
-        return values.astype(dtype)
+        return rounding.cast_dequantised(values, dtype)
 
     def parts(self) -> tuple[jax.Array, jax.Array]:
         """Elements in their dtype, and block scales, one for each row and block."""

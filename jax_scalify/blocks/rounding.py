@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_scalify.base import dtypes
 from jax_scalify.base.stochastic_rounding import mixed, round_sizes
 from jax_scalify.blocks.formats import BlockFormat
 
@@ -125,6 +126,18 @@ def tensor_exponent(x: jax.Array, axes: Sequence[int]) -> jax.Array:
 def times_power(x: jax.Array, exponent: Any) -> jax.Array:
     """Return `x * 2**exponent` of float32, for traced or known exponents within +-127."""
     return _times_power(x, jnp.asarray(exponent, jnp.int32))
+
+
+def cast_dequantised(values: jax.Array, dtype: Any) -> jax.Array:
+    """Cast dequantised float32 numbers. What only the format's rounding made infinite stays finite.
+
+    MX formats round 65,504, the largest number of float16, to 65,536.
+    """
+    largest = float(jnp.finfo(dtype).max)
+    if not dtypes.is_narrow(dtype):
+        return values.astype(dtype)
+    within = lax.clamp(np.float32(-largest), values, np.float32(largest))
+    return dtypes.cast(lax.select(lax.abs(values) < 2 * largest, within, values), dtype)
 
 
 def hashed_bits(x: jax.Array) -> jax.Array:

@@ -181,3 +181,16 @@ def test_bad_arguments():
         jsa.as_scaled_array({"w": x}, block=lambda path, leaf: None)
     with pytest.raises(ValueError, match="`T` is of matrices"):
         jsa.as_scaled_array(x[None], block="mxfp4").T  # noqa: B018
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_largest_float16_stays_finite_and_infinities_stay_infinite(name):
+    """MX formats round 65,504 to 65,536, which float16 does not hold."""
+    x = np.full((64, 32), 65504, np.float16)
+    x[32, :4] = -np.inf
+    array = jsa.as_scaled_array(jnp.asarray(x), block=name)
+    inside = jax.jit(jsa.scalify(lambda x: x * np.float16(0.5)))(array)
+    outside = np.asarray(jsa.asarray(array), np.float32)
+    for got, most in ((outside, 65504), (2 * np.asarray(jsa.asarray(inside, jnp.float32)), 67584)):
+        assert (got[:32] >= 57344).all() and (got[:32] <= most).all()
+        assert not np.isfinite(got[32, :4]).any()
