@@ -38,6 +38,7 @@ _IN_NUMPY = {
     "ne": np.not_equal,
     "select_n": lambda which, *cases: cases[int(which)],
 }
+_OF_EMPTY = ("reduce_sum", "reduce_prod", "reduce_max", "reduce_min")
 _ON_SCALES = {"mul": operator.mul, "div": operator.truediv, "max": algebra.join}
 
 
@@ -51,6 +52,8 @@ def uniform(eqn: Any, inputs: Sequence[Value]) -> Value | None:
     if name == "empty2" and dtypes.is_scalable(eqn.outvars[0].aval.dtype):
         # JAX fills a branch's unused residuals with `empty`. Zeros take any scale.
         return Plain.filled(eqn.outvars[0].aval, np.zeros((), eqn.outvars[0].aval.dtype)[()])
+    if name in _OF_EMPTY and 0 in inputs[0].shape and inputs[0].is_scalable:
+        return _of_empty(eqn)
     if not inputs or any(v.number is None for v in inputs):
         return None
     value, traits = inputs[0], traits_of(name)
@@ -68,6 +71,16 @@ def uniform(eqn: Any, inputs: Sequence[Value]) -> Value | None:
         is_empty = name.startswith(("reduce", "cum")) and 0 in value.shape
         return None if is_empty else Plain.filled(aval, value.number, facts=value.facts)
     return _computed(eqn, inputs) if traits.elementwise else None
+
+
+def _of_empty(eqn: Any) -> Value | None:
+    """Return a reduction of an empty array, such as the maximum -inf; None if it is empty too."""
+    (given,), aval = (v.aval for v in eqn.invars), eqn.outvars[0].aval
+    if 0 in aval.shape:
+        return None
+    with jax.ensure_compile_time_eval():
+        out = eqn.primitive.bind(jnp.zeros(given.shape, given.dtype), **eqn.params)
+    return Plain.filled(aval, np.asarray(out).reshape(-1)[0])
 
 
 def _computed(eqn: Any, inputs: Sequence[Value]) -> Value | None:

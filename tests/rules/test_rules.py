@@ -226,6 +226,15 @@ def test_empty_arrays_and_scalars(shape):
         np.testing.assert_array_equal(value(out), np.asarray(expected))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2])
+@pytest.mark.parametrize("reduction", [jnp.max, jnp.min, jnp.sum, jnp.prod])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_the_initial_value_of_an_empty_reduction(reduction, dtype, scale):
+    x = ScaledArray(jnp.zeros((0, 3), dtype), jnp.float32(scale))
+    out = jax.jit(jsa.scalify(lambda x: reduction(x, axis=0, initial=2.0)))(x)
+    np.testing.assert_array_equal(value(out), 2.0)  # not `0 * -inf`, at the scale 0
+
+
 @pytest.mark.parametrize(
     ("before", "scale", "after", "expected"),
     [
