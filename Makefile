@@ -40,7 +40,7 @@ PYTEST_FLAGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 EXAMPLES = digits_mlp digits_cnn digits_equinox digits_vit masked_lm
 
 .PHONY: environments other-checks ci docs site package examples release-check demo test test-full test-nightly test-newest test-lowest lint format table3 bench-cost coverage \
-	scale-quality golden golden-accelerators float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradient-errors gradients optimizers soak tracking numerics umup fuzz fuzz-steps fuzz-lowest accelerators scale-out kept clean
+	scale-quality golden golden-accelerators float16-training parity parity-seeds fp8 block-scales gpu-fp8 gpu-steps gradient-errors gradients optimizers soak tracking numerics umup fuzz fuzz-steps fuzz-lowest accelerators integrations scale-out kept clean
 
 demo:  ## train a GPT in every precision: table and plot under runs/demo
 	@echo "This makes the environment $(DEMO_VENV), which takes some minutes the first time."
@@ -203,6 +203,9 @@ parity-seeds: $(VENV)/.installed  ## models of parity, 128 seeds and more of eac
 # CUDA 12: the figures in docs/ were compiled with it.
 accelerators: $(VENV_ACCELERATORS)/.installed  ## what steps cost on H100, B200 and TPUs; docs/accelerators.md
 	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.accelerators --docs docs/accelerators.md
+
+integrations: $(VENV)/.installed  ## the pages of docs/integrations, each in the environment of its library
+	$(VENV)/bin/python -m benchmarks.integrations
 
 scale-out: $(VENV_ACCELERATORS)/.installed  ## what Llamas of 8b to 405b ask of H100s and TPUs; docs/scale_out.md
 	$(VENV_ACCELERATORS)/bin/python -m benchmarks.cost.scale_out --docs docs/scale_out.md

@@ -54,11 +54,11 @@ LAYERS = (  # the lowest first
         ("fp8", "checkpoint_policies", "optim", "numerics", "serving", "unit_scaling"),
     ),
     Layer(
-        "Flax and optax",
+        "Other libraries",
         "optional: imported by those who have them",
         (
             *("nn.linen", "nn.nnx", "nn._flax", "unit_scaling.linen", "unit_scaling.nnx"),
-            *("unit_scaling._modules", "unit_scaling.optim"),
+            *("unit_scaling._modules", "unit_scaling.optim", "integrations"),
         ),
     ),
     Layer("The package", "the public names; a report for bugs", ("__init__", "__main__")),

@@ -89,7 +89,7 @@ def source_line(eqn: jex_core.JaxprEqn) -> str:
     return calling_line() or "an unknown line"
 
 
-_LAYERS = tuple(f"{os.sep}{n}{os.sep}" for n in ("flax", "equinox", "haiku", "penzai", "optax"))
+_LAYERS = tuple(f"{os.sep}{n}{os.sep}" for n in "flax equinox haiku keras penzai optax".split())
 
 
 def own_line(*equations: jex_core.JaxprEqn) -> str:

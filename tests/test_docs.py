@@ -33,7 +33,7 @@ MODULES = {
             *("nn", "nn.linen", "nn.nnx", "ops", "lax", "tree", "optim", "fp8", "numerics"),
             *("checkpoint", "checkpoint_policies", "serving", "testing", "unit_scaling"),
             *("unit_scaling.functional", "unit_scaling.constraints", "unit_scaling.optim"),
-            *("unit_scaling.nnx", "unit_scaling.linen"),
+            *("unit_scaling.nnx", "unit_scaling.linen", "integrations.keras"),
         )
     },
 }

@@ -186,7 +186,8 @@ _warned: set[str] = set()
 def report_dequantised(ctx: RuleContext, reason: str | None) -> None:
     """Report, once for each primitive, that its rule dequantises operands, or that it has no rule.
 
-    If the `reason` is None, there is no rule. With `missing_rule="error"`, this raises.
+    Nothing is reported for integer results of wide operands. If the `reason` is None, there is no
+    rule. With `missing_rule="error"`, this raises.
     """
     where = ctx.describe()
     if reason is None and ctx.config.missing_rule == "error":
@@ -195,6 +196,10 @@ def report_dequantised(ctx: RuleContext, reason: str | None) -> None:
             '`jsa.register_scale_rule`, or allow dequantising with missing_rule="warn".'
         )
     if ctx.config.missing_rule == "silent" or ctx.primitive.name in _warned:
+        return
+    # The bits of a float32 value, for example: nothing is lost, and no scale starts anew.
+    is_exact = all(dtypes.is_wide(v.dtype) for v in ctx.inputs if v.is_scaled)
+    if reason and is_exact and not any(dtypes.is_scalable(aval.dtype) for aval in ctx.out_avals):
         return
     _warned.add(ctx.primitive.name)
     found = f"No scale rule for {where}" if reason is None else f"{reason} ({where})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,10 @@ from jax_scalify.optim.square_roots import SquareRoot, is_leaf, is_root
 from jax_scalify.optim.stacked_update import array_of, stacked_leaves, updated
 from jax_scalify.optim.stacking import Item
 from jax_scalify.optim.state_leaves import Role, RoleFinder, owners_of
+from jax_scalify.optim.stateless import Optimizer
 from jax_scalify.optim.storing import read_together, store_leaves
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
-
-
-class Optimizer(NamedTuple):
-    """The type of the returned optimizer, if the given optimizer is not a named tuple."""
-
-    init: Any
-    update: Any
 
 
 def checked_dtype(dtype: Any, name: str) -> Any:

@@ -1,0 +1,1 @@
+"""Training steps of other frameworks, scalified: the pages of `docs/integrations` as programs."""

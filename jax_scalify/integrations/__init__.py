@@ -1,0 +1,1 @@
+"""Training loops of other libraries, each in a module that is imported by its own name."""
