@@ -16,7 +16,7 @@ from jax_scalify.interpreter import registry
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     "start how_it_works tutorial frameworks rules fp8 block_scales optimizers coming_from limits "
-    "recipes serving integrations/haiku integrations/keras".split()
+    "recipes serving integrations/equinox integrations/haiku integrations/keras".split()
 )  # errors: test_error_pages; scale_out: test_sharding, on eight devices
 BLOCK = re.compile(
     r"(?P<full><!-- full -->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<output>.*?)```)?",
