@@ -52,7 +52,9 @@ class Compilations:
         The seconds are those of its first compilation.
         """
         compiled = [e for e in self.events if e[0] == COMPILE]
-        name = max(compiled, key=lambda e: e[2], default=("", "", 0.0))[1]
+        # Frameworks jit the initialisation too. It may take longer than a small step.
+        steps = [e for e in compiled if "step" in e[1]] or compiled
+        name = max(steps, key=lambda e: e[2], default=("", "", 0.0))[1]
         first = next((e[2] for e in compiled if e[1] == name), 0.0)
         others = (
             max((e[2] for e in self.events if e[0] == k), default=0.0) for k in (TRACE, LOWER)
@@ -69,12 +71,13 @@ def run(page: str, precision: str, steps: int, whole: bool) -> dict[str, Any]:
     text = re.sub(r"^steps = \d+", f"steps = {steps}", text, flags=re.MULTILINE)
     namespace: dict[str, Any] = {"__name__": page}
     compilations, result = Compilations(), {"page": page, "precision": precision, "steps": steps}
-    monitoring.register_event_duration_secs_listener(compilations.add)
     for block in BLOCK.finditer(text):
         if block["skipped"]:
             continue
         line = text[: block.start("code")].count("\n")
         code = compile("\n" * line + block["code"], f"{page}.md", "exec")
+        monitoring.clear_event_listeners()  # as Tunix does too
+        monitoring.register_event_duration_secs_listener(compilations.add)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(code, namespace)
@@ -99,7 +102,7 @@ def _shape(text: str) -> str:
 
 
 def _differences(names: dict[str, Any], zero: re.Match | None) -> dict[str, Any]:
-    """Return the losses, and the largest difference of a parameter in units of its leaf's RMS."""
+    """Return the losses, and the RMS of the parameters' differences in units of their own RMS."""
     plain, found = names["plain_params"], names["params"]
     if jax.tree.structure(plain) != jax.tree.structure(found):
         raise ValueError(f"{names['__name__']}: `params` has not the structure of `plain_params`.")
@@ -111,7 +114,7 @@ def _differences(names: dict[str, Any], zero: re.Match | None) -> dict[str, Any]
         a, b = np.float64(a), np.float64(b)
         rms = np.sqrt(np.mean(np.square(a))) if a.size else 0.0
         if rms > 0:
-            largest[name] = float(np.max(np.abs(a - b)) / rms)
+            largest[name] = float(np.sqrt(np.mean(np.square(a - b))) / rms)
     worst = sorted(largest, key=largest.__getitem__)[-3:]
     return {
         "plain_losses": [float(x) for x in names["plain_losses"]],
