@@ -45,7 +45,7 @@ def find(text: str) -> Iterator[tuple[int, str, str]]:
 
 def main(arguments: list[str]) -> int:
     """Print what is found; return 1 if there is anything."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = []
     for page in map(Path, arguments or pages):
         lines += [

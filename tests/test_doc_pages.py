@@ -5,6 +5,7 @@ with `--full`. A `text` block behind a `python` block is what that prints, but f
 """
 
 import contextlib
+import importlib.util
 import io
 import re
 from pathlib import Path
@@ -32,8 +33,9 @@ def without_numbers(text):
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page, request, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")  # with the extra `examples` everything that pages use is there
-    if page.startswith("integrations/"):
-        pytest.importorskip(page.partition("/")[2])
+    # The page of Keras chooses the backend before it imports Keras.
+    if page.startswith("integrations/") and not importlib.util.find_spec(page.partition("/")[2]):
+        pytest.skip("the library of this page is not installed")
     monkeypatch.chdir(tmp_path)
     for name in ("_rules", "_warned"):  # a page may register rules
         monkeypatch.setattr(registry, name, getattr(registry, name).copy())

@@ -40,7 +40,7 @@ class Scalified:
     Raises:
         TypeError: when trained, if the class is not one of a Keras model on JAX.
         ValueError: when trained, if the optimizer is a `LossScaleOptimizer`, or if a weight is
-            float16. With the policy "mixed_float16" weights are float32 outside of `fit`.
+            float16. With the policy "mixed_float16" weights are float32 outside `fit`.
 
     Example::
 
@@ -125,7 +125,7 @@ class _Scaling:
         for v in weights:
             if v.dtype not in ("float32", "float64"):
                 raise ValueError(
-                    f"The weight {v.path!r} must be float32 outside of `fit`, got {v.dtype}: "
+                    f"The weight {v.path!r} must be float32 outside `fit`, got {v.dtype}: "
                     'choose the dtype policy "mixed_float16".'
                 )
         if dtype is None:

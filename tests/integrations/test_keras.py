@@ -84,7 +84,7 @@ def test_bad_models_are_refused():
 
     with pytest.raises(TypeError, match="before `keras.Model`"):
         Wrong().make_train_function()
-    with pytest.raises(ValueError, match=r"must be float32 outside of `fit`.*mixed_float16"):
+    with pytest.raises(ValueError, match=r"must be float32 outside `fit`.*mixed_float16"):
         fit(make(Model, policy="float16"))
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     with pytest.raises(ValueError, match="no scale of the loss"):
