@@ -342,8 +342,9 @@ def test_what_is_not_a_key():
             op(jnp.asarray(X), jnp.float8_e4m3fn, key=7)
 
 
-def test_ml_dtypes_knows_no_other_narrow_format():
-    names = [n for n in dir(ml_dtypes) if n.startswith("float")]
+def test_jax_knows_no_other_narrow_format():
+    # From 0.7 on, ml_dtypes has `float8_e5m3fnu`, of which JAX has no arrays.
+    names = [n for n in dir(ml_dtypes) if n.startswith("float") and hasattr(jnp, n)]
     assert {n for n in names if not n.startswith("float6")} == set(NARROW)
 
 
