@@ -255,4 +255,4 @@ $(VENV_GPU)/.installed: pyproject.toml
 	$(call environment,$(MAIN_PYTHON),$(VENV_GPU),-e '.[examples]' 'jax[cuda13]')
 
 clean:
-	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_ACCELERATORS) $(VENV_GPU) .venv-nightly .jax_cache .pytest_cache .ruff_cache .hypothesis runs docs/_build
+	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_ACCELERATORS) $(VENV_GPU) .venv-nightly .venv-integrations .jax_cache .pytest_cache .ruff_cache .hypothesis runs docs/_build

@@ -19,8 +19,7 @@ from jax_scalify.transform import scalify
 
 __all__ = ["Scalified"]
 
-_PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables")
-_PARTS += ("metrics_variables",)
+_PARTS = tuple(f"{name}_variables" for name in "trainable non_trainable optimizer metrics".split())
 
 
 class Scalified:
@@ -29,7 +28,7 @@ class Scalified:
     While `fit` runs, weights are float16 data at static scales, by RMS, and the state of the
     optimizer is that of `jsa.optim.low_precision`. When an epoch ends, and whenever Keras or a
     callback reads variables, these are float32 again. So `evaluate`, `predict`, `save` and
-    callbacks work as before. Every optimizer of Keras works.
+    callbacks work as before. The optimizer is one of Keras' own.
 
     Attributes:
         state_dtype: the dtype of weights and optimizer state. By default the dtype that the model
@@ -38,7 +37,8 @@ class Scalified:
             `jsa.fp8_matmuls(super().compute_loss_and_updates)`.
 
     Raises:
-        TypeError: when trained, if the class is not one of a Keras model on JAX.
+        TypeError: if a class lists it after a Keras model, or, when compiled, if no Keras model on
+            JAX follows it.
         ValueError: when trained, if the optimizer is a `LossScaleOptimizer`, or if a weight is
             float16. With the policy "mixed_float16" weights are float32 outside `fit`.
 
@@ -56,9 +56,21 @@ class Scalified:
     state_dtype: Any = None
     _scaling: Any = None
 
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        # After `keras.Model` in the list, none of these methods would be called.
+        owners = [base for base in cls.__mro__ if "jax_state_sync" in vars(base)]
+        if not issubclass(owners[0], Scalified):
+            raise TypeError(f"{cls.__name__} must list `Scalified` before its Keras model.")
+
     def compile(self, *args: Any, auto_scale_loss: bool = False, **options: Any) -> None:
         """Configure the model as Keras does, but without a scale of the loss."""
         parent: Any = super()
+        if not hasattr(parent, "jax_state_sync"):
+            raise TypeError(
+                f"{type(self).__name__} must be a Keras model with KERAS_BACKEND=jax: list "
+                "`Scalified` before `keras.Model`, `keras.Sequential`, ..."
+            )
         parent.compile(*args, auto_scale_loss=auto_scale_loss, **options)
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
@@ -79,11 +91,6 @@ class Scalified:
         """Convert the optimizer, and make the function that `fit` calls."""
         model: Any = self
         parent: Any = super()
-        if not hasattr(parent, "jax_state_sync"):
-            raise TypeError(
-                f"{type(self).__name__} must be a Keras model with KERAS_BACKEND=jax: list "
-                "`Scalified` before `keras.Model`, `keras.Sequential`, ..."
-            )
         if model.train_function is None or force or self._scaling is None:
             self._scaling = _Scaling(model, self.state_dtype)
         parent.make_train_function(force)

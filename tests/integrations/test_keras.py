@@ -79,11 +79,10 @@ def test_a_model_is_saved_and_goes_on(tmp_path):
 
 
 def test_bad_models_are_refused():
-    class Wrong(Scalified):
-        train_function = None
-
     with pytest.raises(TypeError, match="before `keras.Model`"):
-        Wrong().make_train_function()
+        Scalified().compile("adam")
+    with pytest.raises(TypeError, match="Late must list `Scalified` before its Keras model"):
+        type("Late", (keras.Sequential, Scalified), {})
     with pytest.raises(ValueError, match=r"must be float32 outside `fit`.*mixed_float16"):
         fit(make(Model, policy="float16"))
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
