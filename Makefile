@@ -119,7 +119,7 @@ table3: $(VENV)/.installed  ## Table 3 of the paper; goes on where it was stoppe
 
 # The newest JAX comes last: it writes the page from the results of both.
 bench-cost: $(VENV)/.installed $(VENV_LOWEST)/.installed  ## compile time, size, step time, memory; docs/cost.md
-	$(VENV_LOWEST)/bin/python -m benchmarks.cost.steps
+	$(VENV_LOWEST)/bin/python -m benchmarks.cost.steps --repeats 1
 	$(VENV)/bin/python -m benchmarks.cost.steps --docs docs/cost.md
 
 scale-quality: $(VENV)/.installed  ## RMS of every activation and gradient's data, for eight models

@@ -41,7 +41,6 @@ from jax_scalify.storage.names import (
     flatten,
     full_shape,
     is_key,
-    is_python,
     match,
     name_of,
     scale_shape,
@@ -301,7 +300,7 @@ def _stored_scale(parts: dict[str, Any], shape: tuple[int, ...]) -> Any:
 
 def _load_number(data: Any, scale: Any, leaf: Any) -> Any:
     """Return a stored value for a Python number. A stored array scalar stays an array."""
-    if is_python(leaf) and scale is None and data.dtype not in _PYTHON_DTYPES:
+    if dtypes.is_python_number(leaf) and scale is None and data.dtype not in _PYTHON_DTYPES:
         return jnp.asarray(data)
     return type(leaf)(np.asarray(data if scale is None else ScaledArray(data, scale)).item())
 

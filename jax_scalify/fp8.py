@@ -176,8 +176,8 @@ def fp8_matmuls(
     are narrow already, are unchanged.
 
     Args:
-        fun: a traceable function of plain arrays. Strings, callables, Python bools and `None` among
-            its arguments are static.
+        fun: a traceable function of plain arrays. Strings, callables, Python numbers and `None`
+            among its arguments are static.
         select: returns whether to rewrite a `jsa.fp8.Matmul`. By default, matmuls without batch
             dims whose names do not match an embedding, a head or a router; see `jsa.fp8`.
         forward_dtype: format of both operands, or a pair: a dtype, or a block format

@@ -52,9 +52,9 @@ def scalify(
 
     Args:
         fun: a traceable function of pytrees. `ScaledArray` leaves are scaled, other arrays are
-            plain, and strings, callables, Python bools and ints and `None` are static. `fun` may
-            write to Flax NNX modules, optimizers and random streams: the caller's objects change,
-            as under `nnx.jit`. Put `nnx.jit` around `scalify`, not inside `fun`.
+            plain, and strings, callables, Python numbers and `None` are static. `fun` may write to
+            Flax NNX modules, optimizers and random streams: the caller's objects change, as under
+            `nnx.jit`. Put `nnx.jit` around `scalify`, not inside `fun`.
         config: the options; by default, the options of the enclosing `with ScalifyConfig(...)`.
         calibration: the result of `jsa.calibrate` for `fun`. Where data would leave its band, a
             static power of two moves between data and scale. A state with dynamic scales is brought
@@ -66,7 +66,8 @@ def scalify(
         scale, unless the result replaces a leaf with a static scale: see `freeze_scales`. With
         plain arguments only (and no `set_scaling` inside), it computes exactly what `fun` computes.
         Results have the dtypes and weak types that `fun` gives them. As under `jax.jit`, each has
-        its own buffer. Strings, callables and Python ints among the results are unchanged.
+        its own buffer. Strings, callables and Python ints among the results are unchanged, and
+        so are floats that are arguments, as in an Equinox model.
 
     Raises:
         TypeError: if `fun` is not callable, `config` is not a `ScalifyConfig` or `calibration` is

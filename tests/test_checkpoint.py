@@ -187,6 +187,18 @@ def test_orbax_alone_restores_a_state_exactly(tmp_path):
             assert_same(checkpointer.restore(path, item=like, restore_args=arguments), tree)
 
 
+def test_orbax_alone_restores_no_data_at_another_static_scale(tmp_path):
+    def weights(scale):
+        return {"w": ScaledArray(values((2, 3)), scale), "m": scaled((2, 3))}
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", weights(2.0**-5))
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert_same(checkpointer.restore(tmp_path / "saved", weights(2.0**-5)), weights(2.0**-5))
+        with pytest.raises(ValueError, match=r"(?s)w\.data@2\^-6.*w\.data@2\^-5|w\.data@2\^-5.*-6"):
+            checkpointer.restore(tmp_path / "saved", weights(2.0**-6))
+
+
 def test_checkpoints_of_orbax_alone_are_read(tmp_path):
     for save_args in (ocp.args.StandardSave, ocp.args.PyTreeSave):
         path = tmp_path / save_args.__name__

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jax_scalify as jsa
@@ -49,6 +50,55 @@ def test_a_whole_model_comes_back(dtype):
     for a, b in zip(jax.tree.leaves(values), jax.tree.leaves(want), strict=True):
         if eqx.is_array(b):
             np.testing.assert_allclose(a, b, atol=tolerance)
+
+
+class Cnn(eqx.Module):
+    """A model whose Python floats are settings: a slope, a dropout rate, the -inf of a maximum."""
+
+    conv: eqx.nn.Conv2d
+    pool: eqx.nn.MaxPool2d
+    drop: eqx.nn.Dropout
+    out: eqx.nn.Linear
+    slope: float = 0.2
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0))
+        self.conv = eqx.nn.Conv2d(1, 4, 3, key=keys[0])
+        self.pool = eqx.nn.MaxPool2d(2, 2)
+        self.drop = eqx.nn.Dropout(0.25)
+        self.out = eqx.nn.Linear(36, 2, key=keys[1])
+
+    def __call__(self, x):
+        x = jax.nn.leaky_relu(self.pool(self.conv(x)), self.slope)
+        return self.out(self.drop(jnp.ravel(x), key=jax.random.key(1)))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_settings_of_a_model_are_not_trained(dtype, static):
+    images = np.random.default_rng(0).normal(size=(8, 1, 8, 8)).astype(np.float32)
+    want, losses = train(step, Cnn(), images)
+    model = jsa.as_scaled_array(Cnn(), scale="rms", dtype=dtype, static=static)
+    assert (model.slope, model.drop.p, model.pool.init) == (0.2, 0.25, -np.inf)
+    optimizer = jsa.optim.low_precision(optax.sgd(0.1), dtype)
+
+    @jsa.scalify
+    def scaled_step(model, state, x):
+        value, grads = eqx.filter_value_and_grad(jsa.fp8_matmuls(loss_fn, lambda _: False))(
+            model, x
+        )
+        updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_array))
+        return jsa.optim.apply_updates(model, updates), state, value
+
+    run, state = eqx.filter_jit(scaled_step), optimizer.init(eqx.filter(model, eqx.is_array))
+    for loss in losses:
+        model, state, value = run(model, state, images.astype(dtype))
+        np.testing.assert_allclose(float(value), loss, rtol=1e-5 if dtype == "float32" else 5e-3)
+    assert (model.slope, model.drop.p, model.pool.init) == (0.2, 0.25, -np.inf)
+    values = jsa.asarray(model, jnp.float32)
+    assert (values.slope, values.drop.p) == (want.slope, want.drop.p)
+    report = jsa.numerics.check_fp8(scaled_step, model, state, images.astype(dtype), compile=False)
+    assert len(report.rows) == 5  # two of the forward pass
 
 
 @pytest.mark.full

@@ -140,8 +140,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    add("--repeats", type=int, default=5, help="processes of each variant (default: %(default)s)")
-    add("--steps", type=int, default=300, help="of each variant, at most (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="processes of each variant (default: %(default)s)")
+    add("--steps", type=int, default=30, help="of each variant, at most (default: %(default)s)")
     add("--fresh", action="store_true", help="measure what was measured before again")
     add("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     add("--docs", type=Path, metavar="FILE", help="write the page of all that is in --out")

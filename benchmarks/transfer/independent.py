@@ -1,8 +1,8 @@
 """The independent search of u-µP's paper: the learning rate first, then each multiplier alone.
 
-A part of `umup.py` (Blake et al., *u-µP*, 2024, section 4.2). Every multiplier is varied alone, at
-the best learning rate; the values that were better than 1 are then taken together. µP and u-µP
-have five multipliers each, and so get as many runs, but for the learning rate's.
+A part of `umup.py` (Blake et al., *u-µP*, 2024, section 4.5 and appendix A.6). Every multiplier is
+varied alone, at the best learning rate; the values that were better than 1 are then taken together.
+µP and u-µP have five multipliers each, and so get as many runs, but for the learning rate's.
 """
 
 import itertools

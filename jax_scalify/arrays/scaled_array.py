@@ -208,8 +208,13 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 def _flatten_with_keys(array: ScaledArray) -> tuple[tuple, float | None]:
-    children, static_scale = _flatten(array)
-    return tuple(zip(map(tree_util.GetAttrKey, ("data", "scale")), children)), static_scale
+    """Keys name a static scale: libraries store by key, so data returns to its own scale only."""
+    children, scale = _flatten(array)
+    names = ["data", "scale"]
+    if scale is not None:
+        mantissa, exponent = math.frexp(scale)
+        names = [f"data@2^{exponent - 1}" if mantissa == 0.5 else f"data@{scale}"]
+    return tuple(zip(map(tree_util.GetAttrKey, names), children)), scale
 
 
 def _flatten(array: ScaledArray) -> tuple[tuple, float | None]:

@@ -151,3 +151,8 @@ def leaf_dtype(leaf: Any) -> Any:
     if isinstance(leaf, (bool, int, float, complex)):
         return jax.dtypes.canonicalize_dtype(np.result_type(type(leaf)))
     return None
+
+
+def is_python_number(leaf: Any) -> bool:
+    """Return whether a leaf is a number of Python's own types, which NumPy's scalars are not."""
+    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, np.generic)

@@ -136,7 +136,7 @@ def _convert(leaf: Any, path: tuple, options: Options) -> Any:
     if is_block_scaled(leaf):
         return leaf
     kind = leaf.dtype if is_scaled(leaf) else dtypes.leaf_dtype(leaf)
-    if kind is None or not dtypes.is_scalable(kind):
+    if kind is None or not dtypes.is_scalable(kind) or _is_setting(leaf, path):
         return leaf
     found = options.of_leaf(path, leaf)
     if found is None:
@@ -149,6 +149,11 @@ def _convert(leaf: Any, path: tuple, options: Options) -> Any:
     data = jnp.asarray(leaf)
     power = _choose_scale(data, found)
     return ScaledArray(_divided(data, align_scale(power, data.ndim), dtype), power)
+
+
+def _is_setting(leaf: Any, path: tuple) -> bool:
+    """Whether a leaf of a tree is a Python number, such as a dropout rate: nothing to train."""
+    return dtypes.is_python_number(leaf) and bool(path)
 
 
 def _in_blocks(leaf: Any, path: tuple, options: Options) -> BlockScaledArray:
@@ -193,7 +198,8 @@ def as_scaled_array(
 ) -> Any:
     """Convert each floating-point leaf of a tree to a `ScaledArray` of the same value.
 
-    Integers, bools, PRNG keys, `None`, callables, strings and other non-arrays are unchanged. A
+    Integers, bools, PRNG keys, `None`, callables, strings and other non-arrays are unchanged, and
+    so are Python numbers in a tree, such as the dropout rate of an Equinox module. A
     leaf that is a `ScaledArray` keeps its scale. Each leaf gets its own scale buffer, so that a
     state can be donated. An NNX object becomes a new object, in which shared variables stay shared.
 
@@ -303,7 +309,7 @@ def asarray(tree: Any, dtype: Any = None) -> Any:
     def convert(leaf: Any, path: tuple) -> Any:
         is_ours = is_array_of_ours(leaf)
         kind = leaf.dtype if is_ours else dtypes.leaf_dtype(leaf)
-        if kind is None or not dtypes.is_scalable(kind):
+        if kind is None or not dtypes.is_scalable(kind) or _is_setting(leaf, path):
             return leaf
         wanted = None if dtype is None else dtypes.of_leaf(kind, dtype)
         if is_ours:

@@ -40,7 +40,7 @@ class Traced:
         paths: the key paths of the operands in `(args, kwargs)`.
         out_tree: the structure of the results.
         static_results: the results that are not arrays, by position: strings, callables, Python
-            ints and tangents of integers (`float0`).
+            ints, numbers among the arguments and tangents of integers (`float0`).
         finish: writes results into mutable arguments (NNX modules) and returns the other results.
     """
 
@@ -65,12 +65,13 @@ class Traced:
 
 
 def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) -> Traced:
-    """Trace a function. Strings, callables, bools, ints and `None` among arguments are static.
+    """Trace a function. Strings, callables, Python numbers and `None` among arguments are static.
 
-    Python ints are static because they may be shapes or exponents. An int that should be traced is
-    an array already, because `jax.jit` turns ints into arrays. Python ints, strings and callables
-    among the results, as in an Equinox model, are static too, and so are tangents of integers. If
-    `takes_blocks`, a `BlockScaledArray` argument is converted to a `ScaledArray`.
+    An int may be a shape or an exponent, a float a dropout rate or the initial value of a pooling.
+    A number that should be traced is an array already, because `jax.jit` makes arrays of numbers.
+    Among the results, strings, callables, Python ints, tangents of integers and such numbers of the
+    arguments, as in an Equinox model, are static too. If `takes_blocks`, a `BlockScaledArray`
+    argument is converted to a `ScaledArray`.
 
     Raises:
         TypeError: if `fun` uses or returns a `ScaledArray` that is not an argument.
@@ -79,11 +80,8 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
     is_leaf = is_array_of_ours if takes_blocks else is_scaled
     paths, tree = jax.tree.flatten_with_path((call.args, call.kwargs), is_leaf=is_leaf)
     leaves = [leaf.to_scaled_array() if is_block_scaled(leaf) else leaf for _, leaf in paths]
-    dynamic = [
-        i
-        for i, leaf in enumerate(leaves)
-        if is_scaled(leaf) or (not isinstance(leaf, int) and dtypes.leaf_dtype(leaf) is not None)
-    ]
+    dynamic = [i for i, leaf in enumerate(leaves) if is_operand(leaf)]
+    numbers = [leaf for leaf in leaves if dtypes.is_python_number(leaf)]
     out_tree: Any = None
     static_results: dict[int, Any] = {}
     # The dtypes to which FP8 arguments are cast. It is empty in the first trace of `flat`. If JAX
@@ -114,7 +112,10 @@ def trace(fun: Callable, args: Any, kwargs: Any, *, takes_blocks: bool = False) 
         static_results.update(
             (i, leaf)
             for i, leaf in enumerate(out)
-            if is_static_result(leaf) or isinstance(leaf, int) or _is_float0(leaf)
+            if is_static_result(leaf)
+            or isinstance(leaf, int)
+            or _is_float0(leaf)
+            or any(leaf is each for each in numbers)
         )
         return [leaf for i, leaf in enumerate(out) if i not in static_results]
 
@@ -149,6 +150,12 @@ def _wider_dtypes(leaves: list[Any], dynamic: list[int]) -> dict[int, Any]:
     found = {i: jnp.dtype(getattr(leaves[i], "dtype", np.int32)) for i in dynamic}
     narrow = [i for i, dtype in found.items() if dtypes.is_fp8(dtype)]
     return {i: wider_dtype(found[i], found.values()) for i in narrow}
+
+
+def is_operand(leaf: Any) -> bool:
+    """Return whether an argument is an array. A Python number is static."""
+    is_array = dtypes.leaf_dtype(leaf) is not None and not dtypes.is_python_number(leaf)
+    return is_array or is_scaled(leaf)
 
 
 def _is_float0(leaf: Any) -> bool:

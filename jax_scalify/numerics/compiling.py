@@ -23,7 +23,6 @@ import jax
 
 from jax_scalify import _compat
 from jax_scalify.conversions.nnx_objects import pure_call
-from jax_scalify.interpreter.tracing import is_static_result
 from jax_scalify.numerics.interpreting import flat_function
 from jax_scalify.numerics.targets import Target, missing_plugin, parse_target
 
@@ -88,16 +87,16 @@ def trace(fun: Callable, args: tuple, kwargs: dict[str, Any], caller: str) -> ja
     if isinstance(call.fun, jax.stages.Wrapped):
         return call.fun.trace(*args, **kwargs)
     _check_arrays((call.args, call.kwargs), fun, caller)
-    # Callables, as an Equinox model has them, are static.
-    flat, found = flat_function(call, lambda leaf: not is_static_result(leaf))
+    # Callables, strings and numbers, as an Equinox model has them, are static.
+    flat, found = flat_function(call, lambda leaf: hasattr(leaf, "dtype"))
     return jax.jit(flat).trace(*(leaf for _, leaf in found))
 
 
 def _check_arrays(arguments: Any, fun: Callable, caller: str) -> None:
     """Raise a `TypeError` for an argument that `jax.jit` has to be told is static."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
-        is_number = isinstance(leaf, (bool, int, float, complex))
-        if not (hasattr(leaf, "dtype") or is_number or callable(leaf)):
+        is_static = callable(leaf) or isinstance(leaf, (str, int, float, complex))
+        if not (hasattr(leaf, "dtype") or is_static):
             name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
             raise TypeError(
                 f"`{name}` is of type {type(leaf).__name__}, no array. Make it static: "

@@ -47,7 +47,7 @@ class custom_scale:  # noqa: N801  (a decorator, as `jax.custom_vjp` is)
         TypeError: if `fun` or a rule is not callable or does not take the arguments. When called,
             if a rule returns a structure, shape or dtype that differs from the function's.
 
-    Source: Balanca et al. 2024, section 3.3, whose custom rules are for the forward pass.
+    Source: Balanca et al. 2024, section 3.2.1, whose custom rules are for the forward pass.
 
     Example:
         >>> @jsa.custom_scale

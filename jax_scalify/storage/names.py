@@ -10,6 +10,7 @@ import numpy as np
 from jax import tree_util
 
 from jax_scalify.arrays.scaled_array import ScaledArray, is_scaled
+from jax_scalify.base import dtypes
 from jax_scalify.blocks import storage as block_storage
 from jax_scalify.blocks.array import is_array_of_ours, is_block_scaled
 
@@ -112,14 +113,9 @@ def stored_shape(leaf: Any) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def is_python(leaf: Any) -> bool:
-    """Return whether a leaf is a Python number."""
-    return isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
-
-
 def _is_weak(leaf: Any) -> bool:
     """Whether a scalar has no dtype of its own: a Python number, or what JAX has made of one."""
-    return is_python(leaf) or (getattr(leaf, "weak_type", False) and leaf.shape == ())
+    return dtypes.is_python_number(leaf) or (getattr(leaf, "weak_type", False) and leaf.shape == ())
 
 
 def _text(leaf: Any) -> str:
@@ -137,7 +133,7 @@ def _difference(parts: dict[str, Any], leaf: Any, wanted: jax.ShapeDtypeStruct) 
                 f"has bytes of no dtype ({_text(part)}): view them as what `to_storable` returned"
             )
     if data.shape != wanted.shape or not _is_same_kind(data.dtype, wanted.dtype, leaf):
-        have = f"a Python {type(leaf).__name__}" if is_python(leaf) else _text(wanted)
+        have = f"a Python {type(leaf).__name__}" if dtypes.is_python_number(leaf) else _text(wanted)
         found = f"is {_text(data)}, `like` has {have}"
         if data.shape != wanted.shape:
             return found

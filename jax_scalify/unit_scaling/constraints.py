@@ -4,7 +4,8 @@ With factors of their own, results and gradients all have unit scale, but where 
 branches the gradients that meet are off by different constants. An operand whose edge is no
 cut-edge of the graph therefore needs the factor of the result: a constraint says which one that is.
 
-Source: Blake et al., *Unit Scaling* (2023), section 4.2 and theorem 5.2; *u-µP* (2024), section 3.
+Source: Blake et al., *Unit Scaling* (2023), sections 5.1 and 5.2 and theorem 5.2; *u-µP* (2024),
+appendices B and H.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A unit-scaled operation multiplies its result by one number and the gradients of its operands by
 others, so that all have unit scale: what autodiff would call wrong by a constant is meant.
 
-Source: Blake et al., *Unit Scaling* (2023), section 4.1 and appendix G.
+Source: Blake et al., *Unit Scaling* (2023), section 5.1.
 """
 
 from __future__ import annotations

@@ -441,3 +441,23 @@ def test_the_repr_of_what_trees_may_hold(scale):
     """A tree of shapes, of shardings or of results of a function has no scales to look at."""
     assert "no power of two" not in repr(ScaledArray(None, scale))
     assert repr(jax.eval_shape(lambda x: x, jsa.as_scaled_array(jnp.ones(3))))
+
+
+@pytest.mark.parametrize(
+    ("scale", "key"),
+    [
+        (1.0, "data@2^0"),
+        (2.0**-5, "data@2^-5"),
+        (2.0**40, "data@2^40"),
+        (0.0, "data@0.0"),
+        (-3.0, "data@-3.0"),
+        (float("inf"), "data@inf"),
+    ],
+)
+def test_the_key_of_data_names_a_static_scale(scale, key):
+    tree = {"w": ScaledArray(jnp.ones(2), scale)}
+    [(path, data)] = jax.tree_util.tree_leaves_with_path(tree)
+    assert jax.tree_util.keystr(path) == f"['w'].{key}"
+    dynamic = {"w": ScaledArray(jnp.ones(2), jnp.float32(scale))}
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(dynamic)]
+    assert names == ["['w'].data", "['w'].scale"]

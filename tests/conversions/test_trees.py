@@ -218,6 +218,26 @@ class TestAsArray:
         assert float(jsa.asarray(x, jnp.float8_e4m3fn)[0]) == 448
 
 
+@pytest.mark.parametrize("number", [0.5, -np.inf, 3, True, 1j])
+def test_python_numbers_in_a_tree_are_settings(number):
+    tree = {"w": jnp.ones(2), "rate": number}
+    seen = []
+
+    def f(tree):
+        seen.append(tree["rate"])
+        return {"w": 2 * tree["w"], "rate": tree["rate"]}
+
+    for static in (False, True):
+        out = jsa.as_scaled_array(tree, scale="rms", dtype=jnp.float16, static=static)
+        assert out["rate"] is number and out["w"].dtype == jnp.float16
+        assert jsa.asarray(out, jnp.float32)["rate"] is number
+        assert jsa.scalify(f)(out)["rate"] is number
+    assert jsa.fp8_matmuls(f)(tree)["rate"] is number
+    assert all(each is number for each in seen) and len(seen) == 3
+    assert float(jsa.as_scaled_array(0.5)) == 0.5  # a number by itself is data
+    assert isinstance(jsa.as_scaled_array(0.5), ScaledArray)
+
+
 def test_extension_dtypes_are_floats():
     leaf = np.ones(2, ml_dtypes.bfloat16)
     assert isinstance(jsa.as_scaled_array(leaf), ScaledArray)

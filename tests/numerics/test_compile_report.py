@@ -91,7 +91,7 @@ def test_what_is_no_function():
     with pytest.raises(TypeError, match="`fun` must be callable, got int"):
         compile_report(3)
     with pytest.raises(TypeError, match=r"`compile_report\(jax.jit\(.*static_argnames"):
-        compile_report(lambda x, name: x, X, "a")
+        compile_report(lambda x, name: x, X, object())
 
 
 def test_fp8_or_an_error():

@@ -1,6 +1,6 @@
 """The undirected graph of a program's groups, and its cut-edges.
 
-Source: Blake et al., *Unit Scaling* (2023), section 4.2 and theorem 5.2.
+Source: Blake et al., *Unit Scaling* (2023), section 5.1 and theorem 5.2.
 """
 
 from __future__ import annotations

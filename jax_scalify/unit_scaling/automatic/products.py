@@ -2,7 +2,7 @@
 
 With `n` terms in each element of a result, or of an operand's gradient, its factor is 1/√n.
 
-Source: Blake et al., *Unit Scaling* (2023), table 6; *u-µP* (2024), appendix B.
+Source: Blake et al., *Unit Scaling* (2023), table A.2; *u-µP* (2024), appendix B.
 """
 
 from __future__ import annotations

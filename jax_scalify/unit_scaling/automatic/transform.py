@@ -141,8 +141,8 @@ def unit_scale(
         ValueError: if the constraint is not known; when called, if it does not fit an operation, or
             the function has other operations than on its example.
 
-    Source: Blake et al., *Unit Scaling* (2023), sections 4 and 5 and theorem 5.2; weights of
-    residual sums, *u-µP* (2024), appendix F.
+    Source: Blake et al., *Unit Scaling* (2023), section 5 and theorem 5.2; weights of residual
+    sums, *u-µP* (2024), appendix F.
 
     Examples:
         >>> from jax_scalify import unit_scaling as us

@@ -36,7 +36,7 @@ def relu(x: Any, constraint: Constraint = _DEFAULT) -> jax.Array:
     Raises:
         TypeError: if `x` is not floating.
 
-    Source: Blake et al., *Unit Scaling* (2023), table 6.
+    Source: Blake et al., *Unit Scaling* (2023), table A.2.
 
     Examples:
         >>> from jax_scalify import unit_scaling as us

@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
         ValueError: if `mult` is not positive and finite, the shapes do not fit, `window` is
             negative, or with a window there are more queries than keys.
 
-    Source: Blake et al., *u-µP* (2024), table 2 and appendix B; Ainslie et al., *GQA* (2023), for
+    Source: Blake et al., *u-µP* (2024), appendix B; Ainslie et al., *GQA* (2023), for
     fewer heads of keys; Beltagy et al., *Longformer* (2020), for windows.
 
     Examples:

@@ -36,7 +36,7 @@ def cross_entropy(logits: Any, labels: Any, mult: float = 1.0, where: Any = None
         TypeError: if `logits` are not floating, or `labels` not integers.
         ValueError: if the shapes do not fit, or `mult` is not positive and finite.
 
-    Source: Blake et al., *Unit Scaling* (2023), table 6; *u-µP* (2024), table 2.
+    Source: Blake et al., *Unit Scaling* (2023), table A.2; *u-µP* (2024), appendix B.
 
     Examples:
         >>> from jax_scalify import unit_scaling as us

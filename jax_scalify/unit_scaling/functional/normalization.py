@@ -39,8 +39,9 @@ def softmax(
         TypeError: if `x` is not floating or `mult` is no number.
         ValueError: if `mult` is not positive and finite, or there is no such axis.
 
-    Source: Blake et al., *Unit Scaling* (2023), table 6: s/1.31 and s/1.65 for `mult` 1 and a long
-    axis; `unit_scaling/factors.py` derives the moments for all.
+    Source: Blake et al., *Unit Scaling* (2023), table A.2, has s for both factors, with which
+    result and gradient are 1.31 and 1.65 for `mult` 1 and a long axis.
+    `unit_scaling/factors.py` derives the moments for all.
 
     Examples:
         >>> from jax_scalify import unit_scaling as us

@@ -36,7 +36,7 @@ def matmul(lhs: Any, rhs: Any, constraint: Constraint = _DEFAULT) -> jax.Array:
         TypeError: if an operand is not floating.
         ValueError: if the shapes do not fit, or an operand has no axis.
 
-    Source: Blake et al., *Unit Scaling* (2023), table 6.
+    Source: Blake et al., *Unit Scaling* (2023), table A.2.
 
     Examples:
         >>> from jax_scalify import unit_scaling as us

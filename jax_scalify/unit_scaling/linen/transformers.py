@@ -27,7 +27,7 @@ class MLP(linen.Module):
         depth: layers of the residual stack that it is in, or None.
         dtype, param_dtype: as of `Linear`.
 
-    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2.
+    Source: Blake et al., *u-µP* (2024), section 4.2 and appendix B.
 
     Examples:
         >>> from jax_scalify.unit_scaling import linen
@@ -74,7 +74,7 @@ class MHSA(linen.Module):
         depth: layers of the residual stack that it is in, or None.
         dtype, param_dtype: as of `Linear`.
 
-    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2; Ainslie et al., *GQA* (2023);
+    Source: Blake et al., *u-µP* (2024), section 4.2 and appendix B; Ainslie et al., *GQA* (2023);
     Henry et al., *Query-Key Normalization* (2020).
 
     Examples:
@@ -230,7 +230,7 @@ class TransformerDecoder(linen.Module):
         dtype: of the computation, by default that of the parameters.
         param_dtype: of the parameters.
 
-    Source: Blake et al., *u-µP* (2024), section 4 and appendix D.
+    Source: Blake et al., *u-µP* (2024), section 4.
 
     Examples:
         >>> from jax_scalify.unit_scaling import linen

@@ -29,7 +29,7 @@ class MLP(nnx.Module):
         depth: layers of the residual stack that it is in, or None.
         dtype, param_dtype, rngs: as of `Linear`.
 
-    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2.
+    Source: Blake et al., *u-µP* (2024), section 4.2 and appendix B.
 
     Examples:
         >>> from flax.nnx import Rngs
@@ -87,7 +87,7 @@ class MHSA(nnx.Module):
     Raises:
         ValueError: if the heads cannot share the width, or heads of queries those of keys.
 
-    Source: Blake et al., *u-µP* (2024), table 2 and section 4.2; Ainslie et al., *GQA* (2023);
+    Source: Blake et al., *u-µP* (2024), section 4.2 and appendix B; Ainslie et al., *GQA* (2023);
     Henry et al., *Query-Key Normalization* (2020).
 
     Examples:
@@ -261,7 +261,7 @@ class TransformerDecoder(nnx.Module):
     Raises:
         ValueError: if the heads cannot share the width, or there are no layers to scan.
 
-    Source: Blake et al., *u-µP* (2024), section 4 and appendix D.
+    Source: Blake et al., *u-µP* (2024), section 4.
 
     Examples:
         >>> from flax.nnx import Rngs
