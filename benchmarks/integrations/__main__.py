@@ -1,4 +1,4 @@
-"""Run the pages of `docs/integrations`, each in the environment of its framework.
+"""Run the pages of `docs/integrations` and the programs of `programs/`, each in its environment.
 
     python -m benchmarks.integrations                 # all: `make integrations`
     python -m benchmarks.integrations keras --fresh   # one, again
@@ -28,15 +28,23 @@ from benchmarks.cells import Cells, Store
 from benchmarks.paths import RESULTS, ROOT
 
 FRAMEWORKS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text())
+PROGRAMS = Path(__file__).parent / "programs"
 # Precision: steps, the largest difference of the losses, and of the last five.
 VARIANTS = {"float32": (3, 1e-5), "float16": (30, 0.01), "fp8": (30, 0.03)}
 
 
+def installed(name: str) -> tuple[str, list[str]]:
+    """Return the name of the environment of a framework, and what is installed there."""
+    name = FRAMEWORKS[name].get("environment", name)
+    return name, FRAMEWORKS[name]["install"]
+
+
 def environment(name: str) -> Path:
     """Make the environment of a framework, if it is not there, and return its Python."""
+    name, packages = installed(name)
     folder = ROOT / ".venv-integrations" / name
     python, done = folder / "bin" / "python", folder / ".installed"
-    install = ["-e", f"{ROOT}[checkpoint]", *FRAMEWORKS[name]["install"]]
+    install = ["-e", f"{ROOT}[checkpoint]", *packages]
     if done.exists() and json.loads(done.read_text() or "[]") == install:
         return python
     uv = [sys.executable, "-m", "uv"]
@@ -52,9 +60,11 @@ def run(name: str, precision: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
         steps = VARIANTS[precision][0]
-        command = [python, "-m", "benchmarks.integrations.page", name, "--precision", precision]
+        is_page = not (PROGRAMS / f"{name}.py").exists()
+        module = f"benchmarks.integrations.{'page' if is_page else 'program'}"
+        command = [python, "-m", module, name, "--precision", precision]
         command += ["--steps", str(steps), "--out", out]
-        command += ["--whole"] if precision == "float16" else []
+        command += ["--whole"] if is_page and precision == "float16" else []
         done = subprocess.run(
             command,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -105,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{name}/{precision}": lambda name=name, precision=precision: run(name, precision)
             for precision in VARIANTS
         }
-        cells.add(tasks, {"install": FRAMEWORKS[name]["install"]})
+        cells.add(tasks, {"install": installed(name)[1]})
     table = Table(box=box.SIMPLE)
     for title in ("", "loss", "parameters", "compilations", "compile ratio", ""):
         table.add_column(title, justify="right" if title else "left")

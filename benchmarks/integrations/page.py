@@ -84,7 +84,7 @@ def run(page: str, precision: str, steps: int, whole: bool) -> dict[str, Any]:
         if "plain" not in result and "plain_losses" in namespace:
             result["plain"] = compilations.take()
         if "scaled" not in result and "losses" in namespace:
-            result["scaled"] = compilations.take() | _differences(namespace, ZERO.search(text))
+            result["scaled"] = compilations.take() | differences(namespace, *ZERO.findall(text))
             if not whole:
                 break
         if (
@@ -101,7 +101,7 @@ def _shape(text: str) -> str:
     return re.sub(r"[\s-]+", " ", NUMBER.sub("#", text)).strip()
 
 
-def _differences(names: dict[str, Any], zero: re.Match | None) -> dict[str, Any]:
+def differences(names: dict[str, Any], zero: str = "$^") -> dict[str, Any]:
     """Return the losses, and the RMS of the parameters' differences in units of their own RMS."""
     plain, found = names["plain_params"], names["params"]
     if jax.tree.structure(plain) != jax.tree.structure(found):
@@ -109,7 +109,7 @@ def _differences(names: dict[str, Any], zero: re.Match | None) -> dict[str, Any]
     largest = {}
     for (path, a), b in zip(jax.tree.leaves_with_path(plain), jax.tree.leaves(found), strict=True):
         name = jax.tree_util.keystr(path)
-        if zero and re.search(zero[1], name) or not np.issubdtype(np.asarray(a).dtype, np.floating):
+        if re.search(zero, name) or not np.issubdtype(np.asarray(a).dtype, np.floating):
             continue
         a, b = np.float64(a), np.float64(b)
         rms = np.sqrt(np.mean(np.square(a))) if a.size else 0.0

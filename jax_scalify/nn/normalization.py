@@ -14,6 +14,7 @@ from jax_scalify.base import dtypes
 from jax_scalify.interpreter.operand import Operand
 from jax_scalify.nn._rules import axes_of, scale_rules
 from jax_scalify.ops.custom_scale import custom_scale
+from jax_scalify.ops.scaling import get_data_and_scale
 from jax_scalify.rules.shared.products import made
 from jax_scalify.scales.algebra import ONE, ZERO, Scale, join
 
@@ -80,6 +81,7 @@ def layer_norm(
     *,
     axis: int | tuple[int, ...] = -1,
     epsilon: float = 1e-6,
+    relative_epsilon: bool = False,
 ) -> jax.Array:
     """`standardize(x) * scale + bias`: layer norm (Ba et al., 2016), at the static scale 1.
 
@@ -89,13 +91,17 @@ def layer_norm(
         bias: added to the result; its shape broadcasts to that of `x`.
         axis: the axis or axes that are normalised together.
         epsilon: added to the variance.
+        relative_epsilon: whether it is added to the variance of the data in place of that of the
+            value, as in Balanca et al. (2024), appendix C.2. Inputs far below `sqrt(epsilon)` are
+            then normalised too. By default the result does not depend on the scale of `x`, and is
+            the one without `scalify`.
 
     Example:
         >>> x = jsa.as_scaled_array(jnp.float16([1.0, 3.0]), scale=4.0)
         >>> print(jsa.scalify(jsa.nn.layer_norm)(x).scale)
         1.0
     """
-    return _affine(standardize(x, axis, epsilon), scale, bias)
+    return _affine(standardize(_or_data(x, relative_epsilon), axis, epsilon), scale, bias)
 
 
 def rms_norm(
@@ -104,6 +110,7 @@ def rms_norm(
     *,
     axis: int | tuple[int, ...] = -1,
     epsilon: float = 1e-6,
+    relative_epsilon: bool = False,
 ) -> jax.Array:
     """`x / sqrt(mean(x**2) + epsilon) * scale` (Zhang & Sennrich, 2019), at the static scale 1.
 
@@ -115,6 +122,7 @@ def rms_norm(
         >>> print(y.data, y.scale)
         [1. 1.] 1.0
     """
+    x = _or_data(x, relative_epsilon)
     return _affine(standardize(x, axis, epsilon, center=False), scale, None)
 
 
@@ -178,6 +186,10 @@ def batch_norm(
     value = lax.stop_gradient(x).astype(dtypes.compute_dtype(x.dtype))
     mean, variance = jnp.mean(value, axis), jnp.var(value, axis)
     return _affine(standardize(x, axis, epsilon), scale, bias), mean, variance
+
+
+def _or_data(x: jax.Array, is_data: bool) -> jax.Array:
+    return get_data_and_scale(x)[0] if is_data else x
 
 
 def _affine(x: jax.Array, scale: Any, bias: Any) -> jax.Array:

@@ -94,8 +94,12 @@ def _jvp_on_backward(primitive: Primitive, primals: Any, tangents: Any, *, funct
 def _jvp_of_data_and_scale(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
     """Differentiate `data = x / scale`, where the scale is a constant."""
     data, scale = primitive.bind(*primals, **params)
-    inverse = lax.convert_element_type(1 / lax.stop_gradient(scale), data.dtype)
-    return (data, scale), (lax.mul(tangents[0], inverse), ad.Zero(jax.typeof(scale)))
+    inverse = 1 / lax.stop_gradient(scale)  # which float16 may not hold
+    wide = dtypes.promoted(dtypes.compute_dtype(data.dtype), inverse.dtype)
+    tangent = lax.convert_element_type(tangents[0], wide)
+    tangent = lax.mul(tangent, lax.convert_element_type(inverse, wide))
+    tangent = lax.convert_element_type(tangent, data.dtype)
+    return (data, scale), (tangent, ad.Zero(jax.typeof(scale)))
 
 
 def _size(args: Any, dims: Any) -> int:

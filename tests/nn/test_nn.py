@@ -428,3 +428,34 @@ def test_the_arguments_that_are_stored():
         jax.grad(lambda x: jnp.sum(jsa.nn.store_inputs(jnp.square, argnums=1)(x)))(x)
     with pytest.raises(TypeError, match="`argnums` must be an int or a sequence of ints, got 'a'"):
         jsa.nn.store_inputs(jnp.square, argnums="a")
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("exponent", [-40, -20, 0, 20, 40])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_a_relative_epsilon(name, dtype, exponent, static):
+    """Balanca et al. 2024, C.2: data is normalised, whatever its scale is."""
+    rng, epsilon = np.random.default_rng(0), 1e-3
+    data, cotangent = (jnp.asarray(rng.normal(size=(4, 32)), dtype) for _ in range(2))
+    scale = 2.0**exponent if static else jnp.float32(2.0**exponent)
+
+    def norm(x, cotangent):
+        fun = functools.partial(getattr(nn, name), epsilon=epsilon, relative_epsilon=True)
+        value, pullback = jax.vjp(fun, x)
+        return value, pullback(cotangent)[0]
+
+    x = ScaledArray(data, scale)
+    value, gradient = jax.jit(jsa.scalify(norm))(x, jsa.as_scaled_array(cotangent))
+    d, g = np.float64(data), np.float64(cotangent)
+    d = d - d.mean(-1, keepdims=True) if name == "layer_norm" else d
+    root = np.sqrt(np.mean(d**2, -1, keepdims=True) + epsilon)
+    normal = d / root
+    wanted = g - normal * np.mean(g * normal, -1, keepdims=True)
+    wanted = wanted - wanted.mean(-1, keepdims=True) if name == "layer_norm" else wanted
+    unit = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(jsa.asarray(value, jnp.float32), normal, atol=8 * unit)
+    got = np.float64(gradient.data) * float(gradient.scale) * 2.0**exponent
+    np.testing.assert_allclose(got, wanted / root, atol=16 * unit)
+    plain = getattr(nn, name)(data, epsilon=epsilon, relative_epsilon=True)
+    np.testing.assert_array_equal(plain, getattr(nn, name)(data, epsilon=epsilon))
