@@ -737,3 +737,25 @@ def test_scales_that_are_asked_to_be_static():
         jsa.as_scaled_array(tree, static="rms")
     with pytest.raises(TypeError, match=r"`tree\['b'\].scale` must be concrete.* outside of `jit`"):
         jax.jit(lambda t: jsa.as_scaled_array(t, static=True))(tree)
+
+
+@pytest.mark.parametrize("round_updates", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_static_weight_of_any_rank_returns_static(dtype, shape, round_updates):
+    optimizer = jsa.optim.low_precision(optax.adam(1e-2), dtype, round_updates=round_updates)
+
+    @jax.jit
+    @jsa.scalify
+    def step(params, opt_state, x):
+        grads = jax.grad(lambda p: jnp.mean(jnp.square(x * p["w"] - 1)))(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = jsa.as_scaled_array({"w": jnp.full(shape, 0.3)}, "rms", dtype=dtype, static=True)
+    opt_state = jsa.as_scaled_array(optimizer.init(params))
+    for _ in range(3):
+        params, opt_state = step(params, opt_state, jnp.ones(4, dtype))
+    if dtype != "float16" or round_updates:
+        assert params["w"].scale == 0.25 and params["w"].is_static
+        assert step._cache_size() == 1

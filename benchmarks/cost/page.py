@@ -33,16 +33,16 @@ two CPU cores. Each model is trained with several versions of its step:
 In short, for steps in float32 with JAX 0.12:
 
 - With dynamic scales, tracing and compiling take 1.4 to 2.2 times as long, with static scales up
-  to 1.4 times. JAX 0.10 takes up to 4.1 and 2.0 times.
-- A `lax.scan` over the 12 layers of a GPT shortens tracing and compiling to 5.2 s with dynamic
-  scales (7.9 s without it), and to 3.2 s with static scales.
-- Steps of more than 70 ms take up to 1.07 times as long as plain ones, shorter steps up to 1.2
+  to 1.3 times. JAX 0.10 takes up to 4.1 and 2.0 times.
+- A `lax.scan` over the 12 layers of a GPT shortens tracing and compiling to 5.6 s with dynamic
+  scales (8.3 s without it), and to 3.4 s with static scales.
+- Steps of more than 70 ms take up to 1.07 times as long as plain ones, shorter steps up to 1.3
   times.
 - Temporary memory grows only for the ResNet with dynamic scales, to 1.3 times.
 
 The rows `recipe-…` compare README's recipe (weights, activations and optimizer state in float16,
 with the statistics and stochastic rounding of `low_precision`) with a float32 step and float32
-AdamW. Tracing and compiling the GPT take 1.7 times as long, 2.2 with dynamic scales and 1.5 with
+AdamW. Tracing and compiling the GPT take 1.7 times as long, 2.3 with dynamic scales and 1.5 with
 all scales static. The step times and the temporary memory (up to 7 times) of these rows do not
 hold for a GPU: a CPU emulates float16. [On GPUs and TPUs](accelerators.md) has memory and compile
 times of other compilers. A GPU's compiler takes longer than a CPU's for the same step.

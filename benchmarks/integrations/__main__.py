@@ -11,6 +11,7 @@ Finished rows are kept in `benchmarks/results/integrations.json`.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -73,7 +74,8 @@ def run(name: str, precision: str) -> dict[str, Any]:
             text=True,
         )
         if done.returncode:
-            return {"error": done.stderr.strip().splitlines()[-1]}
+            lines = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
+            return {"error": lines[-1] if lines else done.stderr.strip()[-200:]}
         return json.loads(out.read_text())
 
 

@@ -104,8 +104,9 @@ def _shape(text: str) -> str:
 def differences(names: dict[str, Any], zero: str = "$^") -> dict[str, Any]:
     """Return the losses, and the RMS of the parameters' differences in units of their own RMS."""
     plain, found = names["plain_params"], names["params"]
-    if jax.tree.structure(plain) != jax.tree.structure(found):
-        raise ValueError(f"{names['__name__']}: `params` has not the structure of `plain_params`.")
+    names_of = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(plain)]
+    if names_of != [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(found)]:
+        raise ValueError(f"{names['__name__']}: `params` has not the leaves of `plain_params`.")
     largest = {}
     for (path, a), b in zip(jax.tree.leaves_with_path(plain), jax.tree.leaves(found), strict=True):
         name = jax.tree_util.keystr(path)

@@ -110,6 +110,8 @@ class ScaledArray:
         if copy is False:
             raise ValueError("A ScaledArray has no buffer of its values: `copy` cannot be False.")
         _check_form(self)
+        if _compat.is_traced(self.data):
+            raise TypeError(f"A traced ScaledArray is no array. {_ADVICE}")
         data = np.asarray(self.data)
         scale = along_leading_axes(np.asarray(self.scale), data.ndim)
         values: Any = np.array(data, dtypes.compute_dtype(data.dtype))

@@ -52,11 +52,18 @@ def wide_matmuls(
             f"No matmul of `{name}` has a scaled operand; the first is at {line}. Pass "
             f"{_listed(wide)} through `jsa.as_scaled_array`."
         )
-    if not _has_widened_operand(jaxpr):
+    widening = _widening(jaxpr)
+    if widening is None:
         return None
+    message = f"Every matmul of `{name}` is in float32, the first at {line}: beside float32 "
+    if not wide:
+        return (
+            f"{message}constants, JAX widens operands of fewer bits, here at "
+            f"{_compat.source_line(widening)}. Give the constants the dtype of the operands."
+        )
     return (
-        f"Every matmul of `{name}` is in float32, the first at {line}: beside float32 arguments, "
-        f"JAX widens those of fewer bits. Cast {_listed(wide)}, so that all have one dtype."
+        f"{message}arguments, JAX widens those of fewer bits. Cast {_listed(wide)}, so that all "
+        "have one dtype."
     )
 
 
@@ -90,15 +97,19 @@ def _reach_matmuls(jaxpr: Any, marked: Sequence[bool]) -> bool:
     return found
 
 
-def _has_widened_operand(jaxpr: Any) -> bool:
-    """Return whether an operand of a matmul is, or was cast from, a dtype of fewer bits."""
+def _widening(jaxpr: Any) -> Any:
+    """Return the equation of a matmul's operand that is, or was cast from, a dtype of fewer bits.
+
+    It is the cast, or the matmul; None if there is none.
+    """
     made = makers(jaxpr)
     for eqn in jaxpr.eqns:
         for atom in eqn.invars[:2] if eqn.primitive.name in _MATMULS else ():
             cast = made.get(atom) if is_var(atom) else None
             is_cast = cast is not None and cast.primitive.name == "convert_element_type"
             if _bits(cast.invars[0] if cast is not None and is_cast else atom) < 32:
-                return True
-        if any(map(_has_widened_operand, sub_jaxprs(eqn.params))):
-            return True
-    return False
+                return cast if is_cast else eqn
+        inner = next(filter(None, map(_widening, sub_jaxprs(eqn.params))), None)
+        if inner is not None:
+            return inner
+    return None

@@ -461,3 +461,10 @@ def test_the_key_of_data_names_a_static_scale(scale, key):
     dynamic = {"w": ScaledArray(jnp.ones(2), jnp.float32(scale))}
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(dynamic)]
     assert names == ["['w'].data", "['w'].scale"]
+
+
+def test_a_traced_array_outside_scalify_names_the_transform():
+    x = jsa.as_scaled_array(jnp.ones((2, 2), jnp.float16))
+    for fun in (jnp.asarray, np.asarray):
+        with pytest.raises(TypeError, match="Put `@jsa.scalify` on the function"):
+            jax.jit(fun)(x)

@@ -95,3 +95,17 @@ def test_what_needs_no_scale_says_nothing():
         jsa.scalify(lambda params: jsa.scalify(jnp.sin)(params["w"]))(_scaled())
         jsa.scalify(lambda x: jsa.set_scaling(x, 2.0))(jnp.ones(3))
         jsa.dynamic_rescale(_scaled())
+
+
+def test_constants_of_the_model_are_named_by_their_line():
+    table = jnp.ones(8)
+
+    def model(params, x):
+        return (x + table) @ params["w"]  # here
+
+    x = jnp.ones((4, 8), NARROW)
+    with pytest.warns(
+        jsa.SetupWarning, match=r"float32 constants, .*test_setup.*Give the"
+    ) as found:
+        jsa.scalify(model)(_scaled(), x)
+    assert "Cast" not in str(found[0].message)

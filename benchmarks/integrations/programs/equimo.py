@@ -43,4 +43,4 @@ def problem() -> Problem:
             chosen = rng.integers(len(labels), size=64)
             yield images[chosen], labels[chosen]
 
-    return Problem(loss_fn, params, batches, optax.adamw(3e-3))
+    return Problem(loss_fn, params, batches, optax.adamw(3e-3), r"qkv\.bias")  # the keys' third

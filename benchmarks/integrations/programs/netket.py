@@ -27,7 +27,9 @@ def problem() -> Problem:
     def loss_fn(params, batch, key):
         state = sampler.init_state(model, params, seed=key)
         samples, _ = sampler.sample(model, params, state=state, chain_length=4)
-        samples = jax.lax.stop_gradient(samples.reshape(-1, SITES))
+        # The network computes in the dtype of its weights if the samples have it too.
+        samples = samples.reshape(-1, SITES).astype(jax.tree.leaves(params)[0].dtype)
+        samples = jax.lax.stop_gradient(samples)
 
         def log_pdf(params, samples):
             return 2 * model.apply(params, samples)

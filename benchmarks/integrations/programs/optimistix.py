@@ -15,15 +15,19 @@ WIDTH = 32
 def loss_fn(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """Return the cross-entropy of a classifier whose features are a fixed point."""
     images, labels = batch
-    inputs = images @ params["inputs"] + params["bias"]
+    inputs = jax.nn.gelu(images @ params["inputs"] + params["bias"])
     solver = optx.FixedPointIteration(rtol=1e-3, atol=1e-3)
 
     def cell(hidden: jax.Array, weights: tuple[jax.Array, jax.Array]) -> jax.Array:
         recurrent, inputs = weights
         return jnp.tanh(hidden @ recurrent + inputs)
 
-    weights = params["recurrent"], inputs
-    hidden = optx.fixed_point(cell, solver, jnp.zeros_like(inputs), weights, max_steps=30).value
+    def features(inputs: jax.Array) -> jax.Array:
+        weights = params["recurrent"].astype(jnp.float32), inputs.astype(jnp.float32)
+        start = jnp.zeros(WIDTH)  # Optimistix solves in float32 only
+        return optx.fixed_point(cell, solver, start, weights, max_steps=100).value
+
+    hidden = jax.vmap(features)(inputs).astype(inputs.dtype)
     logits = (hidden @ params["head"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -43,7 +47,7 @@ def problem() -> Problem:
     normal = jax.nn.initializers.lecun_normal()
     params = {
         "inputs": normal(keys[0], (64, WIDTH)),
-        "recurrent": 0.5 * normal(keys[1], (WIDTH, WIDTH)),
+        "recurrent": 0.2 * normal(keys[1], (WIDTH, WIDTH)),
         "bias": jnp.zeros(WIDTH),
         "head": normal(keys[2], (WIDTH, 10)),
     }

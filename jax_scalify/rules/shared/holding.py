@@ -42,7 +42,8 @@ def home_of_sum(ctx: RuleContext, lhs: Operand, rhs: Operand) -> Scale | None:
     # A sum of cotangents is a gradient, not a new leaf, even if one of them is `2 * w`.
     if ctx.primitive.name == "add_any" or not is_wide(aval.dtype):
         return None
-    if lhs.number is not None or rhs.number is not None:
+    # Computed values of rank 0 are numbers too, and may be the update of such a leaf.
+    if any(x.number is not None and (aval.shape or x.constant is not None) for x in (lhs, rhs)):
         return None
     found = [x for x in (lhs, rhs) if _may_keep(x, aval)]
     if len(found) > 1:  # in `w + 0.9 * v`, only `w` has no factor
